@@ -27,10 +27,6 @@ def files_of_worker(servers: int) -> int:
 def allow_files(count: int, who: str) -> None:
     """Raise this process's limit of open files as far as it may, so that strangers who connect keep no member out.
 
-    Args:
-        count: How many it needs itself.
-        who: Whose they are, for the error.
-
     Raises:
         ConfigurationError: The system does not let it have as many.
     """
@@ -45,9 +41,6 @@ def allow_files(count: int, who: str) -> None:
 
 def allow_threads(processes: int) -> None:
     """Look whether this user may have the threads that so many processes will start: libzmq aborts without them.
-
-    Args:
-        processes: How many are to be started.
 
     Raises:
         ConfigurationError: The system does not let it have as many.

@@ -21,12 +21,7 @@ OVER = "the run is over"
 
 @dataclass(frozen=True)
 class RunAddress:
-    """A coordinator, and how to speak with it.
-
-    Attributes:
-        coordinator: Its endpoint.
-        key_file: The run's keys; None for no encryption.
-    """
+    """A coordinator, and how to speak with it."""
 
     coordinator: str
     key_file: str | None = None

@@ -8,13 +8,7 @@ from torch import nn
 
 
 def compile_parts(trainer: Trainer, parts: Iterable[nn.Module], backend: str) -> None:
-    """Compile parts of a module in their places; a strategy with ``compiles_stages`` compiles what it makes of them.
-
-    Args:
-        trainer: The trainer.
-        parts: Those that are called.
-        backend: Of ``torch.compile``.
-    """
+    """Compile parts of a module in their places; a strategy with ``compiles_stages`` compiles what it makes of them."""
     # A forked rank's first use of torch's thread pool replaces it. With a compiled network backward starts several
     # threads, whose first uses at once can end the process ("Invalid thread pool!"); so use it here.
     torch.set_num_threads(torch.get_num_threads())

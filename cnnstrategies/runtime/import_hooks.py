@@ -10,12 +10,7 @@ if TYPE_CHECKING:
 
 
 def after_import(name: str, action: Callable[[], object]) -> None:
-    """Call a function when a module has been imported: now, if it has been.
-
-    Args:
-        name: The module's.
-        action: Takes nothing.
-    """
+    """Call a function when a module has been imported: now, if it has been."""
     if name in sys.modules:
         action()
     else:
@@ -23,11 +18,7 @@ def after_import(name: str, action: Callable[[], object]) -> None:
 
 
 class _Watcher:
-    """Finds one module, once, where the other finders do.
-
-    Attributes:
-        name: The module's.
-    """
+    """Finds one module, once, where the other finders do."""
 
     def __init__(self, name: str, action: Callable[[], object]) -> None:
         self.name = name

@@ -75,12 +75,7 @@ def killed_rank(launcher: Any, seconds: float = 0.5) -> str | None:
 
 
 def ended_by(rank: int, code: int) -> str:
-    """How a signal has ended a rank, in words.
-
-    Args:
-        rank: Its number.
-        code: The process's exit code, the negative number of the signal.
-    """
+    """How a signal has ended a rank, in words."""
     name = signal.Signals(-code).name
     return f"rank {rank} was ended by {name}{', as the system does when memory is short' * (code == -signal.SIGKILL)}"
 
@@ -121,11 +116,7 @@ def forget_failure() -> None:
 
 
 def first_to_fail(code: int) -> bool:
-    """Whether this rank is the first on its machine that cannot go on, so that it is the one to say why.
-
-    Args:
-        code: The exit code with which it will end.
-    """
+    """Whether this rank is the first on its machine that cannot go on, so that it is the one to say why."""
     if (path := os.environ.get(REFUSED)) is None:
         return True
     try:
@@ -140,13 +131,6 @@ def failed_elsewhere(launcher: Any, seconds: float = 10.0) -> int:
 
     Lightning kills the one that has started the others as soon as it sees one of them end, which may be before it has
     spoken itself.
-
-    Args:
-        launcher: May have started that rank.
-        seconds: How long.
-
-    Returns:
-        That rank's exit code.
     """
     process, code = map(int, os.readlink(os.environ[REFUSED]).split())
     for started in getattr(launcher, "procs", []):

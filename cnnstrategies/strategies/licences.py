@@ -30,12 +30,7 @@ WEIGHT_HOOKS = (
 
 
 def who_sees_gradients(module: LightningModule, callbacks: Iterable[Callback]) -> list[str]:
-    """The hooks that may read or change gradients before the optimizer's step, such as ``Clip.on_after_backward``.
-
-    Args:
-        module: What is trained.
-        callbacks: The trainer's.
-    """
+    """The hooks that may read or change gradients before the optimizer's step, such as ``Clip.on_after_backward``."""
     return [f"{type(one).__name__}.{name}" for one in (module, *callbacks) for name in own_hooks(one, GRADIENT_HOOKS)]
 
 
@@ -46,12 +41,7 @@ def who_sees_weights(module: LightningModule, callbacks: Iterable[Callback]) -> 
 
 
 def own_hooks(one: object, hooks: Iterable[str]) -> list[str]:
-    """The hooks of a module or callback that are neither Lightning's nor this package's.
-
-    Args:
-        one: It.
-        hooks: The names among which to look.
-    """
+    """The hooks of a module or callback that are neither Lightning's nor this package's."""
     found = []
     for name in hooks:
         owner = next((kind for kind in type(one).__mro__ if name in vars(kind)), None)

@@ -42,9 +42,6 @@ def own_metric_states(module: nn.Module) -> None:
 
     torch hands the tensors of a spawned process over in shared memory. Lightning's launcher copies parameters and
     buffers; the states of a metric are neither, and what one rank adds to them all others would find there.
-
-    Args:
-        module: Its metrics, and those of its submodules, get copies.
     """
     for metric in module.modules():
         for name, state in metric.metric_state.items() if isinstance(metric, Metric) else ():
@@ -52,14 +49,7 @@ def own_metric_states(module: nn.Module) -> None:
 
 
 def warn_of_weights_alone(checkpoint: Mapping[str, Any], path: str | Path, launcher: Any, start_method: str) -> None:
-    """Warn when a checkpoint is saved after the ranks that had the optimizers have ended; Lightning's DDP says nothing.
-
-    Args:
-        checkpoint: What is saved.
-        path: Where.
-        launcher: The strategy's.
-        start_method: How it started the ranks.
-    """
+    """Warn when a checkpoint is saved after the ranks with the optimizers have ended; Lightning's DDP says nothing."""
     if ranks_are_children(launcher) and checkpoint.get("optimizer_states") == []:
         rank_zero_warn(
             f"{path} holds weights alone: the optimizers and the count of steps have ended with the ranks that "
@@ -69,10 +59,6 @@ def warn_of_weights_alone(checkpoint: Mapping[str, Any], path: str | Path, launc
 
 def check_optimizer_states(saved: int, needed: int) -> None:
     """Refuse to resume from a checkpoint without the optimizers' states.
-
-    Args:
-        saved: Number of optimizers whose states it holds.
-        needed: Number of optimizers of the run.
 
     Raises:
         ConfigurationError: The numbers differ.

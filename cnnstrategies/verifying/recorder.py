@@ -69,12 +69,7 @@ class Role:
 
 
 class Recorder(Checkpoint):
-    """Writes down what a run has done; it comes after all other callbacks, as all that save do.
-
-    Args:
-        role: Of the run.
-        settled: What was turned off in the module; see :func:`settle`.
-    """
+    """Writes down what a run has done; it comes after all other callbacks, as all that save do."""
 
     def __init__(self, role: Role, settled: Sequence[str]) -> None:
         self._role = role
@@ -167,11 +162,6 @@ def _stays(layer: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def replay(role: Role, source: Any) -> None:
-    """Have a module or data module give a run's global batches.
-
-    Args:
-        role: Of the run that is to train on them.
-        source: Has ``train_dataloader``.
-    """
+    """Have a module or data module give a run's global batches."""
     batches = role.batches()
     source.train_dataloader = lambda: batches

@@ -134,9 +134,6 @@ def keeper(role: Role) -> Keeps:
 def verdict_of(train: Callable[[Role], None]) -> Verdict:
     """Make the runs that a verdict needs, and compare them.
 
-    Args:
-        train: Makes the run of a role, in a process of its own.
-
     Raises:
         ConfigurationError: A run refuses; see :func:`verify`.
         TrainingError: A run fails.

@@ -34,7 +34,8 @@ from cnnstrategies.paramserver.places import OVER, RunAddress, find_place
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.parameter_server.joiner import JoinedDispatch, as_of_the_run, check_parameters, check_seed
+from cnnstrategies.strategies.parameter_server.joiner import as_of_the_run, check_parameters, check_seed
+from cnnstrategies.strategies.parameter_server.joining import JoinedDispatch
 from cnnstrategies.strategies.parameter_server.state import SEED
 
 CONFIG = "experiments/digits_smallcnn_elastic_cpu"

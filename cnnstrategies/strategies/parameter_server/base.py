@@ -68,14 +68,7 @@ class WorkerGroup:
         return self
 
     def open(self, options: Options, place: Place, rank: int, world_size: int) -> None:
-        """Register with the coordinator of a session.
-
-        Args:
-            options: The strategy's.
-            place: Where the processes meet.
-            rank: This worker's.
-            world_size: Workers of the run.
-        """
+        """Register with the coordinator of a session."""
         self.rank, self.world_size, self.insecure = rank, world_size, place.insecure
         self._alone = False
         self.run_address = RunAddress(place.coordinator, place.key_file and str(Path(place.key_file).resolve()))
@@ -168,14 +161,7 @@ class WorkerGroup:
     # Stopping
 
     def agree_to_stop(self, received: int | None) -> int | None:
-        """Agree on a stop without waiting for each other; from then on this worker acts alone.
-
-        Args:
-            received: The signal that this rank has received, if any.
-
-        Returns:
-            The signal that some rank has received.
-        """
+        """Agree on a stop without waiting for each other; from then on this worker acts alone."""
         if received is not None:
             self.membership.announce(STOP, received)
         signum = received if received is not None else self.membership.announced(STOP)
@@ -184,18 +170,7 @@ class WorkerGroup:
 
 
 class CoordinatedStrategy(DDPStrategy):
-    """Starts and watches the processes of a run, and serves the collectives that Lightning asks for.
-
-    Args:
-        options: What the user asks for.
-        start_method: How ranks are started.
-        **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices.
-
-    Attributes:
-        options: What the user asks for.
-        group: The workers of the run.
-        wait: Seconds in which all processes must be there; on the command line ``network.wait``.
-    """
+    """Starts and watches the processes of a run, and serves the collectives that Lightning asks for."""
 
     finds_hosts = True  # Its coordinator knows who is there.
     wait = WAIT
@@ -255,14 +230,7 @@ class CoordinatedStrategy(DDPStrategy):
         self.group.open(self.options, place, self.global_rank, self.world_size)
 
     def stop_signal(self, received: int | None) -> int | None:
-        """Agree on a stop without waiting for each other; from then on this worker acts alone.
-
-        Args:
-            received: The signal that this rank has received, if any.
-
-        Returns:
-            The signal that some rank has received.
-        """
+        """Agree on a stop without waiting for each other; from then on this worker acts alone."""
         return self.group.agree_to_stop(received)
 
     def stop_asked(self) -> int | None:

@@ -21,10 +21,6 @@ GATHERS = "gather_distributed"  # The end of the names of such options of losses
 def check_module(module: LightningModule, options: Options) -> None:
     """Refuse a module that the parameter server cannot train.
 
-    Args:
-        module: It.
-        options: The strategy's.
-
     Raises:
         ConfigurationError: It optimises by hand, clips gradients that it does not have, has sparse ones, or a loss that
             gathers what other processes have.
@@ -97,10 +93,6 @@ def check_callbacks(callbacks: Sequence[Callback], options: Options, returns: bo
 def check_optimizers(optimizers: list[Optimizer], options: Options) -> None:
     """Refuse what the servers cannot do.
 
-    Args:
-        optimizers: The trainer's.
-        options: The strategy's.
-
     Raises:
         ConfigurationError: There is none or more than one, or one that evaluates the loss itself, is told whether it
             trains, or has an option that is no finite number.
@@ -136,10 +128,6 @@ def _check_served(optimizer: Optimizer) -> None:
 
 def check_dispatch(trainer: Trainer, options: Options) -> None:
     """Refuse a training that counts steps, or stops for something within an epoch, while workers take what they can.
-
-    Args:
-        trainer: It.
-        options: The strategy's.
 
     Raises:
         ConfigurationError: Some workers would be in the middle of an epoch, where others wait for them.

@@ -13,16 +13,7 @@ MEGABYTE = 1e6
 
 
 def describe_servers(options: Options, specification: Specification, nodes: int) -> list[tuple[str, str]]:
-    """Mode, servers, and the part of the parameters that each of them holds.
-
-    Args:
-        options: What the user asks for.
-        specification: Of the run; it decides how the parameters are spread over the servers.
-        nodes: Nodes of the run.
-
-    Returns:
-        Names and texts.
-    """
+    """Mode, servers, and the part of the parameters that each of them holds."""
     load = [0] * specification.servers
     for part in cut(specification):
         for server in part.servers:

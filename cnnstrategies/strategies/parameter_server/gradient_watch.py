@@ -30,23 +30,13 @@ LINEAR = (
 
 
 def watch_gradients(module: LightningModule, callbacks: Iterable[Callback]) -> WatchedHooks:
-    """Watch the hooks of a module and its callbacks between backward and the optimizer's step.
-
-    Args:
-        module: What is trained.
-        callbacks: The trainer's.
-    """
+    """Watch the hooks of a module and its callbacks between backward and the optimizer's step."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return WatchedHooks((module, *callbacks), HOOKS, partial(Linear, names))
 
 
 class Linear(TorchFunctionMode):
-    """Refuses what is not linear in gradients.
-
-    Args:
-        names: The name of each parameter, by its id.
-        hook: Whose code runs inside.
-    """
+    """Refuses what is not linear in gradients."""
 
     def __init__(self, names: dict[int, str], hook: str) -> None:
         super().__init__()

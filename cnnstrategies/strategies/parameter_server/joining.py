@@ -13,10 +13,17 @@ from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
+from cnnstrategies.paramserver.api import Worker
+from cnnstrategies.paramserver.coordinator.chunks import Chunk
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import FIRST_SECONDS, OVER, PAUSE, Place, RunAddress, find_place
-from cnnstrategies.strategies.parameter_server.joiner import JoinedDispatch, JoinerGroup, enter
+from cnnstrategies.paramserver.services import SPECIFICATION
+from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.strategies.parameter_server.joiner import JoinerGroup, as_of_the_run, check_parameters, check_seed
+from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
 from cnnstrategies.strategies.parameter_server.options import Options
+from cnnstrategies.strategies.parameter_server.start import places
+from cnnstrategies.strategies.parameter_server.state import restore_trainer
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -24,11 +31,7 @@ TOLD = "it was told to leave"
 
 
 class ComeAndGo(Callback):
-    """The first callback of a joiner: it leaves at the end of each epoch, and comes again at the next.
-
-    Args:
-        strategy: Whose.
-    """
+    """The first callback of a joiner: it leaves at the end of each epoch, and comes again at the next."""
 
     def __init__(self, strategy: "JoiningStrategy") -> None:
         self._strategy = strategy
@@ -51,13 +54,52 @@ class ComeAndGo(Callback):
         self._strategy.leave()
 
 
+class JoinedDispatch(BatchDispatch):
+    """Takes batches while it is in the run, and none from when it is told to leave."""
+
+    def __init__(self, strategy: "JoiningStrategy") -> None:
+        super().__init__(strategy.group)
+        self._strategy = strategy
+        self.first: Chunk | None = None  # It was taken to see whether there is one.
+        self._rests = False
+
+    @override
+    def epoch(self, trainer: Trainer) -> int:
+        self._rests = False
+        if not self._strategy.is_in:
+            self._strategy.enter()
+            # Lightning begins to iterate before training, and once more in an epoch that is not the first.
+            self._rests = trainer.current_epoch > 0
+        return trainer.current_epoch
+
+    @override
+    def begin(self, epoch: int, batches: int, done: str) -> None:
+        if self._rests:
+            return
+        self.seen = self.processed = 0
+        theirs = self._group.collectives.begin_epoch(epoch, batches, 1)
+        if theirs not in (0, batches):
+            raise ConfigurationError(
+                f"an epoch of the run has {theirs} batches and of this configuration {batches}: batches are given out "
+                "by their number, so give the run's own data and batch size"
+            )
+
+    @override
+    def progress(self, epoch: int) -> str:
+        return ""  # It saves nothing.
+
+    @override
+    def take(self, epoch: int) -> Chunk:
+        if self._rests:
+            return Chunk(epoch, 0, 0)
+        first, self.first = self.first, None
+        if first is not None:
+            return first
+        return Chunk(epoch, 0, 0) if self._strategy.leaving else super().take(epoch)
+
+
 class JoiningStrategy(ParameterServerStrategy):
     """A worker beside those of a run.
-
-    Args:
-        options: Those of the run's strategy.
-        address: Where the run's coordinator listens.
-        place: A place there; each time it comes it is given another.
 
     Attributes:
         leaving: Whether it was told to leave.
@@ -160,8 +202,6 @@ class JoiningStrategy(ParameterServerStrategy):
                 self._waiting = False
 
     def _enter(self, first: bool) -> None:
-        assert self._trainer is not None
-        assert isinstance(self.lightning_module, LightningModule)
         place = self._find_place()
         try:
             self.group.register(place)
@@ -171,25 +211,50 @@ class JoiningStrategy(ParameterServerStrategy):
                 raise
             time.sleep(PAUSE)  # Another was faster, or the coordinator has gone: who asks again hears which.
             return
-        optimizer = self.optimizers[0]
         try:
-            entry = enter(self.group, self.options, self._trainer, self.lightning_module, optimizer)
+            worker, specification = self._stand_with_the_others()
         except ConfigurationError:
             self.group.leave()
             raise
-        self.options = entry.options
-        self._epoch = entry.epoch
-        chunk = self.group.collectives.take(entry.epoch, 0)
-        if not chunk or (not first and not entry.epoch):  # Lightning would not iterate again in the first epoch.
-            entry.worker.close()
-            self.group.leave({"epoch": entry.epoch, "processed": 0})
+        chunk = self.group.collectives.take(self._epoch, 0)
+        if not chunk or (not first and not self._epoch):  # Lightning would not iterate again in the first epoch.
+            worker.close()
+            self.group.leave({"epoch": self._epoch, "processed": 0})
             time.sleep(PAUSE)
             return
         self._dispatch.first = chunk
-        self.group.membership.tell(entry.worker.counters.figures)
-        self._stepper = self._stepper_of(entry.worker, entry.specification, own_steps=0)
-        self.epochs += entry.epoch not in self._entered  # It may come into the same one again.
-        self._entered.add(entry.epoch)
+        self.group.membership.tell(worker.counters.figures)
+        self._stepper = self._stepper_of(worker, specification, own_steps=0)
+        self.epochs += self._epoch not in self._entered  # It may come into the same one again.
+        self._entered.add(self._epoch)
+
+    def _stand_with_the_others(self) -> tuple[Worker, Specification]:
+        """Wait to be let in; the connection to the servers, and what all processes of the run agree on."""
+        module, optimizer, run, membership = (
+            self.module,
+            self.optimizers[0],
+            self.group.collectives,
+            self.group.membership,
+        )
+        (text,) = run.get(SPECIFICATION)
+        specification = Specification.from_json(bytes(text).decode())
+        check_parameters(specification, self.options.specification(module, optimizer, 1, self.group.world_size))
+        started = run.start()
+        address = membership.address
+        worker = Worker(
+            specification, places(module, specification), membership.source(), address.id, address.incarnation,
+            membership.keys, self.group.insecure,
+        )  # fmt: skip
+        state = started.values[started.leader]
+        check_seed(state["seed"])
+        self.options = as_of_the_run(self.options, specification)
+        restore_trainer(self.trainer, optimizer, state)
+        worker.join()
+        if not started.midway:
+            run.barrier("admitted")
+        optimizer.state.clear()  # It is the servers'.
+        self._epoch = int(state["epoch"])
+        return worker, specification
 
     def _find_place(self) -> Place:
         try:

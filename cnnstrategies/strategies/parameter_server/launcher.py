@@ -78,24 +78,14 @@ def forwarding(supervision: Supervision) -> Iterator[None]:
 
 
 class _Watching:
-    """What both launchers have in common: the ranks of this node, watched.
-
-    Attributes:
-        options: The strategy's.
-        layout: Gives the nodes, when they are known.
-    """
+    """What both launchers have in common: the ranks of this node, watched."""
 
     options: Options
     layout: Callable[[], Layout] | None
     _supervision: Supervision | None = None
 
     def check(self, trainer: Trainer | None, returns: bool) -> bool:
-        """Refuse what cannot be done here; whether there is something to train.
-
-        Args:
-            trainer: Whose callbacks and options are looked at.
-            returns: Whether what a callback finds is where the script goes on.
-        """
+        """Refuse what cannot be done here; whether there is something to train."""
         if trainer is None:
             return False
         check_callbacks(trainer.callbacks, self.options, returns)  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,7 @@ class ChunkSampler:
 
     Args:
         sampler: A batch sampler or sampler over a ``DistributedSampler``, which is asked for the items of all ranks.
-        begin: Announces an epoch, its number of items, and those that were worked on before the run began.
-        take: Takes the next chunk of an epoch.
+        dispatch: Gives out batches.
 
     Attributes:
         epoch: That is given out.
@@ -33,10 +32,9 @@ class ChunkSampler:
         before: Epoch, number of items, and what had been worked on of them when a checkpoint was saved.
     """
 
-    def __init__(self, sampler: Any, begin: Callable[[int, int, str], None], take: Callable[[int], Chunk]) -> None:
+    def __init__(self, sampler: Any, dispatch: "BatchDispatch") -> None:
         self.sampler = sampler
-        self.begin = begin
-        self.take = take
+        self.dispatch = dispatch
         self.epoch = self.count = 0
         self.before = (-1, 0, "")
 
@@ -54,8 +52,8 @@ class ChunkSampler:
                 f"the checkpoint is from within epoch {epoch} of {count} batches, and this run's epochs have "
                 f"{self.count}: restore the data and the batch size, or go on from the end of an epoch"
             )
-        self.begin(self.epoch, self.count, done if epoch == self.epoch else "")
-        while chunk := self.take(self.epoch):
+        self.dispatch.begin(self.epoch, self.count, done if epoch == self.epoch else "")
+        while chunk := self.dispatch.take(self.epoch):
             if chunk.epoch not in epochs:
                 # Left behind by a worker that died at the end of an earlier epoch.
                 epochs[chunk.epoch] = items_of(self.sampler, chunk.epoch)
@@ -64,9 +62,6 @@ class ChunkSampler:
 
 class BatchDispatch:
     """Takes this worker's batches from the coordinator, and tells it how many of them have been processed.
-
-    Args:
-        group: The workers of the run.
 
     Attributes:
         seen: Batches of the present epoch that were worked on.
@@ -91,17 +86,16 @@ class BatchDispatch:
                 "and those of the others would be given to nobody; use data_dispatch: static"
             )
         self.has_loader = True
-        progress = trainer.fit_loop.epoch_progress
-
-        def epoch() -> int:
-            # `current_epoch` lags behind when a resumed run begins to load.
-            return int(progress.current.processed)  # type: ignore[attr-defined]
-
-        dispatched = DispatchedLoader(dataloader, epoch, self._begin, self._take, self._progress)
+        dispatched = DispatchedLoader(dataloader, self, trainer)
         check_order(dispatched.sampler.sampler, self._group)
         return dispatched
 
-    def _begin(self, epoch: int, batches: int, done: str) -> None:
+    def epoch(self, trainer: Trainer) -> int:
+        """That of a trainer which begins to load; `current_epoch` lags behind in a resumed run."""
+        return int(trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
+
+    def begin(self, epoch: int, batches: int, done: str) -> None:
+        """Announce an epoch, its number of batches, and those that were worked on before the run began."""
         workers = self._group.world_size
         if batches < workers:
             raise ConfigurationError(
@@ -110,58 +104,38 @@ class BatchDispatch:
         self.seen = self.processed = 0
         self._group.collectives.begin_epoch(epoch, batches, 1, done)
 
-    def _progress(self, epoch: int) -> str:
+    def progress(self, epoch: int) -> str:
         """What all have worked on, for rank 0, which saves it; called on every rank."""
         return self._group.collectives.progress(epoch, self.processed) if self._group.is_open else ""
 
-    def _take(self, epoch: int) -> Chunk:
+    def take(self, epoch: int) -> Chunk:
+        """The next ones of an epoch."""
         return self._group.collectives.take(epoch, self.processed)
 
 
 class DispatchedLoader:
     """A ``DataLoader`` without a length: how many batches a worker gets shows only while they are given out.
 
-    Args:
-        loader: The worker's own loader.
-        epoch: The trainer's epoch.
-        begin: Announces an epoch and its number of batches.
-        take: Takes the next chunk of an epoch.
-        progress: Tells what all workers have worked on of an epoch.
-
     Raises:
         ConfigurationError: Its samples have no order that all workers know.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        epoch: Callable[[], int],
-        begin: Callable[[int, int, str], None],
-        take: Callable[[int], Chunk],
-        progress: Callable[[int], str],
-    ) -> None:
+    def __init__(self, loader: Any, dispatch: BatchDispatch, trainer: Trainer) -> None:
         if not isinstance(loader, DataLoader):
             raise ConfigurationError(
                 f"the training data is a {type(loader).__name__}: data_dispatch: dynamic gives out the positions of a "
                 "torch DataLoader; use data_dispatch: static"
             )
-        self.epoch = epoch
-        self.progress = progress
+        self.dispatch = dispatch
+        self.trainer = trainer
         whole = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         distributed(whole)
-        self.sampler = ChunkSampler(whole, begin, take)
-        options: dict[str, Any] = {
-            "num_workers": loader.num_workers,
-            "collate_fn": loader.collate_fn,
-            "pin_memory": loader.pin_memory,
-            "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn,
-            "multiprocessing_context": loader.multiprocessing_context,
-            "generator": loader.generator,
-            "persistent_workers": loader.persistent_workers,
-        }
+        self.sampler = ChunkSampler(whole, dispatch)
+        names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
+        names += ["generator", "persistent_workers"]
         if loader.num_workers:
-            options["prefetch_factor"] = loader.prefetch_factor
+            names.append("prefetch_factor")
+        options = {name: getattr(loader, name) for name in names}
         by = (
             {"sampler": self.sampler, "batch_size": None}
             if whole is loader.sampler
@@ -184,7 +158,7 @@ class DispatchedLoader:
         What a worker has left behind that died at the end of the epoch before is not told.
         """
         sampler = self.sampler
-        return {"epoch": sampler.epoch, "batches": sampler.count, "done": self.progress(sampler.epoch)}
+        return {"epoch": sampler.epoch, "batches": sampler.count, "done": self.dispatch.progress(sampler.epoch)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Leave out the batches that were worked on before the checkpoint was saved.
@@ -201,7 +175,7 @@ class DispatchedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the trainer's epoch that this worker is given."""
-        self.sampler.set_epoch(self.epoch())
+        self.sampler.set_epoch(self.dispatch.epoch(self.trainer))
         for batch in self.loader:
             if isinstance(batch, ConfigurationError):
                 raise ConfigurationError(str(batch))
@@ -212,10 +186,6 @@ def items_of(sampler: Any, epoch: int) -> list[Any]:
     """All items of an epoch, those of all ranks in turn.
 
     What is drawn at random is drawn anew for each rank, and in each worker: all begin with the same numbers.
-
-    Args:
-        sampler: A batch sampler or sampler over a ``DistributedSampler``.
-        epoch: Which one.
     """
     inner = distributed(sampler)
     inner.set_epoch(epoch)
@@ -237,10 +207,6 @@ def _seed_all(seed: int) -> None:
 
 def check_order(sampler: Any, group: WorkerGroup) -> None:
     """Refuse a sampler of the user's own that gives another order each time, or in each worker; a collective.
-
-    Args:
-        sampler: A batch sampler or sampler over a ``DistributedSampler``.
-        group: The workers of the run.
 
     Raises:
         ConfigurationError: It is so: some samples would be given out twice, and others not at all.

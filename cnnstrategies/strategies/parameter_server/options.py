@@ -109,9 +109,6 @@ class Options(RunOptions):
     def check_nodes(self, nodes: int) -> None:
         """Refuse more copies than there are servers.
 
-        Args:
-            nodes: Of the run.
-
         Raises:
             ConfigurationError: There are too few servers.
         """
@@ -137,11 +134,7 @@ class Options(RunOptions):
         return self.data_dispatch == "dynamic" and not self.aggregates
 
     def combines(self, per_node: int) -> bool:
-        """Whether the workers of a node push as one.
-
-        Args:
-            per_node: How many there are on each.
-        """
+        """Whether the workers of a node push as one."""
         return self.combine and per_node > 1
 
     def server_count(self, nodes: int) -> int:

@@ -138,13 +138,6 @@ def open_supervision(
 ) -> Supervision:
     """Start this node's coordinator and servers.
 
-    Args:
-        options: The strategy's.
-        layout: The nodes.
-        place: Where the processes meet.
-        training: Whether there is something for servers to do.
-        method: How to start them.
-
     Raises:
         ConfigurationError: They may not open as many files as they will have connections, or start as many threads, or
             another program listens where the coordinator is to.
@@ -290,11 +283,6 @@ class Sessions:
 
     def open(self, options: Options, layout: Callable[[], Layout], training: bool) -> Place:
         """Where the next session of this rank meets.
-
-        Args:
-            options: The strategy's.
-            layout: Gives the nodes.
-            training: Whether it trains.
 
         Raises:
             RunEnded: A rank is gone, and no launcher brings it back.

@@ -46,25 +46,13 @@ def meet_servers(
     group: WorkerGroup,
     options: Options,
     module: LightningModule,
-    trainer: Trainer,
     optimizer: Optimizer,
     nodes: int,
     per_node: int,
     outer_state: Mapping[str, Any] | None,
 ) -> Start:
-    """Agree on the run's specification, and join; a worker that was started again waits until the others let it in.
-
-    Args:
-        group: The workers of the run.
-        options: What the user asks for.
-        module: The module that is trained.
-        trainer: The trainer; one that was started again is put where the others stand.
-        optimizer: The user's. In all modes but ``local`` its state moves to the servers.
-        nodes: Nodes of the run.
-        per_node: Workers of each.
-        outer_state: In mode ``local``, what the outer optimizer goes on with.
-    """
-    run, membership = group.collectives, group.membership
+    """Agree on the run's specification, and join; a worker that was started again waits until the others let it in."""
+    run, membership, trainer = group.collectives, group.membership, module.trainer
     if group.rank == 0:
         clipping = _clipping(trainer, options.mode)
         whole = options.specification(module, optimizer, nodes, group.world_size, **clipping)
@@ -144,13 +132,6 @@ def combined_worker(
 ) -> CombinedWorker:
     """Share memory with the other workers of this node; a collective, after training has begun.
 
-    Args:
-        group: The workers of the run.
-        per_node: Workers of each node, of successive ranks.
-        specification: What all processes of the run agree on.
-        parameters: The parameters in the specification's order.
-        connect: Connects to the servers, given what to call with each parameter that has come, and its value.
-
     Raises:
         ConfigurationError: A worker of this node shares no memory with this one.
     """
@@ -172,12 +153,7 @@ def _pause() -> None:
 
 
 class Alive:
-    """Who of a node's workers lives, looked at now and then.
-
-    Args:
-        view: Gives the newest view. Before training has begun views name no workers.
-        ranks: Theirs.
-    """
+    """Who of a node's workers lives, looked at now and then."""
 
     def __init__(self, view: Callable[[], View], ranks: Collection[int]) -> None:
         self._view = view

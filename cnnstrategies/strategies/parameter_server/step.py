@@ -295,10 +295,6 @@ class Readers(TorchFunctionMode):
     So is that of a head that is given to ``F.linear``, the last layer of ``nn.MultiheadAttention``, which is never
     called, a weight in a penalty, or one that a moving average follows.
 
-    Args:
-        module: What is trained.
-        index: The number of each parameter, by its id.
-
     Attributes:
         found: The numbers of those that are.
     """

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import Callback, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -122,7 +122,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
         super().__init__(options=options, start_method=start_method, **kwargs)
         self._checked: LightningModule | None = None
         self._stepper: Stepper | None = None
-        self._trainer: Trainer | None = None
         self._dispatch = BatchDispatch(self.group)
         self._admitted = False
         self._has_left = False
@@ -149,6 +148,23 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     # Joining the run
 
+    @property
+    def module(self) -> LightningModule:
+        """What is trained."""
+        assert isinstance(self.lightning_module, LightningModule)
+        return self.lightning_module
+
+    @property
+    def trainer(self) -> Trainer:
+        """Whose."""
+        return self.module.trainer
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """The trainer's."""
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        return callbacks
+
     @override
     def open_session(self) -> None:
         super().open_session()
@@ -158,12 +174,10 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
-        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._trainer = trainer
-        self.model = self.precision_plugin.convert_module(self.lightning_module)
+        self.model = self.precision_plugin.convert_module(self.module)
         self.model_to_device()
-        take_state_of_rank_zero(self.lightning_module, self.group)
+        take_state_of_rank_zero(self.module, self.group)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._outer_state = None
@@ -177,17 +191,15 @@ class ParameterServerStrategy(CoordinatedStrategy):
             )
         if trainer.state.fn == TrainerFn.FITTING:
             self._clip_elsewhere()
-        self.group.share_metrics(self.lightning_module)
+        self.group.share_metrics(self.module)
 
     # Data
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if self.options.data_dispatch == "static" or not trainer.training:
+        if self.options.data_dispatch == "static" or not self.trainer.training:
             return dataloader
-        return self._dispatch.loader(dataloader, trainer)
+        return self._dispatch.loader(dataloader, self.trainer)
 
     # Training
 
@@ -195,15 +207,12 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def on_train_start(self) -> None:
         """Meet the servers; a worker that was started again waits here until the others let it in."""
         assert not self._has_trained, "who trains twice in one function loads what was there before"
-        trainer, optimizer = self._trainer, self.optimizers[0]
-        assert trainer is not None
-        assert isinstance(self.lightning_module, LightningModule)
         start = meet_servers(
-            self.group, self.options, self.lightning_module, trainer, optimizer, self.num_nodes, self.num_processes,
+            self.group, self.options, self.module, self.optimizers[0], self.num_nodes, self.num_processes,
             self._outer_state,
         )  # fmt: skip
         if self.options.mode == "sync" and self.world_size > 1:
-            self._watch = watch_gradients(self.lightning_module, trainer.callbacks)  # type: ignore[attr-defined]
+            self._watch = watch_gradients(self.module, self.callbacks)
         self._admitted = start.joined
         self.group.membership.tell(lambda: self._figures(start.worker))
         self._stepper = self._stepper_of(start.worker, start.specification, start.own_steps)
@@ -215,15 +224,12 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     def _stepper_of(self, worker: Worker | CombinedWorker, specification: Specification, own_steps: int) -> Stepper:
         """What connects the module's training to a worker."""
-        assert self._trainer is not None
-        assert isinstance(self.lightning_module, LightningModule)
-        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
         return Stepper(
-            self.lightning_module,
+            self.module,
             worker,
             specification,
             self.optimizers[0],
-            early=not who_sees_gradients(self.lightning_module, callbacks),
+            early=not who_sees_gradients(self.module, self.callbacks),
             sees_weights=self._who_sees_weights(),
             sync_every=self.options.sync_every if self.options.mode == "local" else 0,
             own_steps=own_steps,
@@ -239,16 +245,13 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     def _who_sees_weights(self) -> list[str]:
         """Who may look at weights between two steps; in mode ``local``, where they are the worker's own, an average."""
-        assert self._trainer is not None
-        assert isinstance(self.lightning_module, LightningModule)
         if self.options.mode == "local":
             return ["an average of the weights"] * self._averages_weights
-        return who_sees_weights(self.lightning_module, self._trainer.callbacks)  # type: ignore[attr-defined]
+        return who_sees_weights(self.module, self.callbacks)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """At an epoch's first batch, let in the workers that were started again."""
-        assert self._trainer is not None
         if batch_idx > 0 or self._stepper is None:
             return
         if self._admitted:
@@ -256,7 +259,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             return
         self._stepper.worker.interrupt()
         self._stepper.take()
-        state = trainer_state(self._trainer, self.optimizers[0], self._stepper.own_steps)
+        state = trainer_state(self.trainer, self.optimizers[0], self._stepper.own_steps)
         if self.group.collectives.boundary(state).admitted:
             self.group.collectives.barrier("admitted")  # Until those that came in have the parameters and their step.
         if self._has_left:
@@ -306,10 +309,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
         """Run the closure in the optimizer's step, which finds no gradients: the servers make the step."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self._stepper is not None
-        assert self._trainer is not None
-        self._stepper.after_step(self._trainer.is_last_batch)
+        self._stepper.after_step(self.trainer.is_last_batch)
         self._count_processed()
-        if self.options.mode == "ssp" and self._trainer.is_last_batch:
+        if self.options.mode == "ssp" and self.trainer.is_last_batch:
             # Nobody shall wait for a worker that has no more batches in this epoch.
             worker = self._stepper.worker
             assert not isinstance(worker, CombinedWorker), "in mode ssp each pushes for itself"
@@ -334,7 +336,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
         """Have the servers' parameters, and the workers' mean of the buffers; a collective when training."""
         if self._stepper is None:
             return
-        assert self.lightning_module is not None
         worker = self._stepper.worker
         worker.interrupt()
         if self.options.mode == "local":
@@ -343,7 +344,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._stepper.take()
         self._count_processed()
         if not self._buffers_are_equal:
-            average_buffers(self.lightning_module, self.group)
+            average_buffers(self.module, self.group)
             self._buffers_are_equal = True
         if refresh and (self.options.mode in ("async", "ssp") or self.options.pull_compression != "none"):
             self.barrier("refresh")
@@ -362,16 +363,14 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @property
     def _averages_weights(self) -> bool:
         """Whether a callback reads all weights after each step, and puts their average in their place at the end."""
-        assert self._trainer is not None
-        return any(isinstance(callback, WeightAveraging) for callback in self._trainer.callbacks)  # type: ignore[attr-defined]
+        return any(isinstance(callback, WeightAveraging) for callback in self.callbacks)
 
     @override
     def on_train_end(self) -> None:
         """Leave the servers with what they have: from here on the weights and rank 0's optimizer are the run's."""
-        assert self.lightning_module is not None
         self._settle(refresh=not self._averages_weights)
         if self._averages_weights:
-            take_state_of_rank_zero(self.lightning_module, self.group)  # Each rank averaged what it has seen.
+            take_state_of_rank_zero(self.module, self.group)  # Each rank averaged what it has seen.
         if self.options.mode == "local":
             self._outer_state = self._servers_state()
         else:
@@ -433,11 +432,10 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     def _open_next_session(self) -> None:
         """Have fresh servers for a further training within one trainer function."""
-        assert self.lightning_module is not None
         self.barrier("next session")
         self.leave_session()
         self.open_session()
-        self.group.share_metrics(self.lightning_module)
+        self.group.share_metrics(self.module)
 
     @property
     def counters(self) -> Counters | None:
@@ -467,27 +465,17 @@ class ParameterServerStrategy(CoordinatedStrategy):
     # In words
 
     def describe(self, batch_size: int | None) -> list[tuple[str, str]]:
-        """Mode and servers, for a panel; there are none when the run does not train.
-
-        Args:
-            batch_size: Samples of a worker's batch; not needed here.
-        """
-        assert self._trainer is not None
-        assert isinstance(self.lightning_module, LightningModule)
-        if self._trainer.state.fn != TrainerFn.FITTING:
+        """Mode and servers, for a panel; there are none when the run does not train."""
+        if self.trainer.state.fn != TrainerFn.FITTING:
             return []
-        shape = self.options.specification(self.lightning_module, self.optimizers[0], self.num_nodes, self.world_size)
+        shape = self.options.specification(self.module, self.optimizers[0], self.num_nodes, self.world_size)
         return describe_servers(self.options, shape, self.num_nodes)
 
     def differences(self, batch_size: int | None) -> list[str]:
         """What is different from one device, a line each; see :meth:`describe`."""
-        assert self._trainer is not None
-        assert isinstance(self.lightning_module, LightningModule)
-        accumulated = self._trainer.accumulate_grad_batches
-        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
         return differences_of_servers(
-            self.options, self.lightning_module, self.world_size, batch_size, accumulated,
-            who_sees_gradients(self.lightning_module, callbacks),
+            self.options, self.module, self.world_size, batch_size, self.trainer.accumulate_grad_batches,
+            who_sees_gradients(self.module, self.callbacks),
         )  # fmt: skip
 
     @override
