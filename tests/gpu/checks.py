@@ -35,7 +35,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 ACCELERATOR = "gpu" if ON_GPU else "cpu"
 # On a CPU it is a rehearsal, of the smallest that there is.
 EPOCHS, LEAST, SIZE, BATCH, STEPS = (8, 0.9, 224, 256, 60) if ON_GPU else (1, 0.1, 32, 16, 4)
-RANKS_LIMIT = 100  # Seconds of a run of several ranks.
+RANKS_LIMIT = 300  # Seconds of a run of several ranks.
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 Rows = Iterator[tuple[str, str]]
 
@@ -93,7 +93,7 @@ def waits() -> Rows:
         "hybrid_pipeline [1]": lambda: HybridPipelineStrategy(replicas=[1]),
     }
     for name, make in strategies.items():
-        fit(make(), torchvision.models.resnet18(num_classes=10), callbacks=[NoWaits()])
+        fit(make(), torchvision.models.resnet18(num_classes=10), watched=True)
         yield f"ResNet-18, {name}", "the host does not wait in a step" if ON_GPU else "has run"
 
 
@@ -172,8 +172,6 @@ def one_card() -> Rows:
             (3, "hybrid_pipeline", {"replicas": [1, 1, 1], "cuts": ["layer1", "layer3"]}),
             (2, "hybrid_pipeline", {"replicas": [1, 1], "precision": "bf16-mixed", "no_waits": True}),
         ]
-        if ON_GPU:
-            cases += [(2, "hybrid_pipeline", {"replicas": [1, 1], "precision": "bf16-mixed", "compile": "inductor"})]
         with ThreadPoolExecutor(4 if ON_GPU else 1) as pool:
             yield from pool.map(lambda case: _compared(alone, *case), cases)
 
@@ -187,6 +185,30 @@ def _compared(alone: dict[str, torch.Tensor], ranks: int, strategy: str, options
     apart = max(float((learned[name] - value).abs().max()) for name, value in alone.items())
     assert apart < 1e-9, f"{what}: {apart} away from one process"
     return f"{what}, float64", f"{apart:.1e} from one process"
+
+
+def own_stage() -> Rows:
+    """What is built in ``configure_model`` is on each rank's card by its own stage alone, and learns the same."""
+    with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as parts:
+        alone = _ranks(1, "auto", whole, held=whole)
+        learned = _ranks(2, "hybrid_pipeline", parts, held=parts, replicas=[1, 1], cuts=["layer3"])
+        taken = {folder: [int(file.read_text()) for file in Path(folder).glob("*.bytes")] for folder in (whole, parts)}
+    apart = max(float((learned[name] - value).abs().max()) for name, value in alone.items())
+    assert apart < 1e-9, f"{apart} away from one process"
+    mib = {folder: ", ".join(f"{size / 2**20:.0f}" for size in sorted(sizes)) for folder, sizes in taken.items()}
+    assert sum(taken[parts]) <= 1.1 * sum(taken[whole]), mib
+    yield "2 ranks on one card, hybrid_pipeline [1, 1], configure_model, float64", f"{apart:.1e} from one process"
+    yield "MiB of the card before the first step, two ranks and one process", f"{mib[parts]}; {mib[whole]}"
+
+
+def compiled() -> Rows:
+    """Stages that torch compiles, over NCCL, learn in float64 what one process learns as it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        alone = _ranks(1, "auto", folder)
+        options: dict[str, Any] = {"compile": "inductor" if ON_GPU else "eager", "replicas": [1, 1]}
+        yield _compared(alone, 2, "hybrid_pipeline", options)
+        if ON_GPU:
+            yield _compared(alone, 2, "hybrid_pipeline", {**options, "precision": "bf16-mixed"})
 
 
 def lost() -> Rows:
@@ -251,14 +273,15 @@ def _ended(
         return list(pool.map(end, processes))
 
 
-TOGETHER = (staging, fits, waits, comparison, one_card, lost)  # They may run beside each other; nothing is timed.
+# They may run beside each other; nothing is timed.
+TOGETHER = (staging, fits, waits, comparison, one_card, own_stage, compiled, lost)
 ALONE = (lazy_loading, posted_ahead, speed, several)
 
 
-def data(classes: int) -> DataLoader[Any]:
+def data(classes: int, watched: bool = False) -> DataLoader[Any]:
     """The same batch for each step of an epoch, so that nothing is measured of a loader."""
     batch = torch.randn(BATCH, 3, SIZE, SIZE), torch.arange(BATCH) % classes
-    return DataLoader(Same(batch), batch_size=None, pin_memory=ON_GPU)
+    return DataLoader(Same(batch, watched), batch_size=None, pin_memory=ON_GPU)
 
 
 class Same(Dataset[Any]):
@@ -266,15 +289,20 @@ class Same(Dataset[Any]):
 
     Args:
         batch: Images and targets.
+        watched: Raise where the host waits for the device, from the fourth batch to the last. Of a callback that did
+            so the parameter server would have to ask whether it changes weights, which is such a wait.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, watched: bool) -> None:
         self.batch = batch
+        self.watched = watched and ON_GPU
 
     def __len__(self) -> int:
         return STEPS
 
     def __getitem__(self, index: int) -> Any:
+        if self.watched:
+            torch.cuda.set_sync_debug_mode("error" if 2 < index < STEPS - 1 else "default")
         return self.batch
 
 
@@ -285,6 +313,7 @@ def fit(
     callbacks: list[Callback] | None = None,
     devices: int = 1,
     classes: int = 10,
+    watched: bool = False,
     **options: Any,
 ) -> float:
     """Train two epochs, and tell the images of a second of all but the first step."""
@@ -301,7 +330,7 @@ def fit(
         enable_model_summary=False,
         callbacks=[*(callbacks or ()), SamplesPerSecond()],
     )
-    trainer.fit(ImageClassifier(network, classes, SGD, **options), data(classes))
+    trainer.fit(ImageClassifier(network, classes, SGD, **options), data(classes, watched))
     return float(trainer.callback_metrics["samples_per_s"])
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torchvision
 from checks import ACCELERATOR, ON_GPU, SGD, NoWaits
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -25,6 +25,46 @@ from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStra
 
 BATCH, STEPS, SIZE = 32, 6, 64 if ON_GPU else 32
 LOST_AT = 3  # The step in which a rank of `lost` ends.
+
+
+class Held(Callback):
+    """Notes what this rank has taken of the card until its first step, and saves all that was learned.
+
+    Args:
+        folder: Where to write it, in bytes.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        """The network is where it trains."""
+        taken = torch.cuda.max_memory_allocated() if ON_GPU else 0
+        Path(f"{self.folder}/{trainer.global_rank}.bytes").write_text(str(taken))
+
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        """After the fit a rank has its part alone."""
+        trainer.save_checkpoint(f"{self.folder}/own.ckpt")
+
+
+class InTurn(LightningModule):
+    """Builds its network in ``configure_model``, so that a rank of a pipeline never holds more than its stage."""
+
+    network: nn.Module
+
+    def configure_model(self) -> None:
+        """As one process would build it, whatever the rank and its device."""
+        if not hasattr(self, "network"):
+            torch.manual_seed(1)
+            self.network = network()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss."""
+        return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        """That of the others."""
+        return SGD(self.parameters())
 
 
 class Lost(Callback):
@@ -51,6 +91,8 @@ def train(strategy: Any, ranks: int, shards: int, options: dict[str, Any]) -> di
     if precision == "64-true":
         images = images.double()
     callbacks: list[Callback] = [NoWaits()] if options.get("no_waits") else []
+    if "held" in options:
+        callbacks.append(Held(options["held"]))
     trainer = Trainer(
         accelerator=ACCELERATOR,
         devices=1,
@@ -66,13 +108,17 @@ def train(strategy: Any, ranks: int, shards: int, options: dict[str, Any]) -> di
         use_distributed_sampler=False,
         callbacks=[*callbacks, *([Lost()] if options.get("lost") else [])],
     )
-    module = ImageClassifier(network(), 10, SGD, compile_backend=options.get("compile"))
+    module: LightningModule = InTurn()
+    if "held" not in options:
+        module = ImageClassifier(network(), 10, SGD, compile_backend=options.get("compile"))
     data = TensorDataset(images, targets)
     rank = int(os.environ.get("NODE_RANK", "0"))
     # Lightning's own would shuffle. Of a pipeline those that are not of the first stage load nothing.
     sampler = DistributedSampler(data, shards, rank if rank < shards else 0, shuffle=False)
     loader = DataLoader(data, BATCH // shards, sampler=sampler, pin_memory=ON_GPU)
     trainer.fit(module, loader)
+    if "held" in options:
+        return torch.load(f"{options['held']}/own.ckpt", map_location="cpu", weights_only=True)["state_dict"]
     whole = trainer.strategy.lightning_module_state_dict()
     return {name: value.cpu() for name, value in whole.items()}
 
