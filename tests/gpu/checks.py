@@ -289,20 +289,23 @@ class Same(Dataset[Any]):
 
     Args:
         batch: Images and targets.
-        watched: Raise where the host waits for the device, from the fourth batch to the last. Of a callback that did
-            so the parameter server would have to ask whether it changes weights, which is such a wait.
+        watched: Raise where the host waits for the device, from an epoch's fourth batch to its last, in whatever order
+            they are asked for. Of a callback that did so the parameter server would have to see whether it changes
+            weights, which is such a wait.
     """
 
     def __init__(self, batch: Any, watched: bool) -> None:
         self.batch = batch
         self.watched = watched and ON_GPU
+        self.given = 0
 
     def __len__(self) -> int:
         return STEPS
 
     def __getitem__(self, index: int) -> Any:
         if self.watched:
-            torch.cuda.set_sync_debug_mode("error" if 2 < index < STEPS - 1 else "default")
+            torch.cuda.set_sync_debug_mode("error" if 2 < self.given % STEPS < STEPS - 1 else "default")
+            self.given += 1
         return self.batch
 
 
