@@ -225,6 +225,14 @@ def test_one_word_in_the_place_of_a_list_is_told_how_to_write_it():
     )
 
 
+def test_a_strategy_with_arguments_is_told_its_class():
+    message = 'Parser key "trainer.strategy":\n  Expected a dot import path string: parameter_server_fork'
+    assert explain_parse_error(message, []) == (
+        "trainer.strategy: no class 'parameter_server_fork'; to give this strategy arguments write "
+        "ParameterServerStrategy"
+    )
+
+
 def test_what_a_class_in_the_configuration_lacks_is_named_with_the_class():
     missing = "the following arguments are required: in_channels, kernel_size"
     assert explain_parse_error(missing, ["--model.network=torch.nn.Conv2d"]) == (

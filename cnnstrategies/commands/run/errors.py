@@ -135,7 +135,7 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
         why = in_one_line(_OTHER_TYPES.split(match[2])[0])
         return f"{where}cannot use {match[1]!r}: {why}{_similar_attribute(match[1])}"
     if match := re.search(r"Expected a dot import path string: (\S+)", message):
-        return f"{where}no class {match[1]!r}{_classes_for(key)}"
+        return f"{where}no class {match[1]!r}{_classes_for(key, match[1])}"
     if match := re.search(r"Given value: (.*)$", message, re.DOTALL):
         types = re.search(r"Subtypes: \[(.*)\]\s*\n", message)
         value, expected = in_one_line(match[1]), _types(types[1] if types else "")
@@ -217,7 +217,10 @@ def _similar_attribute(class_path: str) -> str:
     return f"; did you mean {', '.join(close)}?" if close else ""
 
 
-def _classes_for(key: str | None) -> str:
+def _classes_for(key: str | None, given: str) -> str:
+    if key == "trainer.strategy" and given in StrategyRegistry:
+        name = StrategyRegistry[given]["strategy"].__name__
+        return f"; to give this strategy arguments write {name}"
     if key == "data":
         names = sorted(cls.__name__ for cls in _subclasses(LightningDataModule) if _is_ours(cls))
         return f"; accepted: {', '.join(names)}, or the import path of your own LightningDataModule"
