@@ -41,7 +41,7 @@ class ShardedImageDataModule(ImageDataModule):
             what the weights were trained with; in Python ``prepare_as`` does.
         resize: Shorter side before the centre crop; by default 8/7 of ``image_size``, for 224 the usual 256.
             With masks there is none.
-        decoder: Of JPEG files: ``pillow``, ``simplejpeg`` or ``torchcodec``; ``auto`` is simplejpeg where it is
+        decoder: Of JPEG files: ``pillow`` or ``simplejpeg``; ``auto`` is simplejpeg where it is
             installed, else Pillow.
         shuffle_block: Shuffle blocks of so many neighbours, and then the images of each 16 blocks, and read blocks
             ahead: for storage that is slow with single images. By default all images are shuffled.

@@ -364,8 +364,8 @@ def test_what_is_wrong_with_shards_is_said_with_the_remedy(packed, monkeypatch):
     with pytest.raises(ConfigurationError, match=r"no shard shards/train-000001.tar, which index.json names: copy it"):
         read_index(Path("shards"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match="decoder=torchcodec is not installed: pip install torchcodec, or use"):
-        find_decoder("torchcodec")
+    with pytest.raises(ConfigurationError, match="decoder=simplejpeg is not installed: pip install simplejpeg, or use"):
+        find_decoder("simplejpeg")
 
 
 # The mean width and height of 200,000 of torchvision's RandomResizedCrop for 500 x 375.

@@ -95,16 +95,15 @@ def memory_is_taken_again_while_its_batch_is_in_use(
 
 @replaces(cut, killed_by=test_shards.test_a_crop_is_that_of_the_whole_image, options=test_shards.SHRUNK)
 def a_crop_has_other_pixels_at_its_edge_than_the_image(
-    right_cut: Callable[[bytes, Header, int, int, int, int, bool], Cut],
+    right_cut: Callable[[bytes, Header, int, int, int, int], Cut],
     data: bytes,
     header: Header,
     left: int,
     top: int,
     right: int,
     bottom: int,
-    shorten: bool = True,
 ) -> Cut:
-    return right_cut(data, header, left + MARGIN, top + MARGIN, right - MARGIN, bottom - MARGIN, shorten)
+    return right_cut(data, header, left + MARGIN, top + MARGIN, right - MARGIN, bottom - MARGIN)
 
 
 @replaces(

@@ -7,7 +7,6 @@ restart markers, after which nothing depends on what was before, the rectangles 
 
 import importlib.util
 import itertools
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -28,9 +27,8 @@ RESTARTS = [bytes((0xFF, 0xD0 + number)) for number in range(8)]
 END = b"\xff\xd9"
 # Decoders interpolate colours between neighbours: pixels this near to an edge that was cut are other ones.
 MARGIN = 2
-DecoderName = Literal["auto", "pillow", "simplejpeg", "torchcodec"]
-DECODERS: tuple[DecoderName, ...] = ("pillow", "simplejpeg", "torchcodec")
-TALKATIVE = ("torchcodec",)  # They write on standard error what they do not expect.
+DecoderName = Literal["auto", "pillow", "simplejpeg"]
+DECODERS: tuple[DecoderName, ...] = ("pillow", "simplejpeg")
 SCALES = (8, 4, 2)  # By which a JPEG shrinks for less than it costs to decode it.
 
 
@@ -111,7 +109,7 @@ def read_header(data: bytes) -> Header | None:
     return None
 
 
-def cut(data: bytes, header: Header, left: int, top: int, right: int, bottom: int, shorten: bool = True) -> Cut:
+def cut(data: bytes, header: Header, left: int, top: int, right: int, bottom: int) -> Cut:
     """The smallest JPEG that shows a rectangle of another as the whole would; lossless, without decoding it.
 
     Args:
@@ -121,14 +119,12 @@ def cut(data: bytes, header: Header, left: int, top: int, right: int, bottom: in
         top: First row of pixels.
         right: One past the last column.
         bottom: One past the last row.
-        shorten: Leave out what is below, where there are no restart markers; a decoder then finds bytes that it does
-            not expect.
     """
     rows = -(-header.height // header.unit_height)
     last = min(rows, -(-(bottom + MARGIN) // header.unit_height))
     height = min(header.height, last * header.unit_height)
     if not header.interval or header.columns % header.interval:
-        if last == rows or not shorten:
+        if last == rows:
             return Cut(data, 0, 0, header.width, header.height, True)
         return Cut(_resized(data[: header.data], header, header.width, height) + data[header.data :],
                    0, 0, header.width, height, False)  # fmt: skip
@@ -188,7 +184,7 @@ def find_decoder(name: DecoderName) -> Decoder:
     name = chosen(name)
     if not is_installed(name):
         raise ConfigurationError(f"decoder={name} is not installed: pip install {name}, or use decoder=pillow")
-    return {"pillow": _pillow, "simplejpeg": _simplejpeg, "torchcodec": _torchcodec}[name]
+    return _simplejpeg if name == "simplejpeg" else _pillow
 
 
 def chosen(name: DecoderName) -> DecoderName:
@@ -223,16 +219,3 @@ def _simplejpeg(jpeg: Cut, scale: int) -> Tensor:
         return torch.from_numpy(simplejpeg.decode_jpeg(jpeg.data, strict=jpeg.exact, **least))
     except ValueError as error:
         raise BrokenImageError(str(error)) from error
-
-
-def _torchcodec(jpeg: Cut, scale: int) -> Tensor:
-    from torchcodec.decoders import decode_jpeg
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # That the buffer is read-only.
-        data = torch.frombuffer(jpeg.data, dtype=torch.uint8)
-    try:
-        pixels: Tensor = decode_jpeg(data)
-    except (RuntimeError, ValueError) as error:
-        raise BrokenImageError(" ".join(str(error).split())) from error
-    return pixels.permute(1, 2, 0)

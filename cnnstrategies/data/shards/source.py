@@ -22,7 +22,7 @@ from cnnstrategies.data.sampling import WINDOW
 from cnnstrategies.data.shards import jpeg
 from cnnstrategies.data.shards.crops import Crop, Sizes
 from cnnstrategies.data.shards.index import INDEX, TAR_BLOCK, TAR_OWNER, Index, Part
-from cnnstrategies.data.shards.jpeg import SCALES, TALKATIVE, DecoderName, find_decoder
+from cnnstrategies.data.shards.jpeg import SCALES, DecoderName, find_decoder
 from cnnstrategies.errors import ConfigurationError
 
 MOST_OPEN = 256  # Shards that a process has open.
@@ -182,7 +182,7 @@ class ShardSource:
         if header is None:
             pixels, scale = decode(io.BytesIO(data)).permute(1, 2, 0), 1
         else:
-            shown = jpeg.cut(data, header, left, top, left + width, top + height, self.decoder not in TALKATIVE)
+            shown = jpeg.cut(data, header, left, top, left + width, top + height)
             scale = next((one for one in SCALES if min(width, height) >= one * self.size), 1)
             pixels = self.decode_jpeg(shown, scale)
             first_column, first_row = shown.left, shown.top
