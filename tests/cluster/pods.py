@@ -5,7 +5,6 @@ command as it is. There are no containers: the file system is this machine's, an
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import shutil
@@ -21,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import warm
-from cluster.two_hosts import CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWUTS, MS_PRIVATE, MS_REC, bind, ip
+from cluster.two_hosts import bind, enter, ip
 from conftest import ROOT
 
-_libc = ctypes.CDLL(None, use_errno=True)
 INDEX = "batch.kubernetes.io/job-completion-index"
 # Sends what it was called with to the pod's own process, which has imported everything, and ends as the program does.
 CLIENT = f"""#!{sys.executable} -IS
@@ -165,7 +163,8 @@ class Cluster:
 
     def _run(self, pod: Pod, own: Path, secrets: Path) -> int:
         """In the pod's first process: what kubelet does, until the container ends."""
-        _enter(pod, own / "hosts")
+        # A /run of its own: a mount point that another test removes is gone here, too.
+        enter(pod.space, pod.name, own / "hosts", own_run=True)
         (container,) = pod.spec["containers"]
         volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
         for mount in container["volumeMounts"]:
@@ -232,24 +231,6 @@ def starts_again(job: dict[str, Any], code: int) -> str:
         if codes is not None and code in codes["values"]:
             return str(rule["action"])
     return "Count"
-
-
-def _enter(pod: Pod, hosts: Path) -> None:
-    file = os.open(f"/run/netns/{pod.space}", os.O_RDONLY)
-    _check(_libc.setns(file, CLONE_NEWNET))
-    os.close(file)
-    _check(_libc.unshare(CLONE_NEWNS | CLONE_NEWUTS))
-    socket.sethostname(pod.name)
-    _check(_libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
-    # Of its own: a mount point that another test removes is gone here, too.
-    _check(_libc.mount(b"tmpfs", b"/run", b"tmpfs", 0, None))
-    bind(hosts, Path("/etc/hosts"))
-
-
-def _check(result: int) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
 
 
 @contextlib.contextmanager

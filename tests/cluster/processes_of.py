@@ -52,15 +52,6 @@ class Program:
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.1)
 
-    def rank(self, number: int) -> int:
-        """The process id of a rank below this program."""
-        wanted = f"RANK={number}".encode()
-        for process in _below(self.process.pid):
-            with contextlib.suppress(OSError):  # It has ended.
-                if wanted in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
-                    return process
-        raise AssertionError(f"no process of rank {number}:\n{self.output()}")
-
     def end(self) -> None:
         for process in (*_below(self.process.pid), self.process.pid):
             with contextlib.suppress(ProcessLookupError):

@@ -40,25 +40,20 @@ def train(hosts: TwoHosts, number: int, *arguments: str, address: str = "alpha")
     return hosts.start(number, run)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "network"), [("ddp", ()), ("hybrid_pipeline", ("--network.interface=10.77.9.0/24",))]
-)
-def test_trains_over_the_interface_on_the_route_or_the_one_that_is_named(
-    hosts: TwoHosts, strategy: str, network: tuple[str, ...]
-) -> None:
-    arguments = (f"--trainer.strategy={strategy}", "--trainer.max_epochs=1", "--trainer.limit_train_batches=5")
+def test_trains_over_the_interface_that_is_named(hosts: TwoHosts) -> None:
+    """Over the one on the route below."""
+    network = ("--trainer.strategy=hybrid_pipeline", "--network.interface=10.77.9.0/24")
+    arguments = ("--trainer.max_epochs=1", "--trainer.limit_train_batches=5")
     runs = [train(hosts, number, *arguments, *network) for number in (0, 1)]
     assert [run.wait() for run in runs] == [0, 0], "\n".join(run.output() for run in runs)
     checkpoint = torch.load(wait_for_checkpoint(*runs), weights_only=True)
     assert checkpoint["global_step"] == 5
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "hybrid_pipeline"])
 def test_a_short_cut_of_the_link_is_survived_and_a_long_one_ends_both_hosts_with_the_others_name(
-    hosts: TwoHosts, strategy: str
+    hosts: TwoHosts,
 ) -> None:
-    timeout = 15.0
-    arguments = (f"--trainer.strategy={strategy}", *ENDLESS, f"--network.timeout={timeout}")
+    arguments = ("--trainer.strategy=ddp", *ENDLESS, "--network.timeout=15")
     runs = [train(hosts, number, *arguments) for number in (0, 1)]
     path = wait_for_checkpoint(*runs)
     hosts.cut()

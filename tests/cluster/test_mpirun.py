@@ -46,17 +46,14 @@ def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ty
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("strategy", "mpirun"),
-    [  # ddp: on two hosts, below
-        pytest.param("hybrid_pipeline", MPIRUN, marks=needs_mpi),
-        pytest.param("parameter_server", MPIRUN, marks=needs_mpi),
-        pytest.param("parameter_server", (HYDRA,), marks=[pytest.mark.extra, needs_mpich]),
-    ],
-    ids=["hybrid_pipeline", "parameter_server", "parameter_server under MPICH"],
+    "mpirun",
+    [pytest.param(MPIRUN, marks=needs_mpi), pytest.param((HYDRA,), marks=[pytest.mark.extra, needs_mpich])],
+    ids=["Open MPI", "MPICH"],
 )
-def test_two_ranks_train_one_model(tmp_path: Path, strategy: str, mpirun: tuple[str, ...]) -> None:
+def test_two_ranks_train_one_model(tmp_path: Path, mpirun: tuple[str, ...]) -> None:
+    """Under a parameter server; ddp: on two hosts, below."""
     few = ("--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1")
-    arguments = fit(f"--trainer.strategy={strategy}", "--trainer.max_epochs=2", *few)
+    arguments = fit("--trainer.strategy=parameter_server", "--trainer.max_epochs=2", *few)
     program = Program([*mpirun, "-n", "2", PYTHON, *arguments], tmp_path / "log")
     assert program.wait() == 0, program.output()
     assert program.output().count(" over 2 processes") == 1, program.output()
@@ -72,17 +69,8 @@ def test_two_ranks_on_two_hosts_started_over_ssh_train_one_model(tmp_path: Path)
     with two_hosts() as hosts:
         program, *options = start_sshd(hosts, tmp_path).split()
         words = [
-            *(
-                *MPIRUN,
-                "--host",
-                "alpha:1,beta:1",
-                "-x",
-                "MASTER_ADDR=alpha",
-                "-x",
-                "PYTHONPATH",
-                "-x",
-                "OMP_NUM_THREADS",
-            ),
+            *(*MPIRUN, "--host", "alpha:1,beta:1"),
+            *("-x", "MASTER_ADDR=alpha", "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"),
             *("--mca", "plm_rsh_agent", program, "--mca", "plm_rsh_args", " ".join(options)),
             *("--mca", "oob_tcp_if_include", "wire", "--mca", "btl_tcp_if_include", "wire", PYTHON),
             *fit("--trainer.devices=1", "--trainer.num_nodes=2", "--trainer.max_epochs=1"),
@@ -112,14 +100,6 @@ def test_the_doctor_examines_two_hosts_under_mpich(tmp_path: Path) -> None:
         # The tests may run in a container that has little of it.
         mends = [line for line in run.output().splitlines() if "mend: " in line and "shared memory" not in line]
         assert not mends
-
-
-@pytest.mark.cluster
-@needs_mpi
-def test_another_number_of_processes_than_the_trainer_expects_is_refused(tmp_path: Path) -> None:
-    mpirun = Program([*MPIRUN, "-n", "1", PYTHON, *fit("--trainer.num_nodes=2")], tmp_path / "log")
-    assert mpirun.wait() == 2, mpirun.output()
-    assert "mpirun -n 4 --map-by ppr:2:node" in mpirun.output()
 
 
 @BOTH

@@ -75,19 +75,10 @@ def test_a_signal_stops_all_nodes_with_a_checkpoint(tmp_path: Path, cluster: Ray
     wait_until_gone(folder.name, range(2))
 
 
-REFUSED = {
-    "too many nodes": (("--trainer.num_nodes=4",), "the run needs 4 nodes with 1 CPU each, and 2 of the cluster's 3"),
-    "GPUs": (("--trainer.accelerator=gpu",), "1 GPU each, and 0 of"),
-    "a mistake": (("--trainer.callbacks=LearningRateMonitor", "--trainer.logger=false"), "logger"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_mistake_is_one_line_and_starts_nothing_again(tmp_path: Path, cluster: RayCluster, name: str) -> None:
-    arguments, words = REFUSED[name]
-    run = submit(cluster, tmp_path / "log", *arguments)
+def test_a_mistake_is_one_line_and_starts_nothing_again(tmp_path: Path, cluster: RayCluster) -> None:
+    run = submit(cluster, tmp_path / "log", "--trainer.callbacks=LearningRateMonitor", "--trainer.logger=false")
     assert run.wait() == 2, run.output()
-    assert words in run.output()
+    assert "logger" in run.output()
     assert "starts again" not in run.output()
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,14 @@ def slurm() -> Iterator[Slurm]:
         yield running
 
 
+def wait_for(slurm: Slurm, condition: Callable[[], object], what: str, said: Callable[[], str] = lambda: "") -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        logs = "".join(f"{path}:\n{path.read_text()}" for path in sorted(Path().glob("*.log")))
+        assert time.monotonic() < deadline, f"{what}: not within 120 s\n{said()}\n{logs}\n{slurm.logs()}"
+        time.sleep(0.1)
+
+
 class Job:
     """A job that `cnnstrategies submit fit` has queued."""
 
@@ -82,11 +91,8 @@ class Job:
         """What SLURM does before the time limit: the signal goes to the processes, not to the script."""
         self.slurm.run("scancel", "--signal=USR1", self.number)
 
-    def wait_for(self, condition: Callable[[], object], what: str, seconds: float = 120) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"{what}: not within {seconds} s\n{self.state}\n{self.log}"
-            time.sleep(0.1)
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+        wait_for(self.slurm, condition, what, lambda: f"{self.state}\n{self.log}")
 
     def wait_until_requeued(self) -> None:
         self.wait_for(lambda: (self.state["JobState"], self.state["Restarts"]) == ("PENDING", "1"), "requeued")
@@ -247,12 +253,7 @@ def test_an_array_shares_the_trials_of_a_sweep_and_the_next_goes_on(slurm):
         words = [f"--export=ALL,{','.join(f'{key}={value}' for key, value in environment.items())}", "--time=30"]
         return slurm.run("sbatch", "--parsable", "--output=task-%A-%a.log", *words, "array.sh").strip()
 
-    def wait(condition, what):
-        deadline = time.monotonic() + 120
-        while not condition():
-            said = "".join(path.read_text() for path in Path().glob("task-*.log"))
-            assert time.monotonic() < deadline, f"{what}: not within 120 s\n{said}\n{slurm.logs()}"
-            time.sleep(0.1)
+    wait = partial(wait_for, slurm)
 
     def no_task_of(job):
         return not slurm.run("squeue", "-h", f"--jobs={job}", check=False).strip()
@@ -295,15 +296,7 @@ def test_an_array_joins_a_run_whose_tasks_leave_when_they_are_told(slurm):
     with Path("fit.log").open("w") as log:
         run = subprocess.Popen([sys.executable, str(ROOT / "cli.py"), *words], env=own, stdout=log, stderr=log)
 
-    def logs():
-        return "".join(f"{path}:\n{path.read_text()}" for path in sorted(Path().glob("*.log")))
-
-    def wait(condition, what):
-        deadline = time.monotonic() + 120
-        while not condition():
-            assert time.monotonic() < deadline, f"{what}: not within 120 s\n{logs()}\n{slurm.logs()}"
-            time.sleep(0.1)
-
+    wait = partial(wait_for, slurm)
     seen = set()
 
     def joined():
@@ -329,7 +322,7 @@ def test_an_array_joins_a_run_whose_tasks_leave_when_they_are_told(slurm):
         run.send_signal(signal.SIGTERM)
         run.wait(60)
     wait(lambda: not slurm.run("squeue", "-h", f"--jobs={job}", check=False).strip(), "the array's end")
-    assert "Joined the run" in Path("task-2.log").read_text(), logs()
+    assert "Joined the run" in Path("task-2.log").read_text()
 
 
 def test_slurm_is_asked_before_the_job_is_queued(slurm, run_cli):

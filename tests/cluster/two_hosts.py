@@ -120,7 +120,7 @@ class TwoHosts:
         if pid == 0:
             code = 1
             try:
-                self._enter(number)
+                enter(self.spaces[number], self.names[number], Path(f"/etc/netns/{self.spaces[number]}/hosts"))
                 file = os.open(log, os.O_WRONLY | os.O_CREAT)
                 os.dup2(file, 1)
                 os.dup2(file, 2)
@@ -137,14 +137,18 @@ class TwoHosts:
         self.runs.append(Run(pid, log))
         return self.runs[-1]
 
-    def _enter(self, number: int) -> None:
-        """What ``ip netns exec`` does, and a host name of its own."""
-        file = os.open(f"/run/netns/{self.spaces[number]}", os.O_RDONLY)
-        _check(_libc.setns(file, CLONE_NEWNET))
-        _check(_libc.unshare(CLONE_NEWNS | CLONE_NEWUTS))
-        socket.sethostname(self.names[number])
-        _check(_libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
-        bind(Path(f"/etc/netns/{self.spaces[number]}/hosts"), Path("/etc/hosts"))
+
+def enter(space: str, name: str, hosts: Path, own_run: bool = False) -> None:
+    """What ``ip netns exec`` does, with a host name and a file of hosts of its own, and a ``/run`` if asked."""
+    file = os.open(f"/run/netns/{space}", os.O_RDONLY)
+    _check(_libc.setns(file, CLONE_NEWNET))
+    os.close(file)
+    _check(_libc.unshare(CLONE_NEWNS | CLONE_NEWUTS))
+    socket.sethostname(name)
+    _check(_libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+    if own_run:
+        _check(_libc.mount(b"tmpfs", b"/run", b"tmpfs", 0, None))
+    bind(hosts, Path("/etc/hosts"))
 
 
 def bind(source: Path, target: Path, read_only: bool = False) -> None:
