@@ -129,7 +129,7 @@ def _draw(
 ) -> None:
     """Draw one measured step and its prediction."""
     own: list[Span] = []
-    pipeline.executor.watchers.append(own.append)
+    pipeline.watchers.append(own.append)
     step()
     gathered = [None, None]
     dist.all_gather_object(gathered, own)

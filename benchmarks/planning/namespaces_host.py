@@ -26,7 +26,7 @@ from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.file_views import FileViews
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
-from cnnstrategies.pipeline.batchnorm import has_batch_norm
+from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.tracing import ordered_nodes, trace
 from cnnstrategies.planning.costs import from_two_sizes

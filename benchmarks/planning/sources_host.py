@@ -15,7 +15,7 @@ from tune_networks import resnet_for_digits
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.data import DigitsDataModule
-from cnnstrategies.pipeline.batchnorm import has_batch_norm
+from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.pipeline.tracing import ordered_nodes, trace
 from cnnstrategies.planning.costs import from_two_sizes
 from cnnstrategies.planning.measure import profile

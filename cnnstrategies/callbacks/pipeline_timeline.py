@@ -47,7 +47,7 @@ class PipelineTimeline(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._seen == self.skip_first:
-            self._pipeline(trainer).executor.watchers.append(self._spans.append)
+            self._pipeline(trainer).watchers.append(self._spans.append)
 
     @override
     def on_train_batch_end(
@@ -60,7 +60,7 @@ class PipelineTimeline(Callback):
     def _write(self, trainer: Trainer, pipeline: Pipeline) -> None:
         control = pipeline.transport.control
         everyone = [broadcast_value(self._spans, rank, group=control) for rank in range(trainer.world_size)]
-        pipeline.executor.watchers.remove(self._spans.append)
+        pipeline.watchers.remove(self._spans.append)
         self._spans.clear()
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # On every rank: it is broadcast.
         if not trainer.is_global_zero:

@@ -84,19 +84,19 @@ class PipelineParts(StepParts):
     waiting = ("share", "receive", "send", "reduce", "gather")
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self._executor = pipeline.executor
+        self._watchers = pipeline.watchers
         self._seconds: dict[str, float] = {}
         self.stages = tuple(pipeline.placement.ranks(stage) for stage in range(pipeline.placement.stages))
 
     def begin(self) -> None:
         """Have the engine time its tasks."""
-        if self._add not in self._executor.watchers:
-            self._executor.watchers.append(self._add)
+        if self._add not in self._watchers:
+            self._watchers.append(self._add)
 
     def end(self) -> None:
         """Have the engine time nothing for this."""
-        if self._add in self._executor.watchers:
-            self._executor.watchers.remove(self._add)
+        if self._add in self._watchers:
+            self._watchers.remove(self._add)
 
     def seconds(self) -> Mapping[str, float]:
         """Seconds of each kind of task so far."""

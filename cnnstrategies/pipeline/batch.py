@@ -1,8 +1,8 @@
-"""The global batch: all ranks learn its sizes, and the last stage or every rank gets everything but the images."""
+"""The global batch: all ranks learn its sizes, and get everything but the images."""
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cnnstrategies.codec import CodecError, from_bytes, to_bytes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.microbatches import Split
-from cnnstrategies.pipeline.timetable import Placement
-from cnnstrategies.pipeline.transport import TARGETS, Pending, Transport
+from cnnstrategies.pipeline.transport import Transport
 
 HEADER_BYTES = 1024
 WORD = 8  # bytes
@@ -45,9 +44,8 @@ class Batch:
         image_shape: Shape of one image; of several, where the network takes several.
         image_dtype: Type of the images; likewise.
         rest: What the batch holds besides images, over all replicas and in the order of one process: targets (N, ...)
-            for training. Empty where only the last stage has them.
+            for training.
         forms: What each replica of the first stage has sent along; None from those without samples.
-        parcels: In the last stage what each replica of the first sends of it, where that is not in ``rest``.
     """
 
     split: Split
@@ -56,35 +54,10 @@ class Batch:
     image_dtype: torch.dtype | tuple[torch.dtype, ...]
     rest: tuple[Tensor, ...]
     forms: tuple[Any, ...]
-    parcels: Mapping[int, "Parcel"] = field(default_factory=dict)
 
     def rest_of(self, microbatch: int) -> tuple[Tensor, ...]:
-        """What belongs to a microbatch of this rank, in the last stage."""
-        if not self.parcels:
-            return tuple(tensor[self.split.global_rows(microbatch, device=tensor.device)] for tensor in self.rest)
-        return self.parcels[microbatch % len(self.split.rows)].rest_of(microbatch)
-
-
-class Parcel:
-    """What one replica of the first stage has for the microbatches that one of the last runs.
-
-    Args:
-        microbatches: These, in order, and how many samples each has.
-        tensors: The rows of all of them, or their transfers.
-    """
-
-    def __init__(self, microbatches: Mapping[int, int], tensors: Sequence[Tensor | Pending]) -> None:
-        self._places: dict[int, slice] = {}
-        start = 0
-        for microbatch, size in microbatches.items():
-            self._places[microbatch] = slice(start, start + size)
-            start += size
-        self._tensors = tensors
-
-    def rest_of(self, microbatch: int) -> tuple[Tensor, ...]:
-        """A microbatch's rows."""
-        place = self._places[microbatch]
-        return tuple((one.wait() if isinstance(one, Pending) else one)[place] for one in self._tensors)
+        """What belongs to a microbatch."""
+        return tuple(tensor[self.split.global_rows(microbatch, device=tensor.device)] for tensor in self.rest)
 
 
 def share_batch(
@@ -92,10 +65,7 @@ def share_batch(
     rest: Sequence[Tensor],
     form: Any,
     microbatches: int,
-    placement: Placement,
     transport: Transport,
-    device: torch.device,
-    everywhere: bool,
     usual: int | None = None,
 ) -> Batch:
     """Make the global batch known to all ranks; a collective.
@@ -106,10 +76,7 @@ def share_batch(
         rest: This replica's other tensors, each with n rows.
         form: Plain data that is sent along.
         microbatches: Microbatches of a full step.
-        placement: The numbering of the ranks.
         transport: Its control group carries the sizes.
-        device: Where the tensors live.
-        everywhere: Bring ``rest`` to every rank; else straight to those of the last stage, each its own rows.
         usual: Samples that a replica of the first stage has in a full step, the same on all ranks; see
             :class:`~cnnstrategies.pipeline.microbatches.Split`.
 
@@ -120,11 +87,10 @@ def share_batch(
         ConfigurationError: A tensor has another number of rows than the images, a batch is not made of tensors, or
             the replicas have images of different sizes.
     """
-    transport.settle()
-    place = placement.place(transport.rank)
-    own = images if place.stage == 0 else None
+    transport.check_peers()
+    own = images if transport.place.stage == 0 else None
     header = None if own is None or not len(tree_leaves(own)[0]) else _header(own, rest, form)
-    headers = _all_headers(header, placement, transport)
+    headers = _all_headers(header, transport)
     rows = tuple(0 if one is None else one.rows for one in headers)
     forms = tuple(None if one is None else one.form for one in headers)
     split = Split(rows, microbatches, usual)
@@ -140,17 +106,8 @@ def share_batch(
                 f"the replicas of the first stage have images of different {what} in one step, "
                 f"[{', '.join(sorted(map(str, found)))}]: give all the same, which may be another in the next step"
             )
-    whole: tuple[Tensor, ...] = ()
-    parcels: dict[int, Parcel] = {}
-    if everywhere:
-        whole = _bring_everywhere(rest, like.specs, split, placement, transport, device)
-    elif placement.stages == 1:
-        parcels = {place.replica: Parcel(_common(split, place.replica, 1, 0), [one.to(device) for one in rest])}
-    elif place.stage == 0:
-        _post(rest, split, placement, transport, device)
-    elif place.stage == placement.stages - 1:
-        parcels = _expect(like.specs, split, placement, transport, device)
-    return Batch(split, own, like.shape, like.dtype, whole, forms, parcels)
+    whole = _bring_everywhere(rest, like.specs, split, transport)
+    return Batch(split, own, like.shape, like.dtype, whole, forms)
 
 
 def _header(images: Images, rest: Sequence[Tensor], form: Any) -> Header:
@@ -171,7 +128,7 @@ def _row_shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape[1:])
 
 
-def _all_headers(header: Header | None, placement: Placement, transport: Transport) -> list[Header | None]:
+def _all_headers(header: Header | None, transport: Transport) -> list[Header | None]:
     """Those of the first stage's replicas."""
     try:
         data = b"" if header is None else to_bytes(header)
@@ -184,7 +141,7 @@ def _all_headers(header: Header | None, placement: Placement, transport: Transpo
     if max(lengths) > HEADER_BYTES - WORD:  # Names of files and the like.
         table = _gather_bytes(data, max(lengths), transport)
         found = [one[:length] for one, length in zip(table, lengths, strict=True)]
-    return [_read(found[rank]) for rank in placement.ranks(0)]
+    return [_read(found[rank]) for rank in transport.placement.ranks(0)]
 
 
 def end_together(transport: Transport) -> None:
@@ -231,52 +188,8 @@ def _read(data: bytes) -> Header | None:
     return header
 
 
-def _common(split: Split, replica: int, replicas: int, other: int) -> dict[int, int]:
-    """Size of each microbatch that runs on this replica of the first stage and on another one of the last."""
-    own = range(replica, split.microbatches, len(split.rows))
-    return {m: split.sizes[m] for m in own if m % replicas == other and split.sizes[m]}
-
-
-def _post(
-    rest: Sequence[Tensor], split: Split, placement: Placement, transport: Transport, device: torch.device
-) -> None:
-    """Send each replica of the last stage the rows that it needs."""
-    last = placement.stages - 1
-    replica = placement.place(transport.rank).replica
-    for other, rank in enumerate(placement.ranks(last)):
-        microbatches = _common(split, replica, placement.replicas[last], other)
-        if microbatches:
-            for tensor in rest:
-                piece = torch.cat([tensor[slice(*split.bounds[m])] for m in microbatches]).to(device)
-                transport.owe(transport.send(piece, rank, TARGETS, "targets"))
-
-
-def _expect(
-    specs: Sequence[Spec], split: Split, placement: Placement, transport: Transport, device: torch.device
-) -> dict[int, Parcel]:
-    """Receive what :func:`_post` sends to this rank."""
-    last = placement.stages - 1
-    own = placement.place(transport.rank).replica
-    parcels = {}
-    for replica, rank in enumerate(placement.ranks(0)):
-        microbatches = _common(split, replica, placement.replicas[last], own)
-        if microbatches:
-            rows = sum(microbatches.values())
-            buffers = [torch.empty((rows, *shape), dtype=dtype, device=device) for shape, dtype in specs]
-            coming = [transport.receive(buffer, rank, TARGETS, "targets") for buffer in buffers]
-            for one in coming:
-                transport.owe(one)
-            parcels[replica] = Parcel(microbatches, coming)
-    return parcels
-
-
 def _bring_everywhere(
-    rest: Sequence[Tensor],
-    specs: Sequence[Spec],
-    split: Split,
-    placement: Placement,
-    transport: Transport,
-    device: torch.device,
+    rest: Sequence[Tensor], specs: Sequence[Spec], split: Split, transport: Transport
 ) -> tuple[Tensor, ...]:
     """All rows of each tensor on every rank, in the order of one process; one collective."""
     # Where each replica's rows of each tensor stand in a buffer.
@@ -286,14 +199,14 @@ def _bring_everywhere(
         for index, (shape, dtype) in enumerate(specs):
             places[index].append((words, (rows, *shape), dtype))
             words += -(-rows * torch.Size(shape).numel() * dtype.itemsize // WORD) if rows else 0
-    buffer = torch.zeros(words, dtype=torch.int64, device=device)
-    place = placement.place(transport.rank)
+    buffer = torch.zeros(words, dtype=torch.int64, device=transport.device)
+    place = transport.place
     if place.stage == 0 and split.rows[place.replica]:
         for tensor, of_replicas in zip(rest, places, strict=True):
             _part(buffer, *of_replicas[place.replica]).copy_(tensor)
-    if placement.world_size > 1 and words:
+    if transport.placement.world_size > 1 and words:
         if len(split.rows) == 1:
-            dist.broadcast(buffer, placement.ranks(0)[0])
+            dist.broadcast(buffer, transport.placement.ranks(0)[0])
         else:
             dist.all_reduce(buffer)  # The others have nothing but zeros there.
     return tuple(split.assemble([_part(buffer, *one) for one in of_replicas]) for of_replicas in places)

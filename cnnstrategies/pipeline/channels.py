@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.pipeline.stage import IMAGES, Division
-from cnnstrategies.pipeline.timetable import Kind, Placement, Task
+from cnnstrategies.pipeline.timetable import Kind, Task
 from cnnstrategies.pipeline.transport import BACKWARD, FORWARD, Pending, Transport
 from cnnstrategies.pipeline.values import Header, memory_format_of, on_the_wire, pack
 
@@ -27,11 +27,8 @@ class Channels:
 
     Args:
         division: The divided graph.
-        placement: The numbering of the ranks.
-        stage: The rank's stage.
         turn: The clock of the tasks of all ranks.
         transport: Sends and receives tensors.
-        device: Where the tensors live.
         ask_for_all: Ask for the gradients of all floating-point tensors: a forward without autograd, which runs again
             later, does not know which it will need.
     """
@@ -39,19 +36,16 @@ class Channels:
     def __init__(
         self,
         division: Division,
-        placement: Placement,
-        stage: int,
         turn: Callable[[Task], int],
         transport: Transport,
-        device: torch.device,
         ask_for_all: bool,
     ) -> None:
-        self.division = division
-        self.placement = placement
-        self.stage = stage
         self.turn = turn
         self.transport = transport
-        self.device = device
+        self.placement = transport.placement
+        self.stage = stage = transport.place.stage
+        self.device = transport.device
+        self.graph = division.stages[stage]
         self.ask_for_all = ask_for_all
         routes = division.routes
         self.sources = sorted({route.source for route in routes if stage in route.targets})
@@ -252,10 +246,7 @@ class Channels:
 
     def inputs(self, values: dict[str, Any], images: Any) -> tuple[Any, ...]:
         """The stage's arguments in order."""
-        return tuple(
-            images if name == IMAGES and self.stage == 0 else values[name]
-            for name in self.division.stages[self.stage].inputs
-        )
+        return tuple(images if name == IMAGES and self.stage == 0 else values[name] for name in self.graph.inputs)
 
     def _note(self, key: tuple[str, int], reached: list[bool]) -> None:
         """Take note of what a message of this step has."""

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -11,23 +11,26 @@ from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch, Images, end_together, share_batch
-from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
-from cnnstrategies.pipeline.buffers import OtherBuffers
+from cnnstrategies.pipeline.buffers import BatchNormMode, StageBuffers
 from cnnstrategies.pipeline.channels import Channels
-from cnnstrategies.pipeline.executor import Executor
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.layout import check_layout
 from cnnstrategies.pipeline.losses import Loss, MeanLoss, PartialLoss
 from cnnstrategies.pipeline.outputs import Gathering, OutputGatherer
-from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.stage import check_backend, divide_by_names
 from cnnstrategies.pipeline.step import Step
-from cnnstrategies.pipeline.timetable import Order, Placement, Schedule, tasks_of, turns
+from cnnstrategies.pipeline.timeline import Span
+from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.pipeline.whole import collect, merge
 from cnnstrategies.runtime.allocation import reuse_freed_memory
 
 TIMEOUT = timedelta(minutes=10)
+# Tasks whose messages are received early under gloo, all that a stage that runs ahead may send before. A message that
+# has to wait for its receive is expensive there: it arrives while the receive holds the connection's lock, for which
+# gloo's own thread then waits in a loop, for milliseconds where cores are short. Under NCCL a receive that is begun
+# early would keep the device from getting idle.
+AHEAD = 4
 
 
 class Pipeline:
@@ -62,6 +65,9 @@ class Pipeline:
         module: This rank's stage, a module with the network's parameter names.
         shapes: Shape of each of the network's parameters and buffers.
         gathering: The outputs that are under way to the other ranks; None where none are.
+        loss_sum: In the last stage what this rank's microbatches have added to the last step's loss.
+        watchers: Called with each span of a training step; while there are none, nothing is timed. On a GPU timing
+            synchronises at each task.
 
     Raises:
         ConfigurationError: Cuts, replicas, microbatches and ranks do not fit together, or the network cannot be cut.
@@ -96,41 +102,31 @@ class Pipeline:
         self.last = self.place.stage == self.placement.stages - 1
         self.shapes = {name: t.shape for name, t in (*network.named_parameters(), *network.named_buffers())}
         self.module = self.blueprint.build(self.place.stage).to(self.device)
-        self.transport = Transport(self.placement, timeout)
+        self.transport = Transport(self.placement, timeout, self.device)
+        self.ahead = AHEAD if self.transport.has_tags else 0
+        self.activation_checkpointing = activation_checkpointing
         graph = self.blueprint.training.stages[self.place.stage].graph
         calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
         # No variable here holds the group: torch keeps this frame until its garbage is collected.
         self.reducer = GradientReducer(self._trainable(), self._stage_group(timeout), bucket_bytes)
-        channels = {
+        self.buffers = StageBuffers(self.module, batch_norm, self.reducer.group, calls)
+        turn = turns(replicas, microbatches, schedule, run_ahead)
+        self.channels = {
             training: Channels(
                 self.blueprint.division(training),
-                self.placement,
-                self.place.stage,
-                turns(replicas, microbatches, schedule, run_ahead),
+                turn,
                 self.transport,
-                self.device,
                 ask_for_all=training and activation_checkpointing != "never",
             )
             for training in (True, False)
         }
-        statistics = RunningStatistics(self.module, batch_norm, self.reducer.group, calls)
+        self.compiled = compile_backend is not None
         if compile_backend is not None:
             self.module.compile(backend=compile_backend, dynamic=False)
-        self.executor = Executor(
-            self.module,
-            compile_backend is not None,
-            self.place,
-            self.last,
-            channels,
-            self.reducer,
-            statistics,
-            OtherBuffers(self.module, statistics.buffers, self.reducer.group),
-            activation_checkpointing,
-            self.transport,
-            self.device,
-        )
+        self.loss_sum = torch.zeros((), device=self.device)
+        self.watchers: list[Callable[[Span], None]] = []
         self.gathering: Gathering | None = None
-        self.gatherer = OutputGatherer(self.placement, self.transport, self.device)
+        self.gatherer = OutputGatherer(self.transport)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -143,8 +139,8 @@ class Pipeline:
         To be called by every rank, before the first step after the optimizer's.
         """
         self.reducer.abandon()
-        self.executor.channels[True].forget_reached()
-        self.executor.channels[False].forget_reached()
+        for channels in self.channels.values():
+            channels.forget_reached()
         trainable = self._trainable()
         changed = torch.tensor(int(not _same(trainable, self.parameters)), dtype=torch.int32)
         if self.placement.world_size > 1:
@@ -152,8 +148,7 @@ class Pipeline:
                 dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self.transport.control)
         if int(changed):
             self.reducer = GradientReducer(trainable, self.reducer.group, self.reducer.bucket_bytes)
-            self.executor.reducer = self.reducer
-            for channels in self.executor.channels.values():
+            for channels in self.channels.values():
                 channels.forget_headers()  # They tell which values want a gradient.
 
     def _trainable(self) -> list[nn.Parameter]:
@@ -164,7 +159,6 @@ class Pipeline:
         images: Images | None,
         *rest: Tensor,
         form: Any = None,
-        everywhere: bool = True,
         usual: int | None = None,
     ) -> Batch:
         """Make a global batch known to all ranks, before :meth:`train` or :meth:`evaluate`; a collective.
@@ -174,14 +168,11 @@ class Pipeline:
                 the network takes several tensors; elsewhere ignored.
             rest: This replica's targets (n, ...), and what else belongs to the samples.
             form: Plain data that travels with the batch.
-            everywhere: Bring ``rest`` to every rank; else straight to the last stage, which needs it for the loss.
             usual: Samples that a replica has in a full step, the same on every rank: with fewer, fewer microbatches
                 are filled, instead of all with very few each.
         """
         with self.transport.collective("sharing a batch"):
-            return share_batch(
-                images, rest, form, self.microbatches, self.placement, self.transport, self.device, everywhere, usual
-            )
+            return share_batch(images, rest, form, self.microbatches, self.transport, usual)
 
     def end_together(self) -> None:
         """See that no rank shares a further batch, where this one has no more; a collective.
@@ -202,7 +193,7 @@ class Pipeline:
         Returns:
             On rank 0 the values in the order of the stages; None on the other ranks.
         """
-        return collect(value, self.placement, self.transport, on_disk)
+        return collect(value, self.transport, on_disk)
 
     def merge(self, copy: tuple[nn.Module, nn.Module] | None = None) -> dict[str, Tensor]:
         """All parameters and buffers of the network, on the CPU of every rank; a collective.
@@ -212,7 +203,7 @@ class Pipeline:
                 it and the whole; by default the one that is trained.
         """
         module, network = copy or (self.module, self.blueprint.network)
-        return merge(module, network, self.blueprint.state, self.shapes, self.placement, self.transport)
+        return merge(module, network, self.blueprint.state, self.shapes, self.transport)
 
     def train(
         self,
@@ -241,15 +232,11 @@ class Pipeline:
         Raises:
             ConfigurationError: Parameters were frozen or unfrozen, and :meth:`refresh` was not called.
         """
-
-        def send_outputs(step: Step) -> None:
-            if gather and self.gatherer.knows(self._kind(batch)):
-                self.gathering = self.gatherer.start(batch.split, step.outputs, self._kind(batch))
-
-        return self._train(batch, loss, scale, more, send_outputs)
+        step, gradients = self._train(batch, loss, scale, more, "outputs" if gather else "nothing")
+        return gradients, step.outputs
 
     @property
-    def _own(self) -> range:
+    def own(self) -> range:
         """The microbatches that run here."""
         return range(self.place.replica, self.microbatches, self.placement.replicas[self.place.stage])
 
@@ -259,8 +246,8 @@ class Pipeline:
         loss: Loss | PartialLoss,
         scale: float | Tensor,
         more: bool,
-        computed: Callable[[Step], None],
-    ) -> tuple[list[Tensor | None], dict[int, Any]]:
+        sends: Literal["nothing", "outputs", "loss"],
+    ) -> tuple[Step, list[Tensor | None]]:
         if not _same(self._trainable(), self.parameters):
             raise ConfigurationError(
                 "parameters were frozen or unfrozen in the middle of an epoch: with stages on other devices do it at "
@@ -268,9 +255,12 @@ class Pipeline:
             )
         parts = loss if isinstance(loss, PartialLoss) else MeanLoss(loss)
         if self.last:
-            parts.begin(batch, [m for m in self._own if batch.split.sizes[m]])
+            parts.begin(batch, [m for m in self.own if batch.split.sizes[m]])
         self.gathering = None
-        return self.executor.train(self.tasks, batch, parts, scale, more, computed)
+        step = Step(self, batch, parts, scale, sends)
+        gradients = step.train(more)
+        self.loss_sum = step.loss_sum
+        return step, gradients
 
     def evaluate(self, batch: Batch) -> dict[int, Any]:
         """Run the forwards of a batch, in the mode that ``module`` is in.
@@ -278,11 +268,13 @@ class Pipeline:
         Returns:
             In the last stage the outputs of this rank's microbatches.
         """
-        return self.executor.evaluate(self._own, batch)
+        step = Step(self, batch)
+        step.evaluate()
+        return step.outputs
 
     def mean_loss(self) -> float:
         """The loss of the last step's batch, as the last stage has added it up; a collective."""
-        loss = self.executor.loss_sum.double()
+        loss = self.loss_sum.double()
         if self.placement.world_size > 1:
             with self.transport.collective("adding up the loss"):
                 dist.all_reduce(loss)
@@ -299,6 +291,11 @@ class Pipeline:
         with self.transport.collective("gathering the outputs"):
             return (gathering or self.gatherer.start(batch.split, outputs, self._kind(batch))).finish()
 
+    def gather_early(self, batch: Batch, outputs: Mapping[int, Any]) -> None:
+        """Begin to gather, if nothing has to be waited for: not the first outputs of their kind."""
+        if self.gatherer.knows(self._kind(batch)):
+            self.gathering = self.gatherer.start(batch.split, outputs, self._kind(batch))
+
     def step(self, images: Tensor | None, targets: Tensor | None, loss: Loss, more: bool = False) -> Tensor:
         """Run a batch and add the gradients of the mean loss to ``grad`` of the stage's parameters; a collective.
 
@@ -311,16 +308,8 @@ class Pipeline:
         Returns:
             The mean loss over the global batch, on every rank.
         """
-        batch = self.share(images, *(() if targets is None else (targets,)), everywhere=False)
-        total, under_way = torch.zeros((), dtype=torch.float64, device=self.device), None
-
-        def add_up_loss(step: Step) -> None:
-            nonlocal under_way
-            total.add_(step.loss_sum)
-            if self.placement.world_size > 1:
-                under_way = dist.all_reduce(total, async_op=True)
-
-        gradients, _ = self._train(batch, loss, 1.0, more, add_up_loss)
+        batch = self.share(images, *(() if targets is None else (targets,)))
+        step, gradients = self._train(batch, loss, 1.0, more, "loss")
         shared = self.reducer.group is not None  # The gradients' memory is used again.
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
@@ -328,10 +317,12 @@ class Pipeline:
                     parameter.grad = parameter.grad + gradient
                 else:
                     parameter.grad = gradient.clone() if shared else gradient
+        assert step.whole_loss is not None
+        total, under_way = step.whole_loss
         if under_way is not None:
             with self.transport.collective("adding up the loss"):
                 under_way.wait()
-            under_way = None  # It keeps the group's threads alive.
+            under_way = step.whole_loss = None  # It keeps the group's threads alive.
         return total
 
     def close(self) -> None:
@@ -340,13 +331,12 @@ class Pipeline:
         The default group's threads end with it, when it is destroyed: nothing here refers to it any more.
         """
         self.gathering = None
-        self.transport.settle()
+        self.transport.check_peers()
         if self.placement.world_size > 1:
             dist.barrier(group=self.transport.control)  # A rank that closes one may have sent what is not yet read.
         if self.reducer.group is not None:
             dist.destroy_process_group(self.reducer.group)
-        for user in (self.reducer, self.executor.statistics, self.executor.buffers):
-            user.group = None
+        self.reducer.group = self.buffers.group = None
         self.transport.close()
 
     def __enter__(self) -> Self:

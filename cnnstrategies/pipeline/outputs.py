@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from cnnstrategies.pipeline.microbatches import Split
-from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport, broadcast_value
 
 
@@ -41,15 +40,13 @@ class OutputGatherer:
     """Sends the last stage's outputs to every rank, in the order of the global batch.
 
     Args:
-        placement: The numbering of the ranks.
         transport: Its control group carries the structure of the outputs.
-        device: Where the tensors live.
     """
 
-    def __init__(self, placement: Placement, transport: Transport, device: torch.device) -> None:
-        self.placement = placement
+    def __init__(self, transport: Transport) -> None:
+        self.placement = transport.placement
         self.transport = transport
-        self.device = device
+        self.device = transport.device
         self._structures: dict[Hashable, Any] = {}
 
     def knows(self, kind: Hashable) -> bool:

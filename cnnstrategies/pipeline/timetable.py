@@ -18,6 +18,8 @@ Schedule = Literal["gpipe", "1f1b"]
 SCHEDULES = ("gpipe", "1f1b")
 Order = Literal["stages", "replicas"]
 ORDERS = ("stages", "replicas")
+Checkpointing = Literal["never", "except_last", "always"]  # For which microbatches of a rank a forward runs twice.
+CHECKPOINTING = ("never", "except_last", "always")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.rank_watch import FOREVER, NAMING, RankWatch
 from cnnstrategies.pipeline.timetable import Placement
 
-FORWARD, BACKWARD, OBJECT, TARGETS = 1, 2, 3, 4  # tags
+FORWARD, BACKWARD, OBJECT = 1, 2, 3  # tags
 
 
 def new_group(ranks: Iterable[int], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup | None:
@@ -127,15 +127,21 @@ class Transport:
     Args:
         placement: The numbering of the ranks.
         timeout: How long to wait for a peer.
+        device: Where the tensors live.
+
+    Attributes:
+        place: Stage and replica of this rank.
+        control: The ranks over gloo.
     """
 
-    def __init__(self, placement: Placement, timeout: timedelta) -> None:
+    def __init__(self, placement: Placement, timeout: timedelta, device: torch.device = CPU) -> None:
         self.placement = placement
+        self.device = device
         self.rank = dist.get_rank()
+        self.place = placement.place(self.rank)
         self.has_tags = dist.get_backend() == "gloo"
         self.control: dist.ProcessGroup | None = dist.group.WORLD
-        self._ways: dict[int, dist.ProcessGroup | None] = {}
-        self._owed: list[Pending] = []
+        self._ways: dict[int, dist.ProcessGroup | None] = {}  # for each tag
         self._watch: RankWatch | None = None
         if not self.has_tags:
             # torch warns, once, that a group sends all messages one after the other: that is what is wanted here.
@@ -149,29 +155,22 @@ class Transport:
     def send(self, tensor: Tensor, target: int, tag: int, what: str) -> Pending:
         """The sending of a contiguous tensor, to be begun."""
         what = f"{self.me}, sending {what} to {self.placement.describe(target)}"
-        return self._transfer(dist.isend, tensor, target, self._way(tag), tag, what)
+        return self._transfer(dist.isend, tensor, target, self._ways.get(tag), tag, what)
 
     def receive(self, tensor: Tensor, source: int, tag: int, what: str) -> Pending:
         """The receiving into a contiguous tensor, to be begun."""
         what = f"{self.me}, waiting for {what} from {self.placement.describe(source)}"
-        return self._transfer(dist.irecv, tensor, source, self._way(tag), tag, what)
+        return self._transfer(dist.irecv, tensor, source, self._ways.get(tag), tag, what)
 
-    def owe(self, transfer: Pending) -> None:
-        """Begin a transfer that nobody has to wait for now, and keep it until :meth:`settle`."""
-        self._owed.append(transfer.begin())
-
-    def settle(self) -> None:
-        """Wait for the transfers that were left for later.
+    def check_peers(self) -> None:
+        """Refuse to go on where a rank is known to be lost.
 
         Raises:
-            PeerError: A rank is known to be lost.
+            PeerError: One is.
         """
         lost = self._watch.lost() if self._watch is not None else None
         if lost is not None:
             raise PeerError(f"{self.me}: {lost} has ended")
-        for one in self._owed:
-            one.wait()
-        self._owed.clear()
 
     def send_object(self, value: Any, target: int, what: str) -> list[Pending]:
         """Start to send nested containers of tensors and plain data; tensors go as they are.
@@ -225,7 +224,6 @@ class Transport:
 
     def close(self) -> None:
         """Give the connections back; no rank may wait for a message any more."""
-        assert not self._owed, "everything has been settled"
         if self._watch is not None:
             self._watch.close()
         groups = [*self._ways.values(), *([] if self.control is dist.group.WORLD else [self.control])]
@@ -255,7 +253,3 @@ class Transport:
     ) -> Pending:
         begin = partial(function, tensor, peer, group=group, tag=tag)
         return Pending(begin, tensor, partial(self._naming, what))
-
-    def _way(self, tag: int) -> dist.ProcessGroup | None:
-        """The group of an activation (forward), a target (forward, before the activations) or a gradient (back)."""
-        return self._ways[BACKWARD if tag == BACKWARD else FORWARD] if self._ways else None

@@ -11,18 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
 
 _SMALL = 1 << 20  # bytes that are not worth a file
 
 
-def collect(value: Any, placement: Placement, transport: Transport, on_disk: bool = False) -> list[Any] | None:
+def collect(value: Any, transport: Transport, on_disk: bool = False) -> list[Any] | None:
     """Each stage's value, from its first replica, on rank 0; a collective.
 
     Args:
         value: Nested containers of tensors and plain data; tensors arrive on the CPU.
-        placement: The numbering of the ranks.
         transport: Sends the values.
         on_disk: Hold the tensors of other stages in temporary files, where memory may not hold all.
 
@@ -32,12 +30,12 @@ def collect(value: Any, placement: Placement, transport: Transport, on_disk: boo
     Raises:
         ConfigurationError: The disk has no room for them.
     """
-    what = "the state of a stage"
+    what, placement = "the state of a stage", transport.placement
     if transport.rank == 0:
         others = range(1, placement.stages)
         allocate = _on_disk if on_disk else None
         return [value, *(transport.receive_object(placement.ranks(stage)[0], what, allocate) for stage in others)]
-    if placement.place(transport.rank).replica == 0:
+    if transport.place.replica == 0:
         for one in transport.send_object(value, 0, what):
             one.wait()
     return None
@@ -64,7 +62,6 @@ def merge(
     network: nn.Module,
     state: Sequence[Sequence[str]],
     shapes: Mapping[str, torch.Size],
-    placement: Placement,
     transport: Transport,
 ) -> dict[str, Tensor]:
     """All parameters and buffers of a network, on the CPU of every rank; a collective.
@@ -74,7 +71,6 @@ def merge(
         network: The whole, which tells types; what is of other stages may be without memory.
         state: For each stage the names of its parameters and buffers.
         shapes: Their shapes.
-        placement: The numbering of the ranks.
         transport: Its control group carries them.
     """
     # A tensor with two names has here perhaps another one first than in the network.
@@ -82,13 +78,13 @@ def merge(
     everything = dict((*network.named_parameters(), *network.named_buffers()))
     merged = {}
     for stage, names in enumerate(state):
-        source = placement.ranks(stage)[0]
+        source = transport.placement.ranks(stage)[0]
         for name in names:
-            if stage == placement.place(transport.rank).stage:
+            if stage == transport.place.stage:
                 tensor = own[name].detach().cpu().contiguous()
             else:
                 tensor = torch.empty(shapes[name], dtype=everything[name].dtype)
-            if placement.world_size > 1:
+            if transport.placement.world_size > 1:
                 dist.broadcast(tensor, source, group=transport.control)
             merged[name] = tensor
     return merged

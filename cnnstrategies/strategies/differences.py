@@ -3,7 +3,7 @@
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from cnnstrategies.pipeline.batchnorm import has_batch_norm
+from cnnstrategies.pipeline.buffers import has_batch_norm
 
 RANK_ZERO = "those of rank 0"
 OWN_MEANS = (

@@ -23,8 +23,8 @@ from cnnstrategies.callbacks.part_clock import PartClock
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.paramserver.counters import Counters
-from cnnstrategies.pipeline import executor
-from cnnstrategies.pipeline.executor import Executor
+from cnnstrategies.pipeline import step as step_module
+from cnnstrategies.pipeline.step import Step
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 WIDTH = 16  # characters of a part's name
@@ -184,21 +184,21 @@ class Ranks:
         self._profiling = False
         clock = lambda: self._now.value  # noqa: E731
         monkeypatch.setattr(part_clock, "time", SimpleNamespace(perf_counter=clock))
-        monkeypatch.setattr(executor, "time", SimpleNamespace(time=clock))
+        monkeypatch.setattr(step_module, "time", SimpleNamespace(time=clock))
         for name in ("start", "begin", "end", "stop"):
             monkeypatch.setattr(PartClock, name, self._telling(getattr(PartClock, name)))
-        timed = Executor.timed
+        timed = Step.timed
 
         @contextlib.contextmanager
-        def telling(executor, kind, microbatch):
-            with timed(executor, kind, microbatch):
+        def telling(step, kind, microbatch):
+            with timed(step, kind, microbatch):
                 with self._lock:
                     self._tell(kind)
                 yield
                 with self._lock:
                     self._tell("metrics")
 
-        monkeypatch.setattr(Executor, "timed", telling)
+        monkeypatch.setattr(Step, "timed", telling)
 
     def _telling(self, method):
         def tell(clock, *args):
@@ -263,7 +263,7 @@ class Untimed(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         profiling = 2 <= trainer.global_step < 6
-        assert bool(trainer.strategy.pipeline.executor.watchers) == profiling, trainer.global_step
+        assert bool(trainer.strategy.pipeline.watchers) == profiling, trainer.global_step
 
 
 def stages_of(ranks, replicas, slow_first=None, slow_last=None, step=0.0):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from cnnstrategies import ImageClassifier
-from cnnstrategies.pipeline.executor import Executor
+from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
 BATCH, STEPS, SIZE = 32, 6, 64 if ON_GPU else 32
@@ -125,13 +125,13 @@ def train(strategy: Any, ranks: int, shards: int, options: dict[str, Any]) -> di
 
 def post_ahead(tasks: int) -> None:
     """Have a pipeline post its receives some tasks before they are needed, which it does under gloo alone."""
-    make = Executor.__init__
+    make = Pipeline.__init__
 
-    def made(self: Executor, *args: Any, **kwargs: Any) -> None:
+    def made(self: Pipeline, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         self.ahead = tasks
 
-    Executor.__init__ = made  # type: ignore[method-assign]
+    Pipeline.__init__ = made  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -22,16 +22,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from cnnstrategies.codec import decode, from_bytes, loaded_record, with_fields
-from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
+from cnnstrategies.pipeline.buffers import BatchNormMode, StageBuffers
 from cnnstrategies.pipeline.channels import Channels, Order
-from cnnstrategies.pipeline.executor import Executor
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, Bucket, GradientReducer
 from cnnstrategies.pipeline.losses import WeighedLoss
 from cnnstrategies.pipeline.microbatches import CPU, Split, rows_on
 from cnnstrategies.pipeline.moments import MomentTable, counts_on
 from cnnstrategies.pipeline.rank_watch import RankWatch
-from cnnstrategies.pipeline.recompute import RandomState
-from cnnstrategies.pipeline.step import Step
+from cnnstrategies.pipeline.step import RandomState, Step
 from cnnstrategies.pipeline.timetable import Place, Placement, Task, tasks_of
 from cnnstrategies.pipeline.transport import Transport
 
@@ -78,10 +76,10 @@ def gradients_are_added_up_only_after_the_last_backward(
     pass
 
 
-@replaces(RunningStatistics.__init__, killed_by=test_engine.test_running_statistics_of_batch_norm)
+@replaces(StageBuffers.__init__, killed_by=test_engine.test_running_statistics_of_batch_norm)
 def deferred_statistics_are_those_of_microbatches_in_turn(
-    right: Callable[[RunningStatistics, nn.Module, BatchNormMode, ProcessGroup | None, Mapping[str, int]], None],
-    self: RunningStatistics,
+    right: Callable[[StageBuffers, nn.Module, BatchNormMode, ProcessGroup | None, Mapping[str, int]], None],
+    self: StageBuffers,
     module: nn.Module,
     batch_norm: BatchNormMode,
     group: ProcessGroup | None,
@@ -97,18 +95,9 @@ def a_forward_that_runs_again_draws_other_random_numbers(
     pass
 
 
-@replaces(
-    Executor.early_or_late,
-    killed_by=test_compiled.test_compiled_stages_train_what_others_train,
-    backend="eager",
-)
-def compiled_stages_run_as_others_do(
-    right: Callable[[Executor, Callable[[Step], None]], tuple[Callable[[Step], None], Callable[[Step], None]]],
-    self: Executor,
-    computed: Callable[[Step], None],
-) -> tuple[Callable[[Step], None], Callable[[Step], None]]:
-    self.compiled = False
-    return right(self, computed)
+@replaces(Step.tracks, killed_by=test_compiled.test_compiled_stages_train_what_others_train, backend="eager")
+def compiled_stages_run_as_others_do(right: Callable[[Step, bool], bool], self: Step, again: bool) -> bool:
+    return not again
 
 
 @replaces(tasks_of, killed_by=test_engine.test_peak_memory_holds_the_microbatches_in_flight_alone)
@@ -179,9 +168,13 @@ def the_factor_of_each_microbatch_is_read_from_the_device(
     Transport.__init__, killed_by=test_engine_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits, replicas=(2, 1)
 )
 def sizes_of_a_batch_go_through_nccl(
-    right: Callable[[Transport, Placement, timedelta], None], self: Transport, placement: Placement, timeout: timedelta
+    right: Callable[[Transport, Placement, timedelta, torch.device], None],
+    self: Transport,
+    placement: Placement,
+    timeout: timedelta,
+    device: torch.device = CPU,
 ) -> None:
-    right(self, placement, timeout)
+    right(self, placement, timeout, device)
     self.control = None
 
 
@@ -214,23 +207,19 @@ def what_comes_after_a_first_message_is_begun_before_it(
 
 
 @replaces(
-    Executor.overlaps, killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment, case=test_layouts.DRAINED[2]
+    Step.overlaps, killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment, case=test_layouts.DRAINED[2]
 )
 def replicas_sum_their_gradients_while_others_need_their_last_message(
-    right: Callable[[Executor, Step, int], bool], self: Executor, step: Step, microbatch: int
+    right: Callable[[Step, int], bool], self: Step, microbatch: int
 ) -> bool:
     return True
 
 
 @replaces(
-    Executor.early_or_late,
-    killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment,
-    case=test_layouts.DRAINED[1],
+    Step.sends_early, killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment, case=test_layouts.DRAINED[1]
 )
-def all_ranks_meet_before_the_last_backward(
-    right: Callable[[Executor, Any], Any], self: Executor, computed: Callable[[Step], None]
-) -> Any:
-    return computed, lambda _: None
+def all_ranks_meet_before_the_last_backward(right: Callable[[Step], bool], self: Step) -> bool:
+    return True
 
 
 @replaces(GradientReducer.ready, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)

@@ -19,8 +19,7 @@ from rank_threads import World, divided_once
 from torch import Tensor, nn
 
 from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.recompute import CHECKPOINTING
-from cnnstrategies.pipeline.timetable import ORDERS, SCHEDULES
+from cnnstrategies.pipeline.timetable import CHECKPOINTING, ORDERS, SCHEDULES
 from cnnstrategies.pipeline.tracing import cut_positions, trace
 
 STEPS = 2
@@ -151,14 +150,14 @@ class Trial:
         for (images, targets), rows, expected in zip(self.batches, case.rows, self.expected, strict=True):
             gradients, loss, outputs = expected
             own = _own(pipeline, rows)
-            batch = pipeline.share(images[own], targets[own], everywhere=case.seed % 2 == 0, usual=usual)
+            batch = pipeline.share(images[own], targets[own], usual=usual)
             found, made = pipeline.train(batch, F.mse_loss, gather=True)
             for parameter, gradient in zip(pipeline.parameters, found, strict=True):
                 _compare(gradient, gradients[names[parameter]], names[parameter])
             _compare(torch.tensor(pipeline.mean_loss(), dtype=torch.float64), loss, "loss")
             _compare(pipeline.gather(batch, made), outputs, "outputs")
-            batch = pipeline.share(images[own], targets[own], everywhere=case.seed % 2 == 1)
-            assert not batch.rest or torch.equal(batch.rest[0], targets)
+            batch = pipeline.share(images[own], targets[own])
+            assert torch.equal(batch.rest[0], targets)
             pipeline.evaluate(batch)
         pipeline.close()
 

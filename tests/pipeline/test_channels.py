@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.stage import Route
-from cnnstrategies.pipeline.timetable import Placement, Task, turns
+from cnnstrategies.pipeline.timetable import Place, Placement, Task, turns
 from cnnstrategies.pipeline.values import pack
 
 TURN = turns((1, 1), 20, "1f1b")
@@ -18,7 +18,8 @@ TURN = turns((1, 1), 20, "1f1b")
 class SlowTransport:
     """Holds each tensor until it is waited for, as a slow link does."""
 
-    rank = 1
+    rank, place, device = 1, Place(1, 0), torch.device("cpu")
+    placement = Placement((1, 1))
 
     def __init__(self) -> None:
         self.under_way: list[Tensor] = []
@@ -36,8 +37,8 @@ class SlowTransport:
 def test_gradients_that_a_slow_link_has_not_taken_do_not_pile_up() -> None:
     """Else 1f1b would hold what gpipe holds."""
     transport: Any = SlowTransport()
-    division: Any = SimpleNamespace(routes=())
-    channels = Channels(division, Placement((1, 1)), 1, TURN, transport, torch.device("cpu"), ask_for_all=False)
+    division: Any = SimpleNamespace(routes=(), stages=(None, None))
+    channels = Channels(division, TURN, transport, ask_for_all=False)
     leaf = torch.zeros(3)
     leaf.grad = torch.zeros(3)
     for microbatch in range(20):
@@ -50,9 +51,10 @@ def test_gradients_that_a_slow_link_has_not_taken_do_not_pile_up() -> None:
 def test_a_device_that_a_network_reads_off_its_tensors_is_that_of_each_stage() -> None:
     """As for coordinates that it makes with `device=x.device`."""
     header, _ = pack((torch.device("cpu"), 3), ask_for_all=False)
-    transport: Any = SimpleNamespace(receive_object=lambda source, what: (header, []), rank=1)
-    division: Any = SimpleNamespace(routes=[Route("device", 0, (1,)), Route("number", 0, (1,))])
-    channels = Channels(division, Placement((1, 1)), 1, TURN, transport, torch.device("meta"), ask_for_all=False)
+    transport: Any = SlowTransport()
+    transport.receive_object, transport.device = lambda source, what: (header, []), torch.device("meta")
+    division: Any = SimpleNamespace(routes=[Route("device", 0, (1,)), Route("number", 0, (1,))], stages=(None, None))
+    channels = Channels(division, TURN, transport, ask_for_all=False)
     channels.plan([Task("forward", 1, 0)], lambda _: "a size")
     channels.exchange(TURN(Task("forward", 1, 0)), math.inf)
     values, _ = channels.receive_forward(0, "a size")

@@ -51,7 +51,6 @@ class Case(NamedTuple):
 
     options: dict[str, Any] | None = None
     own_loss: bool = False
-    everywhere: bool = True
     channels_last: bool = False
     autocast: torch.dtype | None = None
     scale: float = 1.0
@@ -88,7 +87,7 @@ def train(case: Case, replicas: tuple[int, ...], device: str) -> Trained:
             with DEVICE.waits_inside() as waits:
                 own = [(one.pin_memory() if device == "cuda" else one).to(device, non_blocking=True) for one in own]
                 with _autocast(case, device):
-                    batch = pipeline.share(own[0].contiguous(memory_format=format_), own[1], everywhere=case.everywhere)
+                    batch = pipeline.share(own[0].contiguous(memory_format=format_), own[1])
                     if isinstance(loss, OwnLoss):
                         loss.thorough = step == 0
                     gradients, made = pipeline.train(batch, loss, scale, gather=True)
@@ -105,7 +104,7 @@ def train(case: Case, replicas: tuple[int, ...], device: str) -> Trained:
 
 
 def _evaluate(pipeline: Pipeline, own: list[Tensor]) -> Tensor:
-    batch: Batch = pipeline.share(*own, everywhere=True)
+    batch: Batch = pipeline.share(*own)
     outputs: Tensor = pipeline.gather(batch, pipeline.evaluate(batch))
     return outputs
 
@@ -129,8 +128,8 @@ LAYOUTS = {
         Case({"activation_checkpointing": "except_last"}, autocast=torch.float16, scale=1024.0),
         Case(own_loss=True, autocast=torch.bfloat16),
     ],
-    (2, 1): [Case({"batch_norm": "microbatch"}, everywhere=False, odd=1), Case(autocast=torch.bfloat16)],
-    (1, 2): [Case(own_loss=True), Case({"schedule": "gpipe"}, everywhere=False)],
+    (2, 1): [Case({"batch_norm": "microbatch"}, odd=1), Case(autocast=torch.bfloat16)],
+    (1, 2): [Case(own_loss=True), Case({"schedule": "gpipe"})],
 }
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cnnstrategies.pipeline import gradients as gradients_module
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.gradients import GradientReducer
-from cnnstrategies.pipeline.recompute import CHECKPOINTING
+from cnnstrategies.pipeline.timetable import CHECKPOINTING
 
 MICROBATCHES = 4
 
@@ -104,7 +104,7 @@ def test_a_microbatch_is_received_while_the_one_before_it_is_computed() -> None:
 def test_replicas_add_up_gradients_while_the_last_backward_runs() -> None:
     for events in run_ranks(2, events_of_a_step, (2,), []):
         early = events[: events.index("finish")]
-        assert early.count("reduce") == len(list(make_network().parameters())) + 1, "each gradient, and the loss"
+        assert early.count("reduce") == len(list(make_network().parameters())) + 2, "each gradient, targets and the loss"
 
 
 def reductions(steps: int) -> tuple[list[str], int, int]:
@@ -124,7 +124,7 @@ def reductions(steps: int) -> tuple[list[str], int, int]:
     reduce = dist.all_reduce
 
     def noted(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        events.append("gradients" if tensor.ndim else "loss")
+        events.append("gradients" if tensor.ndim and tensor.is_floating_point() else "targets and loss")
         return reduce(tensor, *args, **options)
 
     made, bucket = 0, gradients_module.Bucket
@@ -174,7 +174,7 @@ def alive_at_once() -> int:
         own = [one for one in gc.get_objects() if isinstance(one, Tensor) and one.shape == (2, 4, 8, 8)]
         most = max(most, sum(not one.is_contiguous() for one in own))
 
-    pipeline.executor.watchers.append(look)
+    pipeline.watchers.append(look)
     pipeline.step(*make_batch(), F.cross_entropy)
     return most
 

@@ -17,10 +17,8 @@ from cnnstrategies.codec import CodecError
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline import batch, transport
 from cnnstrategies.pipeline.batch import share_batch
-from cnnstrategies.pipeline.timetable import Placement
+from cnnstrategies.pipeline.timetable import Place, Placement
 from cnnstrategies.pipeline.transport import Transport, broadcast_value
-
-CPU = torch.device("cpu")
 
 
 class Hostile:
@@ -47,11 +45,11 @@ def a_peer_sends_pickles() -> None:
         for one in link.send_object(None, 1, "a message"):
             one.wait()
         refuses(lambda: broadcast_value(None, 0))
-        refuses(lambda: share_batch(images, [], None, 1, placement, link, CPU, everywhere=True))
+        refuses(lambda: share_batch(images, [], None, 1, link))
     else:
         refuses(lambda: link.receive_object(0, "a message"))
         refuses(lambda: broadcast_value(None, 0))
-        refuses(lambda: share_batch(None, [], None, 1, placement, link, CPU, everywhere=True))
+        refuses(lambda: share_batch(None, [], None, 1, link))
     dist.barrier()
 
 
@@ -61,7 +59,7 @@ def test_what_a_peer_has_pickled_is_not_executed() -> None:
 
 @pytest.mark.light
 def test_a_batch_with_what_cannot_be_sent_is_refused_by_its_class() -> None:
-    link: Any = SimpleNamespace(settle=lambda: None, rank=0)
+    link: Any = SimpleNamespace(check_peers=lambda: None, place=Place(0, 0))
     form = ("same", SimpleNamespace(crs=4326))
     with pytest.raises(ConfigurationError, match=r"a types.SimpleNamespace cannot be sent .* out in collate_fn"):
-        share_batch(torch.zeros(4, 1, 2, 2), [], form, 1, Placement((1,)), link, CPU, everywhere=True)
+        share_batch(torch.zeros(4, 1, 2, 2), [], form, 1, link)

@@ -77,7 +77,7 @@ def a_rank_is_killed(directory: Path) -> None:
         with mock.patch.multiple(dist, isend=on_the_device(isend), irecv=on_the_device(irecv)):
             try:
                 for _ in range(5):
-                    pipeline.train(pipeline.share(torch.ones(8, 3), torch.ones(8, 3), everywhere=False), loss)
+                    pipeline.train(pipeline.share(torch.ones(8, 3), torch.ones(8, 3)), loss)
             except PeerError as error:
                 (directory / str(rank)).write_text(f"{time.time()} {error}")
     os._exit(1)

@@ -352,7 +352,7 @@ def test_a_rank_that_has_no_further_batch_is_named_on_every_rank() -> None:
             if ends:
                 pipeline.end_together()
             else:
-                pipeline.share(images, everywhere=False)
+                pipeline.share(images)
         except ConfigurationError as error:
             return str(error)
         return None

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import nn
 
 from cnnstrategies.data.shards.jpeg import DECODERS, chosen, is_installed
-from cnnstrategies.pipeline.batchnorm import has_batch_norm
+from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune.settings import Setting
 from cnnstrategies.strategies import CompressedDDPStrategy, HybridPipelineStrategy, ParameterServerStrategy

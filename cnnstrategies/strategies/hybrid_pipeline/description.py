@@ -3,7 +3,7 @@
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import fx, nn
 
-from cnnstrategies.pipeline.batchnorm import BatchNormMode, has_batch_norm
+from cnnstrategies.pipeline.buffers import BatchNormMode, has_batch_norm
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.microbatches import NORMALISED_TOGETHER, Split
 from cnnstrategies.pipeline.stage import copy_value

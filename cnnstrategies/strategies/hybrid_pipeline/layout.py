@@ -11,12 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
-from cnnstrategies.pipeline.batchnorm import BatchNormMode, has_batch_norm
+from cnnstrategies.pipeline.buffers import BatchNormMode, has_batch_norm
 from cnnstrategies.pipeline.layout import check_layout, even_replicas
 from cnnstrategies.pipeline.microbatches import default_microbatches
-from cnnstrategies.pipeline.recompute import CHECKPOINTING, Checkpointing
 from cnnstrategies.pipeline.stage import divide_by_names
-from cnnstrategies.pipeline.timetable import ORDERS, SCHEDULES, Order, Schedule
+from cnnstrategies.pipeline.timetable import CHECKPOINTING, ORDERS, SCHEDULES, Checkpointing, Order, Schedule
 from cnnstrategies.pipeline.tracing import cut_positions, trace
 from cnnstrategies.pipeline.transport import broadcast_value
 from cnnstrategies.planning.candidates import Job

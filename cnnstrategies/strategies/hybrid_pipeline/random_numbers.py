@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cnnstrategies.pipeline.recompute import RandomState
+from cnnstrategies.pipeline.step import RandomState
 
 
 @dataclass(init=False, eq=False)

@@ -12,7 +12,7 @@ from torch import Tensor
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.losses import MeanLoss, PartialLoss, WeighedLoss
-from cnnstrategies.pipeline.recompute import RandomState
+from cnnstrategies.pipeline.step import RandomState
 from cnnstrategies.strategies.differences import has_mean_loss
 from cnnstrategies.strategies.hybrid_pipeline.batches import form_of, seen, shapes_of_inputs
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule

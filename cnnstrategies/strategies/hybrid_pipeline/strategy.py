@@ -28,10 +28,9 @@ from cnnstrategies.checkpoints.io import load_mapped
 from cnnstrategies.cluster.loopback import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
-from cnnstrategies.pipeline.batchnorm import BatchNormMode
+from cnnstrategies.pipeline.buffers import BatchNormMode
 from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.recompute import Checkpointing
-from cnnstrategies.pipeline.timetable import Order, Placement, Schedule
+from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule
 from cnnstrategies.pipeline.tracing import decide_by_shapes
 from cnnstrategies.pipeline.transport import PeerError, broadcast_value
 from cnnstrategies.runtime.default_group import end_at_exit, leave_at_exit
