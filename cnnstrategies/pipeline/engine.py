@@ -10,13 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.batch import Batch, Images, end_together, share_batch
+from cnnstrategies.pipeline.batch import Batch, Gathering, Images, OutputGatherer, end_together, share_batch
 from cnnstrategies.pipeline.buffers import BatchNormMode, StageBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.layout import check_layout
 from cnnstrategies.pipeline.losses import Loss, MeanLoss, PartialLoss
-from cnnstrategies.pipeline.outputs import Gathering, OutputGatherer
 from cnnstrategies.pipeline.stage import check_backend, divide_by_names
 from cnnstrategies.pipeline.step import Step
 from cnnstrategies.pipeline.timeline import Span

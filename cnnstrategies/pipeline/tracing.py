@@ -14,15 +14,16 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.fixed import Contexts, same_each_time
-from cnnstrategies.pipeline.shapes import (
+from cnnstrategies.pipeline.fixed import (
     SAMPLES,
+    Contexts,
     Decided,
     UndecidedError,
     hold_to,
     is_of_shapes,
     known,
     number,
+    same_each_time,
     sample_shapes,
 )
 

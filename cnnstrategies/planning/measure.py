@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.buffers import has_batch_norm
-from cnnstrategies.pipeline.preserved import preserved
+from cnnstrategies.pipeline.fixed import preserved
 from cnnstrategies.pipeline.tracing import changed_in_place, cut_positions, mode, ordered_nodes, state_names
 from cnnstrategies.planning.costs import GraphCosts, NodeCost, Profile, Value, from_two_sizes
 

@@ -28,10 +28,9 @@ from cnnstrategies.pipeline.gradients import BUCKET_BYTES, Bucket, GradientReduc
 from cnnstrategies.pipeline.losses import WeighedLoss
 from cnnstrategies.pipeline.microbatches import CPU, Split, rows_on
 from cnnstrategies.pipeline.moments import MomentTable, counts_on
-from cnnstrategies.pipeline.rank_watch import RankWatch
 from cnnstrategies.pipeline.step import RandomState, Step
 from cnnstrategies.pipeline.timetable import Place, Placement, Task, tasks_of
-from cnnstrategies.pipeline.transport import Transport
+from cnnstrategies.pipeline.transport import RankWatch, Transport
 
 
 @replaces(Step.part_of_loss, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)

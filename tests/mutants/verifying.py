@@ -9,7 +9,7 @@ import torch
 from mutants.faulty import replaces
 from torch import fx
 
-from cnnstrategies.pipeline.shapes import Decided, UndecidedError, hold_to
+from cnnstrategies.pipeline.fixed import Decided, UndecidedError, hold_to
 from cnnstrategies.pipeline.tracing import LeafTracer
 from cnnstrategies.verifying.batches import joined
 from cnnstrategies.verifying.verdict import differences

@@ -104,7 +104,7 @@ def test_a_microbatch_is_received_while_the_one_before_it_is_computed() -> None:
 def test_replicas_add_up_gradients_while_the_last_backward_runs() -> None:
     for events in run_ranks(2, events_of_a_step, (2,), []):
         early = events[: events.index("finish")]
-        assert early.count("reduce") == len(list(make_network().parameters())) + 2, "each gradient, targets and the loss"
+        assert early.count("reduce") == len(list(make_network().parameters())) + 2, "and targets and loss"
 
 
 def reductions(steps: int) -> tuple[list[str], int, int]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ranks import run_started
 from torch import Tensor, nn
 
-from cnnstrategies.pipeline import rank_watch
+from cnnstrategies.pipeline import transport
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.transport import PeerError
 
@@ -63,7 +63,7 @@ def a_rank_is_killed(directory: Path) -> None:
 
     with (
         mock.patch.object(dist, "get_backend", return_value="nccl"),
-        mock.patch.object(rank_watch, "abort_all_groups", aborted.set),
+        mock.patch.object(transport, "abort_all_groups", aborted.set),
     ):
         pipeline = Pipeline(network, ["1", "3"], (1, 1, 1), 4)
 

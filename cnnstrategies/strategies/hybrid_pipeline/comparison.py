@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
-from cnnstrategies.pipeline.preserved import preserved
+from cnnstrategies.pipeline.fixed import preserved
 from cnnstrategies.pipeline.stage import IMAGES, Blueprint, divide_by_names
 from cnnstrategies.pipeline.tracing import mode
 from cnnstrategies.pipeline.transport import broadcast_value

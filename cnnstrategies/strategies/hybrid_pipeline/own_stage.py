@@ -13,8 +13,8 @@ from torch import nn
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.pipeline.engine import Pipeline
+from cnnstrategies.pipeline.fixed import known
 from cnnstrategies.pipeline.held_in_turn import held_in_turn
-from cnnstrategies.pipeline.shapes import known
 from cnnstrategies.pipeline.stage import divide_by_names
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_of_module, same_random_numbers
