@@ -22,10 +22,9 @@ from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.comparison import compare, copies, differ
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
+from cnnstrategies.strategies.hybrid_pipeline.gradients import Overflow, clip_by_joint_norm
 from cnnstrategies.strategies.hybrid_pipeline.loader import PredictionLoader, StageLoader
 from cnnstrategies.strategies.hybrid_pipeline.optimizer_trial import try_optimizer
-from cnnstrategies.strategies.hybrid_pipeline.overflow import Overflow
-from cnnstrategies.strategies.hybrid_pipeline.step import clip_by_joint_norm
 
 
 @replaces(

@@ -137,7 +137,7 @@ def test_a_loss_of_the_weights_is_refused() -> None:
 
 def test_of_two_methods_that_of_the_subclass_counts() -> None:
     from cnnstrategies import ImageClassifier
-    from cnnstrategies.strategies.hybrid_pipeline.step_loss import has_mean_loss
+    from cnnstrategies.strategies.hybrid_pipeline.steps import has_mean_loss
 
     class Other(ImageClassifier):
         def loss(self, outputs: Any, targets: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.strategies.hybrid_pipeline.find_network import find_network, put_network
+from cnnstrategies.strategies.hybrid_pipeline.contract import find_network, put_network
 
 pytestmark = pytest.mark.light
 

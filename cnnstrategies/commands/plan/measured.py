@@ -30,7 +30,7 @@ from cnnstrategies.planning.costs import Link, Profile
 from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of
 from cnnstrategies.planning.measure_links import measure_local_link
 from cnnstrategies.planning.profile_csv import read_profile, write_profile
-from cnnstrategies.strategies.hybrid_pipeline.find_network import find_network
+from cnnstrategies.strategies.hybrid_pipeline.contract import find_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 
 

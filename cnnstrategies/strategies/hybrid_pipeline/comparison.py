@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.fixed import preserved
 from cnnstrategies.pipeline.stage import IMAGES, Blueprint, divide_by_names
 from cnnstrategies.pipeline.tracing import mode
 from cnnstrategies.pipeline.transport import broadcast_value
-from cnnstrategies.strategies.hybrid_pipeline.example import on_device_of
+from cnnstrategies.strategies.hybrid_pipeline.example import example_images, on_device_of
 
 # How far two ways to add up the same numbers may be apart, in parts of the greatest of them. A GPU adds up in another
 # order each time, and the fewer values batch normalisation sees, the more it makes of that.
@@ -28,24 +29,33 @@ COMPARED = 4  # Samples.
 
 
 def compare_on_rank_zero(
-    network: nn.Module, cuts: Sequence[str | int], images: Images | None, trainer: Trainer, device: torch.device
+    trainer: Trainer, path: str, cuts: Sequence[str | int], device: torch.device, whole: bool
 ) -> None:
     """Have rank 0 compare, and all refuse what it refuses; a collective.
 
     Args:
-        network: The whole network.
-        cuts: Where it is cut.
-        images: One microbatch; None where there is none before training.
         trainer: The trainer.
+        path: The path of the network.
+        cuts: Where it is cut.
         device: Where it will be trained.
+        whole: Whether each rank has built the whole network, without which nothing is compared.
 
     Raises:
         ConfigurationError: The stages compute something else.
     """
+    network = network_at(trainer.lightning_module, path)
+    if not whole:
+        rank_zero_warn(
+            f"{type(network).__name__} was not compared with its stages, as no rank has built the whole: compare a "
+            "small one of its kind, built in __init__"
+        )
+        return
     refusal = None
-    if trainer.global_rank == 0 and images is not None:
+    if trainer.is_global_zero:
+        images = example_images(trainer.lightning_module, path, COMPARED)
         try:
-            compare(divide_by_names(network, cuts), images, device)
+            if images is not None:
+                compare(divide_by_names(network, cuts), images, device)
         except ConfigurationError as error:
             refusal = str(error)
     if trainer.world_size > 1:

@@ -14,9 +14,8 @@ from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.tracing import network_inputs
 from cnnstrategies.strategies.hybrid_pipeline.batches import flatten
-from cnnstrategies.strategies.hybrid_pipeline.network_call import arguments_of, given_to_network
 from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_metrics, same_random_numbers, shadow_of
-from cnnstrategies.strategies.hybrid_pipeline.wiring import find_wiring
+from cnnstrategies.strategies.hybrid_pipeline.wiring import NetworkCalls, arguments_of
 
 _CPU = torch.device("cpu")
 
@@ -92,10 +91,11 @@ def _inputs(module: LightningModule, path: str, network: nn.Module, batch: Any) 
     shadow = shadow_of(module, path, network, copy_metrics(module))
     batch = module.trainer.precision_plugin.convert_input(batch)  # As when it is loaded.
     batch = shadow.on_after_batch_transfer(shadow.on_before_batch_transfer(batch, 0), 0)
-    wiring = find_wiring(module, path, network, "training_step", batch, 0, _CPU)
+    calls = NetworkCalls(module, path, network)
+    wiring = calls.wiring("training_step", batch, 0, _CPU)
     leaves, _ = flatten(batch)
     images = [leaves[index] for index in wiring.inputs]
     if wiring.computes:
         arguments = arguments_of(module, "training_step", batch, 0, 0)
-        images = given_to_network(module, path, network, "training_step", arguments) or images
+        images = calls.given("training_step", arguments) or images
     return images[0] if len(images) == 1 else tuple(images)

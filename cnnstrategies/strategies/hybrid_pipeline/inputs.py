@@ -14,10 +14,8 @@ from cnnstrategies.pipeline.batch import Batch, Images
 from cnnstrategies.pipeline.transport import broadcast_value
 from cnnstrategies.strategies.hybrid_pipeline.batches import Form, flatten, form_of, shapes_of_inputs, take_apart
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
-from cnnstrategies.strategies.hybrid_pipeline.network_call import arguments_of, given_to_network
-from cnnstrategies.strategies.hybrid_pipeline.random_numbers import Draws, RandomNumbers
-from cnnstrategies.strategies.hybrid_pipeline.shadow import same_random_numbers
-from cnnstrategies.strategies.hybrid_pipeline.wiring import Wiring, find_wiring
+from cnnstrategies.strategies.hybrid_pipeline.shadow import Draws, RandomNumbers, same_random_numbers
+from cnnstrategies.strategies.hybrid_pipeline.wiring import NetworkCalls, Wiring, arguments_of
 
 STEPS = {
     RunningStage.TRAINING: "training_step",
@@ -34,13 +32,13 @@ class Inputs:
     Args:
         divided: The module.
         plugin: Lightning's precision plugin.
-        device: Where the stage runs.
     """
 
-    def __init__(self, divided: DividedModule, plugin: Any, device: torch.device) -> None:
+    def __init__(self, divided: DividedModule, plugin: Any) -> None:
         self._divided = divided
+        self._calls = NetworkCalls(divided.module, divided.path, divided.network)
         self._plugin = plugin
-        self._device = device
+        self._device = divided.pipeline.device
         self._wirings: dict[Hashable, Wiring] = {}
         self._epoch: int | None = None
         self._computed: dict[Hashable, list[tuple[tuple[int, ...], torch.dtype]]] = {}
@@ -99,32 +97,20 @@ class Inputs:
             return batch, None
         pipeline = self._divided.pipeline
         if pipeline.placement.world_size > 1:
-            # It has one replica then: see `find_wiring`.
+            # It has one replica then: see `NetworkCalls.wiring`.
             drawn = broadcast_value(drawn, pipeline.placement.ranks(0)[0], group=pipeline.transport.control)
         return batch, drawn
 
     def _images(self, step: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         loaded, self._loaded = self._loaded, None
-        divided = self._divided
-        arguments, options = list(args), dict(kwargs)
-        if arguments:
-            arguments[0] = loaded
-        else:
-            options["batch"] = loaded
-        found = given_to_network(
-            divided.module, divided.path, divided.network, step, arguments, options, shows_errors=True
-        )
-        return found or []
+        return self._calls.given(step, *with_batch(loaded, args, kwargs), shows_errors=True) or []
 
     def _wiring(self, step: str, batch: Any, dataloader: int) -> Wiring:
         key = (step, dataloader, str(flatten(batch)[1]))
         if key not in self._wirings:
-            divided = self._divided
-            replicas = divided.pipeline.placement.replicas[0]
+            replicas = self._divided.pipeline.placement.replicas[0]
             with self._plugin.forward_context():
-                self._wirings[key] = find_wiring(
-                    divided.module, divided.path, divided.network, step, batch, dataloader, self._device, replicas
-                )
+                self._wirings[key] = self._calls.wiring(step, batch, dataloader, self._device, replicas)
         return self._wirings[key]
 
     def _promised(self, step: str, batch: Any, dataloader: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -133,15 +119,17 @@ class Inputs:
         forms = [(leaf.shape[1:], leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
         key = (step, str(tree), *forms)
         if key not in self._computed:
-            divided = self._divided
             copies = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
             with same_random_numbers(self._device), self._plugin.forward_context():
-                arguments = arguments_of(divided.module, step, copies, 0, dataloader)
-                found = given_to_network(
-                    divided.module, divided.path, divided.network, step, arguments, shows_errors=True
-                )
+                arguments = arguments_of(self._divided.module, step, copies, 0, dataloader)
+                found = self._calls.given(step, arguments, shows_errors=True)
             self._computed[key] = [(tuple(one.shape[1:]), one.dtype) for one in found or []]
         return self._computed[key]
+
+
+def with_batch(batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """A step's arguments with another batch in the place of theirs."""
+    return ([batch, *args[1:]], dict(kwargs)) if args else ([], {**kwargs, "batch": batch})
 
 
 def _check(step: str, batch: Batch, images: Sequence[Any], draws: bool) -> None:

@@ -1,6 +1,7 @@
-"""The layers of a divided network as hooks find them: those of this rank's stage, and the others without parameters."""
+"""What steps and hooks find in a divided network's place: this rank's layers, and the others without parameters."""
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -8,6 +9,10 @@ from torch import Tensor, nn
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import children_of
 from cnnstrategies.pipeline.fixed import Traced
+from cnnstrategies.pipeline.stage import StageModule
+from cnnstrategies.pipeline.tracing import network_inputs
+from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
+from cnnstrategies.strategies.hybrid_pipeline.wiring import one_of
 
 _HERE = "with strategy hybrid_pipeline every rank runs the hooks, and has the parameters of its own stage alone"
 
@@ -114,3 +119,93 @@ def _layer(path: str, whole: nn.Module, own: nn.Module | None) -> nn.Module:
 
 def _has_any(tensors: Iterator[Tensor]) -> bool:
     return next(tensors, None) is not None
+
+
+class NetworkStandIn(Layers):
+    """Takes the place of a LightningModule's network: this rank's part, under the network's parameter names.
+
+    Called with images it returns the outputs that the pipeline has computed for the batch.
+
+    Args:
+        stage: This rank's stage; its modules, parameters and buffers are shared.
+        path: What the module calls the network.
+        network: The whole network.
+    """
+
+    def __init__(self, stage: StageModule, path: str, network: nn.Module) -> None:
+        super().__init__(path, network, stage)
+        self._path = path or "forward"
+        self._inputs = network_inputs(network)
+        self._signature = inspect.signature(network.forward)
+        self.training = stage.training
+        self._outputs: list[Any] = []
+        self._computed: list[tuple[int, ...]] | None = None
+        self._called: Callable[[], None] = _nothing
+
+    def put(
+        self, outputs: Any, computed: list[tuple[int, ...]] | None = None, called: Callable[[], None] | None = None
+    ) -> None:
+        """Hand over the outputs of the batch that the next step gets.
+
+        Args:
+            outputs: The outputs.
+            computed: Where the step computes the network's inputs, the shape of a row of each.
+            called: Is called when the step calls the network.
+        """
+        self._outputs = [outputs]
+        self._computed = computed
+        self._called = called or _nothing
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The network's outputs for the batch of this step.
+
+        Raises:
+            ConfigurationError: It is called with something else than the images of the batch, a second time in a step,
+                or outside of one.
+        """
+        if not self._outputs:
+            raise ConfigurationError(
+                f"self.{self._path} was called twice in a step, or outside of a step: its stages run once for each "
+                f"batch; make one call of it with several inputs, such as self.{self._path}(left, right) for a network "
+                "whose forward takes both, in training_step, validation_step, test_step and predict_step alone"
+            )
+        given = self._signature.bind(*args, **kwargs).arguments
+        for number, name in enumerate(self._inputs):
+            images = one_of(given.pop(name))
+            if not isinstance(images, ImagesElsewhere):
+                raise ConfigurationError(
+                    f"the network is called with {_described(images)} that is not the images of the batch, nor "
+                    "computed from them with torch: in a pipeline the first stage alone has them; change them in the "
+                    "network's forward, in the dataset, or in on_after_batch_transfer, which runs where they are"
+                )
+            if self._computed is not None:
+                if images.shape[1:] != self._computed[number]:
+                    raise ConfigurationError(
+                        f"the step gives the network {_described(images)} as {name!r}, and where the images are its "
+                        f"rows have the shape {self._computed[number]}: compute it in the same way in each step"
+                    )
+            elif images.number != number:
+                raise ConfigurationError(
+                    f"the network is called with another tensor of the batch as {name!r} than in the first step: in a "
+                    "pipeline it gets the same one in each"
+                )
+        for name, value in given.items():
+            default = self._signature.parameters[name].default
+            if value is not default and (isinstance(value, Tensor) or value != default):
+                raise ConfigurationError(
+                    f"self.{self._path} is called with {name}={_described(value)} besides the images: a network that "
+                    "is cut into stages has its options from the beginning; set it in its __init__, or leave out the "
+                    f"default of {name!r} if it is a tensor of the batch"
+                )
+        self._called()
+        return self._outputs.pop()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else f"a {type(value).__name__}"

@@ -1,8 +1,9 @@
-"""A network that is built in `configure_model`: each rank holds the parameters of its own stage alone."""
+"""The values with which a rank begins: rank 0's; its own stage's alone, where `configure_model` builds them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.fixed import known
 from cnnstrategies.pipeline.held_in_turn import held_in_turn
 from cnnstrategies.pipeline.stage import divide_by_names
+from cnnstrategies.pipeline.transport import cpu_group
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_of_module, same_random_numbers
 
@@ -130,6 +132,18 @@ def own_stage_alone(
         )
     if planned in known:
         known[network] = known[planned]
+
+
+@torch.no_grad()
+def broadcast_weights(network: nn.Module, timeout: timedelta) -> None:
+    """Start from rank 0's weights on every rank; a collective."""
+    if dist.get_world_size() == 1:
+        return
+    with cpu_group(timeout) as group:
+        for tensor in (*network.parameters(), *network.buffers()):
+            whole = tensor.detach().cpu().contiguous()
+            dist.broadcast(whole, 0, group=group)
+            tensor.copy_(whole)
 
 
 @torch.no_grad()

@@ -1,26 +1,115 @@
 """The steps of a divided module: from the batches that the first stage loads to what Lightning gets of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch
-from cnnstrategies.pipeline.losses import MeanLoss
+from cnnstrategies.pipeline.losses import MeanLoss, PartialLoss, WeighedLoss
+from cnnstrategies.pipeline.step import RandomState
 from cnnstrategies.strategies.hybrid_pipeline.batches import check_forms, form_of, seen, shapes_of_inputs
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss
 from cnnstrategies.strategies.hybrid_pipeline.description import warn_of_small_microbatches
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
-from cnnstrategies.strategies.hybrid_pipeline.inputs import Inputs
-from cnnstrategies.strategies.hybrid_pipeline.overflow import Overflow
-from cnnstrategies.strategies.hybrid_pipeline.random_numbers import Draws, RandomNumbers
-from cnnstrategies.strategies.hybrid_pipeline.step import hand_over
-from cnnstrategies.strategies.hybrid_pipeline.step_loss import StepLoss, loss_for, loss_of
+from cnnstrategies.strategies.hybrid_pipeline.gradients import Overflow, hand_over
+from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
+from cnnstrategies.strategies.hybrid_pipeline.inputs import Inputs, with_batch
+from cnnstrategies.strategies.hybrid_pipeline.shadow import (
+    Draws,
+    NoCollectives,
+    RandomNumbers,
+    copy_metrics,
+    same_random_numbers,
+    shadow_of,
+)
 from cnnstrategies.strategies.hybrid_pipeline.watch import HookWatch
+from cnnstrategies.strategies.differences import has_mean_loss
+
+
+class StepLoss(WeighedLoss):
+    """What ``training_step`` returns for a part of the batch, when the network returns that part's outputs.
+
+    The step runs on a copy of the module: nothing is logged, counted or stored, and no random number used up. It runs
+    on the whole batch once more for that.
+
+    Args:
+        divided: The module.
+        watch: Looks at what its code does with weights.
+    """
+
+    def __init__(self, divided: DividedModule, watch: HookWatch) -> None:
+        super().__init__(self._run, list(divided.own.values()))
+        self._divided = divided
+        self._watch = watch
+        self._device = divided.pipeline.device
+        self._stand_in = divided.another_stand_in()
+        self._metrics = copy_metrics(divided.module)
+        self._arguments: tuple[Sequence[Any], Mapping[str, Any]] = (), {}
+        self._draws: Draws | None = None
+
+    def called_with(self, args: Sequence[Any], kwargs: Mapping[str, Any], draws: Draws | None) -> None:
+        """Take note of what the trainer calls ``training_step`` with, and of the random numbers that it draws."""
+        self._arguments = args, kwargs
+        self._draws = draws
+        self.same_draws = draws is not None
+
+    def begin(self, batch: Batch, microbatches: Sequence[int]) -> None:
+        """Start on another batch."""
+        super().begin(batch, microbatches)
+        self._random = RandomState(self._device)
+
+    def _run(self, outputs: Any, microbatch: int | None) -> Tensor:
+        divided, draws = self._divided, self._draws
+        computed = shapes_of_inputs(self._batch) if form_of(self._batch).computes else None
+        called = None if draws is None else partial(draws.at_call.restore, self._device)
+        self._stand_in.put(outputs, computed, called)
+        self._stand_in.training = divided.stand_in.training
+        shadow = shadow_of(divided.module, divided.path, self._stand_in, self._metrics)
+        args, kwargs = with_batch(seen(self._batch, microbatch, self._device), *self._arguments)
+        with same_random_numbers(self._device), ExitStack() as stack:
+            if draws is None:
+                self._random.restore()
+            else:
+                draws.start.restore(self._device)
+            if self.thorough:
+                stack.enter_context(self._watch.watching_step(copies_alone=True))
+                stack.enter_context(NoCollectives(divided.module, "training_step"))
+            return loss_of(divided.module, shadow.training_step(*args, **kwargs))
+
+
+def loss_of(module: LightningModule, output: Any) -> Tensor:
+    """The loss of what a training step has returned.
+
+    Raises:
+        ConfigurationError: It has returned none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError(
+            f"{type(module).__name__}.training_step returned {type(loss).__name__}: a pipeline's gradients are "
+            "computed already; return the loss"
+        )
+    if isinstance(loss, ImagesElsewhere):
+        raise ConfigurationError(
+            f"{type(module).__name__}.training_step returned a loss that is computed from the images of the batch, "
+            "which only the first stage has: with strategy hybrid_pipeline have them in the batch a second time, as "
+            "targets"
+        )
+    return loss
+
+
+def loss_for(divided: DividedModule, watch: HookWatch) -> PartialLoss:
+    """How the loss of a divided module is computed in parts."""
+    module: Any = divided.module
+    return MeanLoss(module.loss, module.loss_weight) if has_mean_loss(module) else StepLoss(divided, watch)
+
 
 Announce = Callable[[str], AbstractContextManager[None]]
 
@@ -30,37 +119,28 @@ class Steps:
 
     Args:
         divided: The module.
-        watch: Looks at what its code does with weights.
         plugin: Lightning's precision plugin.
-        device: Where the stage runs.
         announce: Tells the trainer's profiler of an action.
         fitting: Whether the module is trained.
 
     Attributes:
         overflow: The decision of all stages to skip a step.
+        watch: Looks at what the module's own code and callbacks do with weights.
     """
 
-    def __init__(
-        self,
-        divided: DividedModule,
-        watch: HookWatch,
-        plugin: Any,
-        device: torch.device,
-        announce: Announce,
-        fitting: bool,
-    ) -> None:
-        self._divided = divided
-        self._watch = watch
+    def __init__(self, divided: DividedModule, plugin: Any, announce: Announce, fitting: bool) -> None:
+        self.divided = divided
+        self.watch = HookWatch(divided)
         self._pipeline = divided.pipeline
+        self._device = divided.pipeline.device
         self._plugin = plugin
-        self._device = device
         self._announce = announce
-        self._inputs = Inputs(divided, plugin, device)
-        self._loss = loss_for(divided, watch, device) if fitting else None
+        self._inputs = Inputs(divided, plugin)
+        self._loss = loss_for(divided, self.watch) if fitting else None
         self._batch: Batch | None = None
         self._loss_checked = False
         self._accumulates = False
-        self.overflow = Overflow(device, self._pipeline.placement.world_size)
+        self.overflow = Overflow(self._device, self._pipeline.placement.world_size)
 
     def load(self, batch: Any, dataloader: int) -> Any:
         """Make the global batch known.
@@ -105,7 +185,7 @@ class Steps:
         pipeline = self._pipeline
         batch = self._take_batch()
         if not self._loss_checked:
-            warn_of_small_microbatches(self._divided.network, batch.split)
+            warn_of_small_microbatches(self.divided.network, batch.split)
         scaler = getattr(self._plugin, "scaler", None)
         # Left on the device: reading a number there would wait for all that was computed.
         scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self._device))
@@ -119,9 +199,9 @@ class Steps:
             if scaler is not None:
                 self.overflow.share(gradients, self._accumulates)
             outputs = self._gather(batch, local)
-            with nullcontext() if self._loss_checked else self._watch.watching_step():
+            with nullcontext() if self._loss_checked else self.watch.watching_step():
                 output = self._call("training_step", batch, outputs, args, kwargs, draws)
-        loss = loss_of(self._divided.module, output)
+        loss = loss_of(self.divided.module, output)
         self._check_loss(loss)
         loss = hand_over(loss, gradients, scale, pipeline.parameters)
         return {**output, "loss": loss} if isinstance(output, dict) else loss
@@ -141,13 +221,13 @@ class Steps:
     @property
     def _usual(self) -> int | None:
         """Samples of a replica's usual batch, where batch normalisation trains on the microbatches."""
-        trainer: Any = self._divided.module.trainer
+        trainer: Any = self.divided.module.trainer
         return getattr(trainer.train_dataloader, "usual", None) if trainer.training else None
 
     @property
     def _sees_batch(self) -> bool:
         # Predictions are collected from all ranks: each row may be there once only.
-        trainer: Any = self._divided.module.trainer
+        trainer: Any = self.divided.module.trainer
         return not trainer.predicting or trainer.is_global_zero
 
     def _take_batch(self) -> Batch:
@@ -156,7 +236,7 @@ class Steps:
                 "a step takes a dataloader_iter: with strategy hybrid_pipeline it must take the batch, as in "
                 "training_step(self, batch, batch_idx)"
             )
-        self._pipeline.module.training = self._divided.stand_in.training
+        self._pipeline.module.training = self.divided.stand_in.training
         batch, self._batch = self._batch, None
         return batch
 
@@ -176,7 +256,7 @@ class Steps:
         """The user's step for the whole batch, on every rank; it draws the same random numbers on all."""
         if not self._sees_batch:
             outputs = tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) else leaf, outputs)
-        stand_in, run = self._divided.stand_in, getattr(self._divided.module, step)
+        stand_in, run = self.divided.stand_in, getattr(self.divided.module, step)
         computed = shapes_of_inputs(batch) if form_of(batch).computes else None
         if draws is None:
             stand_in.put(outputs, computed)

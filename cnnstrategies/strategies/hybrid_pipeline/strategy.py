@@ -35,6 +35,13 @@ from cnnstrategies.pipeline.tracing import decide_by_shapes
 from cnnstrategies.pipeline.transport import PeerError, broadcast_value
 from cnnstrategies.runtime.default_group import end_at_exit, leave_at_exit
 from cnnstrategies.runtime.processes import failed_before
+from cnnstrategies.strategies.hybrid_pipeline.callbacks import (
+    EndTogether,
+    show_own_stage,
+    show_whole_network,
+    summarise_whole,
+)
+from cnnstrategies.strategies.hybrid_pipeline.comparison import compare_on_rank_zero
 from cnnstrategies.strategies.hybrid_pipeline.contract import (
     check_callbacks,
     check_module,
@@ -47,15 +54,14 @@ from cnnstrategies.strategies.hybrid_pipeline.description import (
     stage_parameters,
 )
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
-from cnnstrategies.strategies.hybrid_pipeline.division import broadcast_weights, build_pipeline, choose_layout
-from cnnstrategies.strategies.hybrid_pipeline.end_together import EndTogether
-from cnnstrategies.strategies.hybrid_pipeline.example import example_on_device, is_attached
-from cnnstrategies.strategies.hybrid_pipeline.finetuning import show_own_stage, show_whole_network
+from cnnstrategies.strategies.hybrid_pipeline.example import example_images, example_on_device, is_attached
+from cnnstrategies.strategies.hybrid_pipeline.gradients import clip_by_joint_norm
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch, StageLoader, stage_loader
 from cnnstrategies.strategies.hybrid_pipeline.lost_rank import after_the_lost_rank
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
     Plan,
+    broadcast_weights,
     check_plan,
     own_stage_alone,
     plan_network,
@@ -63,11 +69,10 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
     share_stage,
     values_alone_to_cpu,
 )
-from cnnstrategies.strategies.hybrid_pipeline.step import clip_by_joint_norm
 from cnnstrategies.strategies.hybrid_pipeline.steps import Steps
-from cnnstrategies.strategies.hybrid_pipeline.summary import summarise_whole
-from cnnstrategies.strategies.hybrid_pipeline.watch import HookWatch
-from cnnstrategies.strategies.unwrapped import check_keywords, own_metric_states, warn_of_weights_alone
+from cnnstrategies.strategies.unwrapped import check_keywords
+from cnnstrategies.strategies.unwrapped import own_metric_states
+from cnnstrategies.strategies.unwrapped import warn_of_weights_alone
 
 
 class HybridPipelineStrategy(DDPStrategy):
@@ -154,10 +159,8 @@ class HybridPipelineStrategy(DDPStrategy):
         self.time_limit = timeout
         self.pipeline: Pipeline | None = None
         self._checked: LightningModule | None = None
-        self._divided: DividedModule | None = None
         self._layout: tuple[nn.Module, ChosenLayout] | None = None
         self._steps: Steps | None = None
-        self._watch: HookWatch | None = None
         self._failed = False
         self._callbacks: list[Any] = []  # the trainer's own, while it trains
         self._in_parts = False
@@ -310,23 +313,33 @@ class HybridPipelineStrategy(DDPStrategy):
             check_optimizers(self.optimizers, self.root_device)
             summarise_whole(trainer, self.lightning_module, callbacks)
         if self._layout is None or self._layout[0] is not network:
-            self._layout = (network, choose_layout(self.request, trainer, path, self.root_device, whole))
-        backend = compile_backend_of(self.lightning_module)
-        self.pipeline = build_pipeline(
-            network, self._layout[1], self.request, self.root_device, self.time_limit, backend
+            self._layout = (network, self._choose_layout(trainer, path, whole))
+        layout = self._layout[1]
+        self.pipeline = Pipeline(
+            network,
+            layout.cuts,
+            layout.replicas,
+            layout.microbatches,
+            self.request.schedule,
+            layout.run_ahead,
+            self.request.batch_norm,
+            self.request.activation_checkpointing,
+            self.root_device,
+            self.time_limit,
+            placement=self.request.placement,
+            compile_backend=compile_backend_of(self.lightning_module),
         )
         if not whole:
             share_stage(self.pipeline)
-        self._divided = divided = DividedModule(self.lightning_module, path, self.pipeline, callbacks, whole)
+        divided = DividedModule(self.lightning_module, path, self.pipeline, callbacks, whole)
         self.model_to_device()
+        self._steps = Steps(divided, self.precision_plugin, self._announced, fitting)
         if fitting:
             divided.divide_optimizers(self.optimizers)
             show_whole_network(callbacks, divided)
             callbacks.insert(0, EndTogether(self._end_together))
             self._callbacks = callbacks
         self.setup_precision_plugin()
-        self._watch = HookWatch(divided)
-        self._steps = Steps(divided, self._watch, self.precision_plugin, self.root_device, self._announced, fitting)
         plugin: Any = self.precision_plugin
         plugin.clip_grad_by_norm = self._clip_grad_by_norm  # The plugin's own knows this stage's gradients alone.
         scaler = getattr(plugin, "scaler", None)
@@ -341,25 +354,31 @@ class HybridPipelineStrategy(DDPStrategy):
         assert self.pipeline is not None, "the strategy has been set up"
         return self.pipeline
 
+    def _choose_layout(self, trainer: Trainer, path: str, whole: bool) -> ChosenLayout:
+        """A layout, whose stages compute what the whole network computes where that will be trained; a collective."""
+        network = network_at(trainer.lightning_module, path)
+        example = partial(example_images, trainer.lightning_module, path)
+        layout = self.request.choose(network, trainer, trainer.world_size, self.root_device, example)
+        if trainer.state.fn == TrainerFn.FITTING and layout.cuts:
+            compare_on_rank_zero(trainer, path, layout.cuts, self.root_device, whole)
+        if self.root_device.type == "cuda":
+            # What the training holds is to be measured, and not what these trials have held.
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.root_device)
+        return layout
+
     @property
     def steps(self) -> Steps:
         """What runs the module's steps, from the set-up to the end."""
         assert self._steps is not None, "the strategy has been set up"
         return self._steps
 
-    @property
-    def watch(self) -> HookWatch:
-        """What looks at the hooks, from the set-up to the end."""
-        assert self._watch is not None, "the strategy has been set up"
-        return self._watch
-
     # Steps
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
-            assert self._divided is not None
-            self._divided.check_groups()
+            self.steps.divided.check_groups()
             self.steps.begin_epoch()
 
     @override
@@ -377,12 +396,12 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     @after_the_lost_rank
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.watch.paused():  # A hook of the optimizer's step may call it.
+        with self.steps.watch.paused():  # A hook of the optimizer's step may call it.
             return self.steps.train(args, kwargs)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.watch.paused():
+        with self.steps.watch.paused():
             return super().optimizer_step(*args, **kwargs)
 
     @override
@@ -411,7 +430,7 @@ class HybridPipelineStrategy(DDPStrategy):
         return announced
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        with self.watch.paused():
+        with self.steps.watch.paused():
             clip_by_joint_norm(optimizer, clip_val, self._pipeline.place.replica == 0, self.root_device)
 
     # Collectives
@@ -451,15 +470,15 @@ class HybridPipelineStrategy(DDPStrategy):
                 "the run has failed, and each rank has the weights of its own stage alone: there is nothing whole to "
                 "save; go on from the last checkpoint"
             )
-        if self._divided is None and not self._is_whole:
+        if self._steps is None and not self._is_whole:
             raise ConfigurationError(
                 "the run has ended, and each rank has the weights of its own stage alone, as configure_model has built "
                 "the network: have ModelCheckpoint save it during fit"
             )
-        if self._divided is None:
+        if self._steps is None:
             return self.lightning_module.state_dict()
-        with self.watch.paused():
-            return self._divided.whole_state(self.lightning_module.state_dict())
+        with self._steps.watch.paused():
+            return self._steps.divided.whole_state(self.lightning_module.state_dict())
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -470,14 +489,14 @@ class HybridPipelineStrategy(DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._divided is None:
+        if self._steps is None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*to a meta parameter", UserWarning)  # That of another rank's stage.
                 super().load_model_state_dict(checkpoint, strict)
             return
         assert self.lightning_module is not None
-        with self.watch.paused():
-            own = self._divided.own_state(checkpoint["state_dict"])
+        with self._steps.watch.paused():
+            own = self._steps.divided.own_state(checkpoint["state_dict"])
             self.lightning_module.load_state_dict(own, strict=strict)
 
     @override
@@ -485,23 +504,22 @@ class HybridPipelineStrategy(DDPStrategy):
         """On rank 0 the optimizer's state over the whole network, as one process would save it; a collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if self._divided is None:
+        if self._steps is None:
             return optimizer.state_dict()
-        with self.watch.paused():
-            return self._divided.whole_optimizer_state(optimizer)
+        with self._steps.watch.paused():
+            return self._steps.divided.whole_optimizer_state(optimizer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._divided is not None
-        self._divided.load_optimizer_states(checkpoint["optimizer_states"])
+        self.steps.divided.load_optimizer_states(checkpoint["optimizer_states"])
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         # Weight averaging has put this rank's part of its average there; `current_model_state` is whole already.
-        if self._divided is not None and self._divided.averages and "current_model_state" in checkpoint:
-            checkpoint["state_dict"] = self._divided.whole_state(checkpoint["state_dict"])
+        if self._steps is not None and self._steps.divided.averages and "current_model_state" in checkpoint:
+            checkpoint["state_dict"] = self._steps.divided.whole_state(checkpoint["state_dict"])
         warn_of_weights_alone(checkpoint, filepath, self._launcher, self._start_method)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -543,19 +561,18 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         """Put the whole network back, with its weights on every rank; after a failure, what this rank has."""
-        if self._watch is not None:
-            self._watch.end()
         self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, EndTogether)]
         self._callbacks = []
-        if self._divided is not None:
-            show_own_stage(self._divided.callbacks)
-            self._divided.restore(merge=not self._failed and self._is_whole)
+        if self._steps is not None:
+            self._steps.watch.end()
+            show_own_stage(self._steps.divided.callbacks)
+            self._steps.divided.restore(merge=not self._failed and self._is_whole)
             self._in_parts = self._failed
             if self._failed:
                 self._checked = None
             else:
                 self._pipeline.close()
-        self.pipeline = self._divided = self._steps = self._watch = None
+        self.pipeline = self._steps = None
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)  # Another Trainer may be given the same plugin.
         with values_alone_to_cpu(self.lightning_module):
             super().teardown()
