@@ -77,8 +77,7 @@ def share_batch(
         form: Plain data that is sent along.
         microbatches: Microbatches of a full step.
         transport: Its control group carries the sizes.
-        usual: Samples that a replica of the first stage has in a full step, the same on all ranks; see
-            :class:`~cnnstrategies.pipeline.microbatches.Split`.
+        usual: See :class:`~cnnstrategies.pipeline.microbatches.Split`; the same on all ranks.
 
     Returns:
         The batch; it has 0 samples when no replica has any.
@@ -243,11 +242,7 @@ class Gathering:
 
 
 class OutputGatherer:
-    """Sends the last stage's outputs to every rank, in the order of the global batch.
-
-    Args:
-        transport: Its control group carries the structure of the outputs.
-    """
+    """Sends the last stage's outputs to every rank, in the order of the global batch."""
 
     def __init__(self, transport: Transport) -> None:
         self.placement = transport.placement

@@ -71,12 +71,7 @@ class Channels:
         self._gradients_leaving: dict[int, deque[list[Pending]]] = {}
 
     def plan(self, tasks: Iterable[Task], size: Callable[[int], Hashable]) -> None:
-        """See which messages the tasks of a step or an evaluation need.
-
-        Args:
-            tasks: This rank's.
-            size: What the shapes of a microbatch depend on.
-        """
+        """See which messages this rank's tasks need, by what the shapes of a microbatch depend on."""
         awaited = []
         for task in tasks:
             for stage in self.sources if task.kind == "forward" else self.targets:
@@ -133,16 +128,10 @@ class Channels:
     def send_forward(
         self, microbatch: int, size: Hashable, values: dict[str, Any], training: bool
     ) -> dict[int, list[Tensor]]:
-        """Prepare to send a forward's outputs; what is the first message of its size is sent at once.
-
-        Args:
-            microbatch: The microbatch.
-            size: What its shapes depend on.
-            values: The stage's outputs by name.
-            training: Whether gradients will come back.
+        """Prepare to send a forward's outputs, by name; what is the first message of its size is sent at once.
 
         Returns:
-            For each target the tensors whose gradients it will send back.
+            For each target the tensors whose gradients it will send back, in training.
         """
         copies: dict[tuple[int, torch.memory_format], Tensor] = {}  # One of a tensor, however many stages use it.
         roots: dict[int, list[Tensor]] = {}
@@ -302,12 +291,7 @@ class Channels:
 
 
 class _Arriving:
-    """A tensor that is being received.
-
-    Args:
-        tensor: The tensor.
-        pending: The transfer; None where it is there.
-    """
+    """A tensor that is being received; without a transfer it is there."""
 
     def __init__(self, tensor: Tensor, pending: Pending | None) -> None:
         self.tensor = tensor

@@ -31,9 +31,6 @@ class Contexts:
     def check(self, where: str) -> None:
         """Refuse an operation in a context of the network's own.
 
-        Args:
-            where: What computes there.
-
         Raises:
             ConfigurationError: A context is another one.
         """
@@ -140,24 +137,14 @@ def _attributes(network: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Decided:
-    """What was found out.
-
-    Attributes:
-        numbers: What the forward asks for, in the order in which it does.
-        shapes: Those of a sample of each of the network's inputs, for which they are.
-    """
+    """The numbers that a forward asks for, in order, and the shapes of a sample of each input for which they are."""
 
     numbers: tuple[Any, ...]
     shapes: tuple[tuple[int, ...], ...]
 
 
 class UndecidedError(Exception):
-    """The forward needs a number that follows from shapes, and it is not known.
-
-    Attributes:
-        graph: What was traced before.
-        node: The number's.
-    """
+    """The forward needs a number that follows from shapes, and it is not known: a node of what was traced before."""
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
         super().__init__(f"it branches on a shape ({node.name}), and no images are known")
@@ -179,12 +166,7 @@ def is_of_shapes(node: fx.Node) -> bool:
 
 
 def number(network: nn.Module, asked: UndecidedError, images: Any) -> Any:
-    """A number that the forward of a network asks for.
-
-    Args:
-        network: In the mode for which it is.
-        asked: Where.
-        images: Some, as the network takes them.
+    """A number that the forward of a network asks for, in the mode that it is in, found with some images.
 
     Raises:
         ConfigurationError: It is another one for another number of samples.

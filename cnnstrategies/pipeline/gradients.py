@@ -116,7 +116,7 @@ class GradientReducer:
         return gradients
 
     def _without_gradient(self) -> set[nn.Parameter]:
-        """Those that no replica has a gradient for, in contrast to one that is zero; agreed on in the first step."""
+        """Those that no replica has a gradient for, not even one of zeros; agreed on in the first step."""
         if self.group is None or not self.parameters:
             return set()
         if self._unused is None:
@@ -180,12 +180,7 @@ class GradientReducer:
 
 
 class _Ready:
-    """Tells a reducer, as long as there is one: parameters may outlive it, and their hooks must not hold it.
-
-    Args:
-        reducer: The reducer.
-        bucket: The parameter's bucket.
-    """
+    """Tells a reducer, as long as there is one: parameters may outlive it, and their hooks must not hold it."""
 
     def __init__(self, reducer: GradientReducer, bucket: Bucket) -> None:
         self._reducer = weakref.ref(reducer)

@@ -25,21 +25,11 @@ class PartialLoss(ABC):
 
     @abstractmethod
     def begin(self, batch: Batch, microbatches: Sequence[int]) -> None:
-        """Start on another batch.
-
-        Args:
-            batch: The global batch.
-            microbatches: Those of this rank that have samples.
-        """
+        """Start on another batch, of which this rank has some microbatches with samples."""
 
     @abstractmethod
     def part(self, outputs: Any, microbatch: int) -> Tensor:
-        """What a microbatch adds to the batch's loss: one whose gradient is that of the batch's loss.
-
-        Args:
-            outputs: What the network has returned for it, as part of its graph.
-            microbatch: Which one.
-        """
+        """What a microbatch adds to the batch's loss, from its outputs: its gradient is that of the batch's loss."""
 
 
 class MeanLoss(PartialLoss):
@@ -201,12 +191,8 @@ class WeighedLoss(PartialLoss):
         """Outputs for the whole batch, and the gradients of its loss.
 
         They are those of a microbatch, repeated, and each number by another part smaller: a loss that compares
-        samples shows it only where these differ. What may be probabilities remains within 0 and 1.
-
-        Args:
-            outputs: Those of a microbatch.
-            microbatch: Which one's rows get these in their order, as they are.
-            phase: Makes them other ones.
+        samples shows it only where these differ. What may be probabilities remains within 0 and 1. The rows of a
+        microbatch that is named are as they are; another phase makes the rest other ones.
         """
         first = next(leaf for leaf in tree_leaves(outputs) if _differentiable(leaf))
         rows = torch.arange(self._batch.split.samples, device=first.device) % len(first)

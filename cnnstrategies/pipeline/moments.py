@@ -76,23 +76,16 @@ class MomentTable:
         return [(part[0], part[1]) for part in parts]
 
     def note(self, microbatch: int, counts: Sequence[Sequence[int]]) -> None:
-        """Keep what the layers have put there in a microbatch.
-
-        Args:
-            microbatch: Which.
-            counts: For each layer the values per channel in each of its calls.
-        """
+        """Keep what the layers have put there in a microbatch, with the values per channel of each layer's calls."""
         self.moments[microbatch].copy_(self._present)
         self.counts[microbatch] = [
             counts[index][call] if call < len(counts[index]) else 0 for call, index in self.slots
         ]
 
     def update(self, deferred: bool, group: dist.ProcessGroup | None) -> None:
-        """Update the layers' running statistics.
+        """Update the layers' running statistics: ``deferred`` by the union of all microbatches, else by each in turn.
 
-        Args:
-            deferred: By the union of all microbatches, and not by each in turn.
-            group: The stage's replicas, whose microbatches count too; None for one.
+        The microbatches of the stage's replicas, a group unless there is one, count too.
         """
         moments = self.moments.double()
         counts = counts_on(tuple(map(tuple, self.counts)), moments.device)
@@ -118,10 +111,7 @@ class MomentTable:
         add_all([layer.num_batches_tracked for layer in self.layers], self._updates_of)
 
     def _weights(self, reached: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What each update counts.
-
-        Args:
-            reached: Which slots were called in each row.
+        """What each update counts, from which slots were called in each row.
 
         Returns:
             For each layer what is left of the old value, for each row and slot what it adds, and for each layer the
@@ -156,12 +146,7 @@ def counts_on(counts: tuple[tuple[int, ...], ...], device: torch.device) -> Tens
 
 
 def _union(counts: Tensor, moments: Tensor) -> Tensor:
-    """Mean and unbiased variance (1, 2, W) of the union of the rows' samples.
-
-    Args:
-        counts: Samples of each (M, W).
-        moments: Mean and unbiased variance of each (M, 2, W).
-    """
+    """Mean and unbiased variance (1, 2, W) of the union of rows with counts (M, W) and such moments (M, 2, W)."""
     means, unbiased = moments.unbind(1)
     total = counts.sum(0)
     mean = (counts * means).sum(0) / total.clamp(min=1)

@@ -49,12 +49,7 @@ class StageGraph:
 
 @dataclass(frozen=True)
 class Division:
-    """A graph divided into stages.
-
-    Attributes:
-        stages: The stages' graphs.
-        routes: The values that cross a cut, in the order in which they are made.
-    """
+    """A graph divided into stages, with the values that cross a cut in the order in which they are made."""
 
     stages: tuple[StageGraph, ...]
     routes: tuple[Route, ...]
@@ -96,10 +91,6 @@ class StageModule(Traced):
 
     ``forward`` takes the stage's inputs in order and returns the tuple of its outputs (the last stage: what the
     network returns), for training or evaluation after its mode.
-
-    Args:
-        blueprint: The divided network.
-        stage: Which stage.
     """
 
     def __init__(self, blueprint: Blueprint, stage: int) -> None:
@@ -244,11 +235,7 @@ def _stage_graph(traced: fx.GraphModule, place: dict[fx.Node, int], routes: list
 
 
 def check_backend(backend: str | None) -> None:
-    """Refuse a ``torch.compile`` backend that stages cannot run with.
-
-    Raises:
-        ConfigurationError: It is one.
-    """
+    """Refuse a ``torch.compile`` backend that stages cannot run with, by a ConfigurationError."""
     if backend == "cudagraphs":
         raise ConfigurationError(
             "compile_backend='cudagraphs': a graph's run may write where the one before has its results, and a stage "

@@ -101,11 +101,9 @@ class Step:
     def train(self, more: bool) -> list[Tensor | None]:
         """Run forwards and backwards.
 
-        Args:
-            more: Replicas add up their gradients in a later step.
-
         Returns:
-            The gradient of each parameter of the reducer, of the scale times the mean loss over the global batch.
+            The gradient of each parameter of the reducer, of the scale times the mean loss over the global batch; None
+            where replicas add up theirs in a later step, as there is ``more``.
         """
         pipeline = self.pipeline
         tasks = [task for task in pipeline.tasks if self.batch.split.sizes[task.microbatch]]
@@ -325,11 +323,7 @@ class Step:
 
 
 def check_rows(outputs: Any, samples: int) -> None:
-    """Refuse outputs that cannot be put together from those of microbatches.
-
-    Args:
-        outputs: What the network returned for a microbatch.
-        samples: Its size.
+    """Refuse outputs of a microbatch that cannot be put together with those of others.
 
     Raises:
         ConfigurationError: A tensor has not one row per sample.

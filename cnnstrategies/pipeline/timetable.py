@@ -24,15 +24,10 @@ CHECKPOINTING = ("never", "except_last", "always")
 
 @dataclass(frozen=True)
 class Task:
-    """A computation of a rank.
+    """A computation of a rank, of a microbatch in a stage.
 
     What it receives and sends follows from it: a forward needs the same microbatch's forward of the stages that
     make its inputs, a backward the backward of those that use its outputs.
-
-    Attributes:
-        kind: ``forward`` or ``backward``.
-        stage: The stage that is run.
-        microbatch: The microbatch.
     """
 
     kind: Kind
@@ -42,12 +37,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands.
-
-    Attributes:
-        stage: Its stage.
-        replica: Which replica of the stage it is.
-    """
+    """Where a rank stands: its stage, and which replica of that it is."""
 
     stage: int
     replica: int
@@ -135,13 +125,8 @@ def turns(replicas: Sequence[int], microbatches: int, schedule: str, run_ahead: 
     """A clock that all ranks share: when each task would run if all took the same time.
 
     A task comes after those whose messages it needs, and no two of a rank come at once. A rank runs its tasks in this
-    order, under 1f1b with :func:`in_flight` microbatches between the forward and the backward of one.
-
-    Args:
-        replicas: Replicas of each stage.
-        microbatches: Microbatches of a step, over all replicas.
-        schedule: ``gpipe`` or ``1f1b``.
-        run_ahead: See :func:`in_flight`.
+    order, under 1f1b with :func:`in_flight` microbatches between the forward and the backward of one. Arguments are
+    those of :func:`timetable`.
 
     Raises:
         ConfigurationError: The schedule is unknown.
@@ -165,11 +150,7 @@ def turns(replicas: Sequence[int], microbatches: int, schedule: str, run_ahead: 
 def tasks_of(
     place: Place, replicas: Sequence[int], microbatches: int, schedule: str = "1f1b", run_ahead: bool = False
 ) -> list[Task]:
-    """One rank's computations in order; see :func:`timetable`.
-
-    Raises:
-        ConfigurationError: The schedule is unknown.
-    """
+    """One rank's computations in order; see :func:`timetable`."""
     own = range(place.replica, microbatches, replicas[place.stage])
     tasks = [Task(kind, place.stage, microbatch) for kind in KINDS for microbatch in own]
     return sorted(tasks, key=turns(replicas, microbatches, schedule, run_ahead))

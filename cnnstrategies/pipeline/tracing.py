@@ -260,11 +260,7 @@ def cut_positions(traced: fx.GraphModule) -> list[int]:
 
 
 def find_cut(traced: fx.GraphModule, name: str) -> int:
-    """The position of the cut after a module's last node.
-
-    Args:
-        traced: The traced network.
-        name: Name of a module, for example ``layer2.0`` or ``features.12``, or of a node of the graph.
+    """The position of the cut after the last node of a module, such as ``layer2.0``, or after a node of the graph.
 
     Raises:
         ConfigurationError: There is no such module or node, or no cut is possible there.

@@ -78,13 +78,7 @@ class PeerError(RuntimeError):
 
 
 class Pending:
-    """A transfer that is to be begun, or under way.
-
-    Args:
-        transfer: Begins it, and returns torch's handle.
-        tensor: What is sent or received; held until the transfer is done.
-        naming: Has an error inside it name both sides.
-    """
+    """A transfer that is to be begun, or under way; its tensor is held, and errors name both sides."""
 
     def __init__(
         self,
@@ -98,11 +92,7 @@ class Pending:
         self._work: dist.Work | None = None
 
     def begin(self) -> Self:
-        """Begin the transfer.
-
-        Raises:
-            PeerError: The peer is gone.
-        """
+        """Begin the transfer; a PeerError if the peer is gone."""
         with self._naming():
             self._work = self._transfer()
         assert self._work is not None
@@ -168,11 +158,7 @@ class Transport:
         return self._transfer(dist.irecv, tensor, source, self._ways.get(tag), tag, what)
 
     def check_peers(self) -> None:
-        """Refuse to go on where a rank is known to be lost.
-
-        Raises:
-            PeerError: One is.
-        """
+        """Refuse to go on where a rank is known to be lost, by a PeerError."""
         lost = self._watch.lost() if self._watch is not None else None
         if lost is not None:
             raise PeerError(f"{self.me}: {lost} has ended")
@@ -193,13 +179,7 @@ class Transport:
         ]
 
     def receive_object(self, source: int, what: str, allocate: Callable[[int], Tensor] | None = None) -> Any:
-        """Receive what :meth:`send_object` sent; tensors arrive on the CPU.
-
-        Args:
-            source: The rank that sent it.
-            what: What it is, for the error message.
-            allocate: Gives so many bytes to receive into; by default of memory.
-        """
+        """Receive what :func:`send_object` sent, into memory that may be of another kind; tensors arrive on the CPU."""
         allocate = allocate or partial(torch.empty, dtype=torch.uint8)
         count = self._control_receive(torch.empty(1, dtype=torch.int64), source, what)
         sizes = self._control_receive(torch.empty(int(count), dtype=torch.int64), source, what)
@@ -208,11 +188,7 @@ class Transport:
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """Name this rank where a collective of several ranks fails inside.
-
-        Args:
-            what: What the ranks do together, for the error message.
-        """
+        """Name this rank, and what the ranks do together, where a collective of several ranks fails inside."""
         with self._naming(f"{self.me}, {what} with the other ranks", "; one of them is gone or silent"):
             yield
 
@@ -264,11 +240,8 @@ class RankWatch:
     """A thread that waits for a word of the next rank, over gloo, whose connections break when a process ends.
 
     It then tells the rank before, and ends what NCCL is doing in this process: the host may be waiting for that. A host
-    that is cut off or stopped is not noticed: its connections stand.
-
-    Args:
-        group: The ranks, over gloo, with the time-out :data:`FOREVER`; for the watch alone.
-        describe: A rank in words.
+    that is cut off or stopped is not noticed: its connections stand. The group is for the watch alone, with the
+    time-out :data:`FOREVER`.
     """
 
     def __init__(self, group: dist.ProcessGroup, describe: Callable[[int], str]) -> None:
@@ -282,11 +255,7 @@ class RankWatch:
         self._thread.start()
 
     def lost(self, seconds: float = 0.0) -> str | None:
-        """The rank that is lost, in words; None where none is known.
-
-        Args:
-            seconds: How long to wait for that.
-        """
+        """The rank that is lost, in words; None where none is known after so many seconds."""
         self._known.wait(seconds)
         return None if self._lost is None else self._describe(self._lost)
 

@@ -11,14 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and type of a tensor on its way.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its type.
-        needs_gradient: Whether its gradient is sent back.
-        memory_format: How it, and its gradient, lie in memory.
-    """
+    """Shape and type of a tensor on its way, how it and its gradient lie in memory, and whether that is sent back."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -61,14 +54,9 @@ class Header:
 
 
 def pack(values: tuple[Any, ...], ask_for_all: bool) -> tuple[Header, list[Tensor]]:
-    """Take values apart.
+    """Take apart what a stage sends to another one: the header, and the tensors, still part of their autograd graph.
 
-    Args:
-        values: What the stage sends to one other stage.
-        ask_for_all: Ask for the gradients of all floating-point tensors, not only of those that autograd tracks.
-
-    Returns:
-        The header and the tensors, still part of their autograd graph and in their own memory format.
+    Asks for the gradients of all floating-point tensors, or only of those that autograd tracks.
     """
     leaves, tree = tree_flatten(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -95,10 +95,6 @@ def merge(
 def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> Groups:
     """The names of the parameters of each parameter group.
 
-    Args:
-        optimizer: The optimizer over all parameters.
-        names: Name of each parameter.
-
     Raises:
         ConfigurationError: A parameter has no name: it is not part of the network that is divided.
     """
@@ -115,13 +111,7 @@ def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> Grou
 
 
 def hold(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], groups: Groups) -> None:
-    """Have an optimizer hold some of the network's parameters alone; its groups stay, even where they become empty.
-
-    Args:
-        optimizer: The optimizer.
-        parameters: Those that it shall hold, by name: a stage's, or all.
-        groups: What :func:`group_names` returned.
-    """
+    """Have an optimizer hold some of the network's parameters alone; its groups stay, even where they become empty."""
     for group, names in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [parameters[name] for name in names if name in parameters]
         if "param_names" in group:
@@ -142,10 +132,7 @@ def named_state(optimizer: Optimizer, own: Mapping[str, nn.Parameter], groups: G
 def merge_state(optimizer: Optimizer, parts: Sequence[Mapping[str, Any]], groups: Groups) -> dict[str, Any]:
     """The state dict of the optimizer over the whole network, as one process would save it.
 
-    Args:
-        optimizer: Any stage's optimizer; its groups' options are those of all stages.
-        parts: What :func:`named_state` returned for each stage.
-        groups: What :func:`group_names` returned.
+    Its groups' options are those of any stage's optimizer; the parts are what :func:`named_state` returned.
     """
     states = {name: state for part in parts for name, state in part.items()}
     merged: dict[int, Any] = {}
@@ -163,12 +150,7 @@ def merge_state(optimizer: Optimizer, parts: Sequence[Mapping[str, Any]], groups
 
 
 def split_state(state: Mapping[str, Any], own: Mapping[str, nn.Parameter], groups: Groups) -> dict[str, Any]:
-    """The part of a whole optimizer's state dict that belongs to a stage.
-
-    Args:
-        state: A state dict over the whole network.
-        own: This stage's parameters by name.
-        groups: What :func:`group_names` returned.
+    """The part of a whole optimizer's state dict that belongs to a stage, with its parameters by name.
 
     Raises:
         ConfigurationError: The state is of another optimizer: its groups have other sizes.

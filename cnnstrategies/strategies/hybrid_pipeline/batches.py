@@ -78,11 +78,7 @@ def take_apart(
 def seen(batch: Batch, microbatch: int | None, device: Any, none: bool = False) -> Any:
     """A batch as the steps of any rank see it: the network's inputs by shape alone, everything else in full.
 
-    Args:
-        batch: The global batch.
-        microbatch: The one whose rows are taken; all rows without.
-        device: Where the inputs would be.
-        none: Take no row at all.
+    Of a microbatch its rows alone; or no row at all.
     """
     split = batch.split
     count = 0 if none else split.samples if microbatch is None else split.sizes[microbatch]
@@ -130,11 +126,7 @@ def first_rows(batch: Any, count: int) -> Any:
 
 
 def check_forms(batch: Batch) -> None:
-    """Refuse replicas of the first stage whose batches are not alike.
-
-    Raises:
-        ConfigurationError: They differ.
-    """
+    """Refuse replicas of the first stage whose batches are not alike, by a ConfigurationError."""
     found = [form for form in batch.forms if form is not None]
     kinds = {(form.tree, tuple(kind for kind, _ in form.leaves), form.draws) for form in found}
     if len(kinds) > 1:

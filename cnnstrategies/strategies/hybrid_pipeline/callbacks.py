@@ -14,10 +14,7 @@ from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModul
 class EndTogether(Callback):
     """Has all ranks meet where a rank is that has ended an epoch, before it exchanges anything else there.
 
-    It must be the trainer's first callback.
-
-    Args:
-        meet: Raises if a rank is in the middle of the epoch; a collective.
+    It must be the trainer's first callback. To meet raises if a rank is in the middle of the epoch; a collective.
     """
 
     def __init__(self, meet: Callable[[], None]) -> None:
@@ -39,10 +36,6 @@ def show_whole_network(callbacks: Iterable[Any], divided: DividedModule) -> None
     """Have the callbacks that add parameters to optimizers do so on every rank for the network of all stages.
 
     They compare the parameters by their values, so these are brought together before; a collective in each hook.
-
-    Args:
-        callbacks: Those of the trainer.
-        divided: The module.
     """
     for callback in callbacks:
         if isinstance(callback, BaseFinetuning):
@@ -68,11 +61,8 @@ def _with_whole_network(
 def summarise_whole(trainer: Trainer, module: LightningModule, callbacks: Iterable[Callback]) -> None:
     """Have each ModelSummary print now, and not in ``on_fit_start``, where it would take a stage for the network.
 
-    Args:
-        trainer: The trainer, which calls ``on_fit_start`` next.
-        module: The module, whose network is whole and may be too large for one device: its example input, which
-            ModelSummary would send through it, stays out.
-        callbacks: Those of the trainer.
+    The whole network may be too large for one device: the module's example input, which ModelSummary would send
+    through it, stays out.
     """
     for callback in callbacks:
         if isinstance(callback, ModelSummary):

@@ -31,14 +31,7 @@ COMPARED = 4  # Samples.
 def compare_on_rank_zero(
     trainer: Trainer, path: str, cuts: Sequence[str | int], device: torch.device, whole: bool
 ) -> None:
-    """Have rank 0 compare, and all refuse what it refuses; a collective.
-
-    Args:
-        trainer: The trainer.
-        path: The path of the network.
-        cuts: Where it is cut.
-        device: Where it will be trained.
-        whole: Whether each rank has built the whole network, without which nothing is compared.
+    """Have rank 0 compare, and all refuse what it refuses; a collective. Nothing is compared that no rank has whole.
 
     Raises:
         ConfigurationError: The stages compute something else.
@@ -69,11 +62,6 @@ def compare(blueprint: Blueprint, images: Images, device: torch.device) -> None:
 
     A copy is compared, on the device and in float64, where rounding shows least; one in its own type, where it takes
     no other; and the network itself where it is, if it has no room on the device or cannot be copied.
-
-    Args:
-        blueprint: The division of the network.
-        images: One microbatch.
-        device: Where it will be trained.
 
     Raises:
         ConfigurationError: They differ.

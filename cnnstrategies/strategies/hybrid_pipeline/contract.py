@@ -22,10 +22,8 @@ from cnnstrategies.strategies.hybrid_pipeline.optimizer_trial import try_optimiz
 def find_network(module: LightningModule, named: str | None) -> str:
     """The path of the submodule that a pipeline divides.
 
-    Args:
-        module: The module.
-        named: The path that the user has named; by default the child that has all of the module's parameters, or
-            all that are trainable; else the module's own ``forward``, whose path is empty.
+    It is the one that the user has named; by default the child that has all of the module's parameters, or all that are
+    trainable; else the module's own ``forward``, whose path is empty.
 
     Raises:
         ConfigurationError: There is none, or another path leads to its parameters, too.
@@ -107,14 +105,7 @@ def _refuse_aliases(module: LightningModule, path: str) -> None:
 
 
 def check_module(module: LightningModule, named: str | None = None) -> str:
-    """Refuse a module that a pipeline cannot train.
-
-    Args:
-        module: The module.
-        named: The path of the submodule that is to be divided, where the user has named it.
-
-    Returns:
-        The path of that submodule.
+    """Refuse a module that a pipeline cannot train; gives the path of the submodule that is divided.
 
     Raises:
         ConfigurationError: Something is missing or cannot be divided; the message names it.
@@ -221,15 +212,7 @@ def check_callbacks(callbacks: Iterable[Callback], whole: bool) -> None:
 
 
 def check_optimizers(optimizers: list[Optimizer], device: torch.device) -> None:
-    """Refuse optimizers that need all parameters at once.
-
-    Args:
-        optimizers: The trainer's, which have the parameters of all stages.
-        device: Where they will step.
-
-    Raises:
-        ConfigurationError: There is one.
-    """
+    """Refuse optimizers that need all parameters at once, where they will step, by a ConfigurationError."""
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise ConfigurationError(

@@ -21,9 +21,6 @@ def describe_pipeline(
         schedule: Its schedule.
         configured: Whether the user has named the number of microbatches.
         batch_size: Samples of a batch in each replica of the first stage; None where they are not known.
-
-    Returns:
-        Names and texts.
     """
     images = _images(pipeline, batch_size)
     microbatches = str(pipeline.microbatches) if images is None else f"{pipeline.microbatches} of {images}"
@@ -46,13 +43,7 @@ def stage_parameters(pipeline: Pipeline) -> list[int]:
 
 
 def differences_of_pipeline(pipeline: Pipeline, mode: BatchNormMode, batch_size: int | None) -> list[str]:
-    """What is different from one device, one line each.
-
-    Args:
-        pipeline: The pipeline.
-        mode: Which running statistics batch normalisation keeps.
-        batch_size: Samples of a batch in each replica of the first stage; None where they are not known.
-    """
+    """What is different from one device, one line each; see :func:`describe_pipeline`."""
     lines = []
     if has_batch_norm(pipeline.blueprint.network):
         images = _images(pipeline, batch_size)
@@ -65,12 +56,7 @@ def differences_of_pipeline(pipeline: Pipeline, mode: BatchNormMode, batch_size:
 
 
 def warn_of_small_microbatches(network: nn.Module, split: Split) -> None:
-    """Say it when batch normalisation has few images at a time.
-
-    Args:
-        network: The whole network.
-        split: A batch and its microbatches.
-    """
+    """Say it when batch normalisation has few images at a time."""
     sizes = [size for size in split.sizes if size]
     if sizes and min(sizes) < NORMALISED_TOGETHER and has_batch_norm(network):
         rank_zero_warn(

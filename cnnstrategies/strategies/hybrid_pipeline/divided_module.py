@@ -102,12 +102,7 @@ class DividedModule:
         return {id(parameter): name for _, part, _ in self._divided for name, parameter in part.named_parameters()}
 
     def divide_optimizers(self, optimizers: Sequence[Optimizer], move: bool = True) -> None:
-        """Leave each optimizer this stage's parameters alone.
-
-        Args:
-            optimizers: They have those of all stages.
-            move: Bring their state to the parameters' device.
-        """
+        """Leave each optimizer, which has the parameters of all stages, this one's alone; move its state there."""
         names = {parameter: name for name, parameter in self.network.named_parameters()}
         self._groups = {optimizer: group_names(optimizer, names) for optimizer in optimizers}
         for optimizer, groups in self._groups.items():
@@ -116,11 +111,7 @@ class DividedModule:
                 optimizer.load_state_dict(optimizer.state_dict())  # Moves it to the parameters' device.
 
     def check_groups(self) -> None:
-        """Refuse parameters that a hook has given to an optimizer.
-
-        Raises:
-            ConfigurationError: There are some: of other stages they would be missing.
-        """
+        """Refuse parameters that a hook has given to an optimizer: of other stages they would be missing."""
         own = self.own
         for optimizer, groups in self._groups.items():
             sizes = [len([name for name in names if name in own]) for names in groups]

@@ -21,14 +21,10 @@ _CPU = torch.device("cpu")
 
 
 def example_images(module: LightningModule, path: str, size: int) -> Images | None:
-    """One microbatch of the network's inputs.
+    """One microbatch of the network's inputs, of so many samples where that is open.
 
     It is the module's own example, repeated, noise of the size of the data's images, or samples of the training data.
-
-    Args:
-        module: The module, of whose trainer no loader has been iterated.
-        path: The path of the network.
-        size: How many samples, where that is open.
+    No loader of the module's trainer may have been iterated.
 
     Returns:
         The images; None where they cannot be known without taking them from what is trained with.

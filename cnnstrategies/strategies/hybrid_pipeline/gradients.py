@@ -21,15 +21,7 @@ class HandOver(torch.autograd.Function):
     def forward(
         ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], scale: float | Tensor, *parameters: nn.Parameter
     ) -> Tensor:
-        """Return the loss.
-
-        Args:
-            ctx: Keeps the gradients.
-            loss: The mean loss.
-            gradients: Gradient of ``scale`` times the loss for each parameter; they are used up.
-            scale: The factor that is already in them.
-            parameters: The parameters.
-        """
+        """Return the loss; the gradients of ``scale`` times it for each parameter are used up."""
         ctx.gradients = gradients
         ctx.scale = scale
         return loss.detach().clone()
@@ -57,11 +49,7 @@ def hand_over(
 def clip_by_joint_norm(optimizer: Optimizer, clip_val: int | float, counts: bool, device: torch.device) -> None:
     """Clip this stage's gradients by the norm over those of all stages; a collective.
 
-    Args:
-        optimizer: Holds this stage's parameters.
-        clip_val: The largest norm.
-        counts: Whether this rank's gradients count: those of one replica of each stage do.
-        device: Where the ranks add up.
+    The gradients of one replica of each stage count.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     squares = torch.zeros((), dtype=torch.float64, device=device)
@@ -73,12 +61,7 @@ def clip_by_joint_norm(optimizer: Optimizer, clip_val: int | float, counts: bool
 
 
 class Overflow:
-    """Has every rank find an overflow that one of them has, so that all skip the step and lower the scale.
-
-    Args:
-        device: Where the gradients are.
-        world_size: Number of ranks.
-    """
+    """Has every rank find an overflow that one of them has, so that all skip the step and lower the scale."""
 
     def __init__(self, device: torch.device, world_size: int) -> None:
         self._found = torch.zeros((), device=device)
@@ -87,9 +70,8 @@ class Overflow:
     def share(self, gradients: Sequence[Tensor | None], more: bool) -> None:
         """Look through the gradients of a batch; a collective, once for each step of the optimizer.
 
-        Args:
-            gradients: They are made infinite where another rank has found an overflow.
-            more: Another batch follows before the optimizer's step: what was found is kept until then.
+        They are made infinite where another rank has found an overflow. Where there is ``more`` before the optimizer's
+        step, what was found is kept until then.
         """
         own = [gradient for gradient in gradients if gradient is not None]
         if own:

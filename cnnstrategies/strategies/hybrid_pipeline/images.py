@@ -82,11 +82,7 @@ class ImagesElsewhere(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer what is asked of the images' form, compute with it, or refuse.
-
-        Raises:
-            ConfigurationError: The images themselves are needed.
-        """
+        """Answer what is asked of the images' form, compute with it, or refuse."""
         name = getattr(func, "__name__", str(func))
         kwargs = dict(kwargs or {})
         if name in _FORM | _HARMLESS or name == "__get__":

@@ -27,12 +27,7 @@ STEPS = {
 
 
 class Inputs:
-    """Makes them, on a rank of the first stage; on the others it hears of the random numbers.
-
-    Args:
-        divided: The module.
-        plugin: Lightning's precision plugin.
-    """
+    """Makes them, on a rank of the first stage; on the others it hears of the random numbers."""
 
     def __init__(self, divided: DividedModule, plugin: Any) -> None:
         self._divided = divided

@@ -47,19 +47,11 @@ class Layers(Traced):
             self.add_module(name, _layer(f"{path}.{name}".removeprefix("."), child, found.get(name)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to compute.
-
-        Raises:
-            ConfigurationError: Always.
-        """
+        """Refuse to compute."""
         self._refuse(f"self.{self._name} is called by itself", "call the network as a whole, which returns what it has")
 
     def __getattr__(self, name: str) -> Any:
-        """What torch has registered, or a plain value of the network's own.
-
-        Raises:
-            NotHereError: It is of another stage.
-        """
+        """What torch has registered, or a plain value of the network's own; what is of another stage is refused."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -88,11 +80,7 @@ class Layers(Traced):
         return getattr(self, str(key) if name is None else name)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        """Refuse to be copied.
-
-        Raises:
-            ConfigurationError: Always.
-        """
+        """Refuse to be copied."""
         self._refuse(
             f"self.{self._name} is copied",
             "a copy would be a part: to average weights use lightning.pytorch.callbacks.EMAWeightAveraging or "
@@ -125,11 +113,6 @@ class NetworkStandIn(Layers):
     """Takes the place of a LightningModule's network: this rank's part, under the network's parameter names.
 
     Called with images it returns the outputs that the pipeline has computed for the batch.
-
-    Args:
-        stage: This rank's stage; its modules, parameters and buffers are shared.
-        path: What the module calls the network.
-        network: The whole network.
     """
 
     def __init__(self, stage: StageModule, path: str, network: nn.Module) -> None:
@@ -157,12 +140,7 @@ class NetworkStandIn(Layers):
         self._called = called or _nothing
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The network's outputs for the batch of this step.
-
-        Raises:
-            ConfigurationError: It is called with something else than the images of the batch, a second time in a step,
-                or outside of one.
-        """
+        """The network's outputs for the batch of this step, called once, with the images of the batch."""
         if not self._outputs:
             raise ConfigurationError(
                 f"self.{self._path} was called twice in a step, or outside of a step: its stages run once for each "

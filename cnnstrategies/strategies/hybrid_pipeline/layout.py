@@ -102,31 +102,17 @@ class LayoutRequest:
         return self.stages or DEFAULT_STAGES
 
     def replicas_on(self, devices: int) -> tuple[int, ...]:
-        """Replicas of each stage.
-
-        Raises:
-            ConfigurationError: The devices do not divide evenly and no replicas are given.
-        """
+        """Replicas of each stage; a ConfigurationError where devices do not divide evenly and none are given."""
         return tuple(self.replicas) if self.replicas is not None else even_replicas(devices, self.stage_count)
 
     def microbatches_on(self, devices: int, network: nn.Module, samples: int | None = None) -> int:
-        """Microbatches of a global batch.
-
-        Args:
-            devices: Devices of the run.
-            network: The whole network; batch normalisation wants larger ones.
-            samples: Samples of a batch in each replica of the first stage, where they are known.
-        """
+        """Microbatches of a global batch; batch normalisation wants larger ones, if a replica's samples are known."""
         if self.microbatches is not None:
             return self.microbatches
         return default_microbatches(self.replicas_on(devices), samples if has_batch_norm(network) else None)
 
     def check(self, network: nn.Module, devices: int) -> None:
-        """Refuse what cannot run.
-
-        Raises:
-            ConfigurationError: Devices, replicas and microbatches do not fit together, or the network cannot be cut.
-        """
+        """Refuse what cannot run: layouts that do not fit together, and networks that cannot be cut so."""
         replicas = self.replicas_on(devices)
         check_layout(self.stage_count - 1, replicas, self.microbatches_on(devices, network), devices)
         places = len(cut_positions(trace(network)))

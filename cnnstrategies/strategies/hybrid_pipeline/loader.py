@@ -121,14 +121,7 @@ class ResumableStageLoader(StageLoader):
 
 
 class PredictionLoader(StageLoader):
-    """A :class:`StageLoader` that tells Lightning's prediction writers what rows a rank has, all of them or none.
-
-    Args:
-        loader: The rank's own loader.
-        loads: Whether this rank loads.
-        most: The greatest of some numbers over all ranks; a collective.
-        has_rows: Whether it is the one that gets the predictions.
-    """
+    """A :class:`StageLoader` that tells Lightning's prediction writers what rows a rank has, all of them or none."""
 
     def __init__(self, loader: Any, loads: bool, most: Callable[[int], int], has_rows: bool) -> None:
         super().__init__(loader, loads, most)
@@ -157,14 +150,7 @@ def _of_all_replicas(indices: list[int], sampler: object) -> list[int]:
 def stage_loader(
     loader: Any, loads: bool, most: Callable[[int], int], has_predictions: bool | None = None
 ) -> StageLoader:
-    """Wrap a rank's loader; a collective.
-
-    Args:
-        loader: The rank's own loader.
-        loads: Whether this rank loads.
-        most: The greatest of some numbers over all ranks; a collective.
-        has_predictions: Where it is for predictions, whether this rank gets them.
-    """
+    """Wrap a rank's loader, which for predictions is told whether this rank gets them; a collective."""
     if has_predictions is not None:
         return PredictionLoader(loader, loads, most, has_predictions)
     resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")

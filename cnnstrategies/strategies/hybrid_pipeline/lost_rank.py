@@ -18,13 +18,10 @@ SILENT = 2.0  # The same after a time-out: the other one does not end by itself.
 
 
 def after_the_lost_rank(method: Callable[P, T]) -> Callable[P, T]:
-    """Have a rank that was forked or spawned end after the one that it has lost.
+    """Have a rank that was forked or spawned end after the one that it has lost, in a method of the strategy.
 
     The process that has started them tells of the first that it sees to have ended, and ends the others at once; and
     Lightning calls no ``on_exception`` in the ranks.
-
-    Args:
-        method: Of the strategy.
     """
 
     @functools.wraps(method)

@@ -29,10 +29,6 @@ def try_optimizer(optimizer: Optimizer, device: torch.device) -> None:
     A copy of it steps with all of some made-up parameters, and others with a half of these each. It and its parameters
     stay as they are.
 
-    Args:
-        optimizer: It.
-        device: Where it will step.
-
     Raises:
         ConfigurationError: The halves come to other values than the whole, or it keeps tensors that are divided among
             no stages.

@@ -24,27 +24,14 @@ from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_of_module, same
 
 @dataclass(frozen=True)
 class Plan:
-    """What `configure_model` builds.
-
-    Attributes:
-        module: A copy of the module that has built it, on the meta device.
-        parameters: Its parameters, in the order in which they were registered.
-    """
+    """What `configure_model` builds: a copy of the module with it, on the meta device; its parameters in order."""
 
     module: LightningModule
     parameters: list[nn.Parameter]
 
 
 def plan_network(module: LightningModule, device: torch.device) -> Plan | None:
-    """Have a copy of a module build its network.
-
-    Args:
-        module: The module; it is left as it is, and the random numbers, too.
-        device: Where `configure_model` will run.
-
-    Returns:
-        What it builds; None where that is nothing.
-    """
+    """What a copy of a module builds in `configure_model`; None for nothing. Random numbers stay as they are."""
     if not is_overridden("configure_model", module):
         return None
     planned: LightningModule = copy_of_module(module)
@@ -54,15 +41,7 @@ def plan_network(module: LightningModule, device: torch.device) -> Plan | None:
 
 
 def check_plan(request: LayoutRequest, start_method: str) -> None:
-    """Refuse what needs the whole network on one rank.
-
-    Args:
-        request: What the user asks for.
-        start_method: How the ranks are started.
-
-    Raises:
-        ConfigurationError: The cuts are to be chosen, or the ranks' parent is to get all weights.
-    """
+    """Refuse what needs the whole network on one rank: cuts to be chosen, or a parent that is to get all weights."""
     where = "the network is built in configure_model, where each rank keeps its own stage's parameters alone"
     if request.cuts is None and request.stage_count > 1:
         raise ConfigurationError(
@@ -76,11 +55,7 @@ def check_plan(request: LayoutRequest, start_method: str) -> None:
 
 
 def refuse_meta(module: LightningModule, path: str) -> None:
-    """Refuse a network without values.
-
-    Raises:
-        ConfigurationError: A parameter is on the meta device.
-    """
+    """Refuse a network with a parameter that has no value, by a ConfigurationError."""
     for name, parameter in network_at(module, path).named_parameters():
         if parameter.is_meta:
             place = ".".join(filter(None, (type(module).__name__, path, name)))
@@ -96,13 +71,6 @@ def own_stage_alone(
     plan: Plan, module: LightningModule, path: str, request: LayoutRequest, stage: int
 ) -> Iterator[list[nn.Parameter]]:
     """Inside, `configure_model` builds the network, of which the parameters of other stages end on the meta device.
-
-    Args:
-        plan: What it will build.
-        module: The module.
-        path: The path of the network.
-        request: How it is divided.
-        stage: The stage of this rank.
 
     Yields:
         The parameters that have been registered; none where a callback has had the network built before.

@@ -26,11 +26,7 @@ from cnnstrategies.pipeline.step import RandomState
 
 @dataclass(init=False, eq=False)
 class RandomNumbers:
-    """Where the generators of torch, Python and numpy stand.
-
-    Args:
-        device: Where the steps run.
-    """
+    """Where the generators of torch, on a device, of Python and numpy stand."""
 
     pytorch: RandomState
     python: Any
@@ -66,12 +62,7 @@ class RandomNumbers:
 
 @dataclass(frozen=True)
 class Draws:
-    """The random numbers of a step that draws some before it calls the network.
-
-    Attributes:
-        start: When it starts.
-        at_call: When it calls the network.
-    """
+    """Random numbers when a step starts that draws some before it calls the network, and when it calls it."""
 
     start: RandomNumbers
     at_call: RandomNumbers
@@ -86,11 +77,7 @@ _SHARED = (
 
 
 class MutedTrainer:
-    """A trainer that is read alone: it has no loggers, and what is set on it is forgotten.
-
-    Args:
-        trainer: The trainer.
-    """
+    """A trainer that is read alone: it has no loggers, and what is set on it is forgotten."""
 
     def __init__(self, trainer: Any) -> None:
         self._real = trainer
@@ -115,16 +102,10 @@ def copy_metrics(module: nn.Module) -> dict[int, nn.Module]:
 def shadow_of(
     module: LightningModule, path: str, network: nn.Module, metrics: Mapping[int, nn.Module]
 ) -> LightningModule:
-    """A copy of a module as it is now, whose steps do not change it.
+    """A copy of a module as it is now, whose steps do not change it, with another network and other metrics.
 
     Its buffers, lists, numbers and small objects of the user's own classes are copies; parameters and data
-    are the module's.
-
-    Args:
-        module: The module.
-        path: The path of its network.
-        network: What stands there in the copy.
-        metrics: What stands in the place of its metrics; no step's result depends on what they have counted.
+    are the module's. No step's result depends on what the metrics have counted.
     """
     standing = dict(module.named_children()).get(PLACE) if path == WHOLE else module.get_submodule(path)
     made: dict[int, Any] = {**metrics, id(standing): network}
@@ -155,10 +136,6 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 class NoCollectives(OperationMode):  # type: ignore[no-untyped-call]
     """Refuses collectives of the user's own in a step that some of the ranks run alone: the others would never answer.
 
-    Args:
-        module: The module.
-        step: The step's name.
-
     Attributes:
         refusal: What was raised, for those who catch what steps raise.
     """
@@ -171,11 +148,7 @@ class NoCollectives(OperationMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation.
-
-        Raises:
-            ConfigurationError: It is a collective.
-        """
+        """Run an operation that is no collective."""
         if func.namespace == "c10d":
             name = func.name().partition("::")[2].strip("_")
             self.refusal = ConfigurationError(

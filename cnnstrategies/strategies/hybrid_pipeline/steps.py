@@ -38,10 +38,6 @@ class StepLoss(WeighedLoss):
 
     The step runs on a copy of the module: nothing is logged, counted or stored, and no random number used up. It runs
     on the whole batch once more for that.
-
-    Args:
-        divided: The module.
-        watch: Looks at what its code does with weights.
     """
 
     def __init__(self, divided: DividedModule, watch: HookWatch) -> None:
@@ -85,11 +81,7 @@ class StepLoss(WeighedLoss):
 
 
 def loss_of(module: LightningModule, output: Any) -> Tensor:
-    """The loss of what a training step has returned.
-
-    Raises:
-        ConfigurationError: It has returned none.
-    """
+    """The loss of what a training step has returned; a ConfigurationError if it is none."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise ConfigurationError(
@@ -143,11 +135,7 @@ class Steps:
         self.overflow = Overflow(self._device, self._pipeline.placement.world_size)
 
     def load(self, batch: Any, dataloader: int) -> Any:
-        """Make the global batch known.
-
-        Args:
-            batch: This rank's part of it, on its device; None where it has none.
-            dataloader: Which of several loaders it is from.
+        """Make the global batch known, with this rank's part of it, on its device; None where it has none.
 
         Returns:
             The global batch as every rank sees it: images by shape alone, everything else in full.
@@ -173,11 +161,7 @@ class Steps:
             self._accumulates = False
 
     def train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run ``training_step`` for the loaded batch.
-
-        Args:
-            args: What the trainer calls it with.
-            kwargs: Likewise, by name.
+        """Run ``training_step`` for the loaded batch, with what the trainer calls it with.
 
         Returns:
             What it returns, with a loss whose backward brings the gradients.
@@ -207,13 +191,7 @@ class Steps:
         return {**output, "loss": loss} if isinstance(output, dict) else loss
 
     def evaluate(self, step: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a step that trains nothing for the loaded batch.
-
-        Args:
-            step: Its name.
-            args: What the trainer calls it with.
-            kwargs: Likewise, by name.
-        """
+        """Run a step that trains nothing for the loaded batch, with what the trainer calls it with."""
         batch, draws = self._inputs.compute(self._take_batch(), step, args, kwargs)
         outputs = self._gather(batch, self._pipeline.evaluate(batch))
         return self._call(step, batch, outputs, args, kwargs, draws)

@@ -33,11 +33,7 @@ _AVERAGE = "to average weights use lightning.pytorch.callbacks.EMAWeightAveragin
 
 
 class HookWatch:
-    """Watches the hooks of a module and its callbacks, from the set-up to :meth:`end`.
-
-    Args:
-        divided: The module.
-    """
+    """Watches the hooks of a module and its callbacks, from the set-up to :meth:`end`."""
 
     def __init__(self, divided: DividedModule) -> None:
         self._divided = divided
@@ -54,12 +50,7 @@ class HookWatch:
 
     @contextmanager
     def watching(self, hook: str, copies_alone: bool = False) -> Iterator[None]:
-        """Refuse what the code inside cannot do right.
-
-        Args:
-            hook: Its name, for the message.
-            copies_alone: Refuse only what needs a copy of the network.
-        """
+        """Refuse what the code inside, a hook, cannot do right; or what needs a copy of the network alone."""
         watched = _Watched(hook, self._divided.path, self._own, copies_alone)
         self._running.append(watched)
         try:
@@ -116,11 +107,7 @@ class _Watched(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """See what a function is given, and call it.
-
-        Raises:
-            ConfigurationError: It puts several parameters together, or makes a number of one.
-        """
+        """Call a function, unless it puts several parameters together, or makes a number of one."""
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)

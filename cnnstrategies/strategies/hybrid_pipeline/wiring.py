@@ -33,11 +33,7 @@ class _CallSeen(BaseException):
 
 
 class _Recorder(nn.Module):
-    """Takes the network's place and keeps what it is called with; all else that a step asks for is the network's.
-
-    Args:
-        network: The network.
-    """
+    """Takes the network's place and keeps what it is called with; all else that a step asks for is the network's."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -69,13 +65,7 @@ class Wiring:
 
 
 class NetworkCalls:
-    """What a module's steps give its network: each runs, on a copy of the module, up to the call.
-
-    Args:
-        module: The module.
-        path: The path of its network.
-        network: The whole network.
-    """
+    """What a module's steps give its network: each runs, on a copy of the module, up to the call."""
 
     def __init__(self, module: LightningModule, path: str, network: nn.Module) -> None:
         self.module = module
@@ -207,11 +197,7 @@ def arguments_of(module: LightningModule, step: str, batch: Any, index: int, dat
 
 
 def _check(name: str, given: Sequence[Any], draws: bool, samples: int, replicas: int) -> None:
-    """Refuse what the stages cannot take.
-
-    Raises:
-        ConfigurationError: It is no tensor, has other rows than the batch, or is drawn by each replica for itself.
-    """
+    """Refuse what the stages cannot take: no tensor, other rows than the batch, or drawn by each replica for itself."""
     for value in given:
         if not isinstance(value, Tensor) or not value.ndim or len(value) != samples:
             raise ConfigurationError(
