@@ -14,6 +14,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.losses import MeanLoss, PartialLoss, WeighedLoss
 from cnnstrategies.pipeline.step import RandomState
+from cnnstrategies.strategies.differences import has_mean_loss
 from cnnstrategies.strategies.hybrid_pipeline.batches import check_forms, form_of, seen, shapes_of_inputs
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss
 from cnnstrategies.strategies.hybrid_pipeline.description import warn_of_small_microbatches
@@ -30,7 +31,6 @@ from cnnstrategies.strategies.hybrid_pipeline.shadow import (
     shadow_of,
 )
 from cnnstrategies.strategies.hybrid_pipeline.watch import HookWatch
-from cnnstrategies.strategies.differences import has_mean_loss
 
 
 class StepLoss(WeighedLoss):

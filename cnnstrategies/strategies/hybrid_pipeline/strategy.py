@@ -70,9 +70,7 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
     values_alone_to_cpu,
 )
 from cnnstrategies.strategies.hybrid_pipeline.steps import Steps
-from cnnstrategies.strategies.unwrapped import check_keywords
-from cnnstrategies.strategies.unwrapped import own_metric_states
-from cnnstrategies.strategies.unwrapped import warn_of_weights_alone
+from cnnstrategies.strategies.unwrapped import check_keywords, own_metric_states, warn_of_weights_alone
 
 
 class HybridPipelineStrategy(DDPStrategy):
