@@ -150,16 +150,6 @@ def as_rank(strategy: Any, other: Any, devices: int, folder: Path, callbacks: Se
     Chain(strategy, other, devices, folder, callbacks).run()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "rtol"),
-    # Local SGD's first 100 steps are those of DDP.
-    [("ddp_local_sgd", 1e-9), ("ddp_bf16", 0.05)],
-)
-def test_ranks_in_place_equal_one_device(strategy: str, rtol: float, one: Path, tmp_path: Path) -> None:
-    run_ranks(2, as_rank, strategy, "ddp", 2, tmp_path)
-    assert_equals_one_device(tmp_path, one, rtol)
-
-
 def test_averages_and_replicas_across_stages_equal_one_device(tmp_path: Path) -> None:
     one, three = tmp_path / "one", tmp_path / "three"
     one.mkdir()

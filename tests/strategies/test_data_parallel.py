@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from conftest import PlainCNN
-from digit_runs import ADAMW, TRAINER, Digits, assert_same_run, train
+from digit_runs import TRAINER, Digits
 from lightning.pytorch import Callback, Trainer
 from ranks import run_ranks
 from torch import Tensor
@@ -17,14 +17,6 @@ from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.strategies import CompressedDDPStrategy, LocalSGDStrategy
 
 State = dict[str, Tensor]
-
-
-def test_ddp_equals_one_process_on_the_same_global_batch() -> None:
-    """With another optimizer, clipping and accumulation."""
-    options: dict[str, Any] = {
-        "model": {"optimizer": ADAMW}, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2,
-    }  # fmt: skip
-    assert_same_run(train("ddp", "ddp_fork", 2, **options), train("single", **options))
 
 
 def as_rank() -> None:

@@ -194,28 +194,13 @@ def test_one_joins_over_wires_that_do_harm(run_cli, fault):
 
 
 @pytest.mark.light
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mode": "sync"}, "elastic=2 is for mode: async, and ssp with a staleness: in mode: sync"),
-        ({"mode": "local"}, "in mode: local all workers step together"),
-        ({"mode": "ssp"}, "in mode: ssp with staleness 0 all workers step together"),
-        ({"mode": "async"}, "elastic=2 with data_dispatch: static"),
-        ({"mode": "async", "elastic": -1}, "elastic=-1: use at least 0"),
-    ],
-)
-def test_elastic_is_for_runs_whose_workers_step_for_themselves(options, message):
-    with pytest.raises(ConfigurationError, match=message):
-        ParameterServerStrategy(**{"elastic": 2, **options})
-
-
-@pytest.mark.light
 def test_the_mode_and_its_bound_are_those_of_the_run():
     own = ParameterServerStrategy("async", data_dispatch="dynamic", elastic=1).options
     found = as_of_the_run(own, Specification((), "torch.optim.SGD", (), 1, mode="ssp", staleness=2))
     assert (found.mode, found.staleness) == ("ssp", 2)
 
 
+@pytest.mark.cluster  # It imports everything once more.
 def test_the_array_of_the_docs_joins(tmp_path):
     """The script is bash, and its words are those of the command."""
     script = re.search(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "docs/spot.md").read_text(), re.DOTALL)[1]
@@ -252,7 +237,7 @@ def coordinator(tmp_path):
 
     def begin(**options):
         address = f"ipc://{tmp_path}/coordinator-{len(started)}"
-        service = CoordinatorService(CoordinatorSettings(address, 2, 0, timeout=3.0, appear=60.0, **options))
+        service = CoordinatorService(CoordinatorSettings(address, 2, 0, timeout=1.0, appear=60.0, **options))
         over = threading.Event()
         thread = threading.Thread(target=service.run, args=(over.is_set,))
         thread.start()
@@ -272,7 +257,7 @@ def test_who_may_not_join_is_told_why(coordinator, tmp_path):
     address = coordinator(elastic=1)
     place = find_place(address)
     assert (place.id, place.life, place.workers) == (2, 0, 2)
-    member = Membership(Address(address.coordinator, "worker", place.id, place.life, 0.1, 3.0))
+    member = Membership(Address(address.coordinator, "worker", place.id, place.life, 0.1, 1.0))
     member.wait_registered()
     with pytest.raises(ConfigurationError, match=r"all 1 places of the run .* are taken"):
         find_place(address)

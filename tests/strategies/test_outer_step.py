@@ -5,7 +5,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.step import Stepper
 
@@ -66,18 +65,3 @@ def test_there_is_no_outer_step_without_own_ones():
     stepper.outer_step()
     stepper.outer_step()
     assert len(worker.begun) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mode": "local", "data_dispatch": "dynamic"}, "in mode: local every worker makes the same number of steps"),
-        ({"outer_lr": 0.7}, "are for mode: local, not mode: sync"),
-        ({"mode": "local", "outer_lr": 0.0}, "outer_lr=0.0: use more than 0"),
-        ({"mode": "local", "outer_lr": float("nan")}, "outer_lr=nan: use more than 0"),
-        ({"mode": "local", "outer_momentum": 1.0}, "outer_momentum=1.0: use 0 or more and less than 1"),
-    ],
-)
-def test_outer_steps_that_cannot_be_are_refused(options, message):
-    with pytest.raises(ConfigurationError, match=message):
-        ParameterServerStrategy(**options)

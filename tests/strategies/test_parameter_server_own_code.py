@@ -216,7 +216,7 @@ class StopsAlone(Module):
         self.trainer.should_stop = self.global_rank == 1 and self.global_step == 2
 
 
-@pytest.mark.parametrize("options", [{}, {"combine": True}, {"mode": "local"}], ids=["sync", "combined", "local"])
+@pytest.mark.parametrize("options", [{}, {"combine": True}], ids=["sync", "combined"])
 def test_one_that_stops_alone_is_named_and_not_waited_for(options: dict[str, Any]) -> None:
     strategy = ParameterServerStrategy(**options, timeout=0.5, start_method="fork")
     with pytest.raises(TrainingError) as error:
@@ -369,14 +369,17 @@ def gathers() -> Module:
     return module
 
 
+def by_hand() -> Module:
+    module = Module()
+    module.automatic_optimization = False
+    return module
+
+
 def servers(**options: Any) -> Options:
     return ParameterServerStrategy(**options).options
 
 
 REFUSED: dict[str, Callable[[], Any]] = {
-    r"endpoint 'tcp://\[::1\]:80': the parameter server speaks IPv4 only": lambda: servers(
-        coordinator="tcp://[::1]:80"
-    ),
     r"endpoint 'tcp://fe80::1:80': the .* \(MASTER_ADDR\)": lambda: servers(
         endpoints=["tcp://fe80::1:80"], coordinator="tcp://10.0.0.1:80", security="none"
     ),
@@ -387,6 +390,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
         [WithModes(Module().parameters(), 0.1)], servers(mode="async")
     ),
     r"loss.sinkhorn_gather_distributed=True gathers .* or use strategy ddp": lambda: check_module(gathers(), servers()),
+    "Module sets automatic_optimization=False: .* leave it on": lambda: check_module(by_hand(), servers()),
     r"words is Embedding\(sparse=True\).* use sparse=False": lambda: check_module(sparse(), servers()),
 }
 

@@ -1,10 +1,13 @@
-"""Where the sessions of a script meet, and what a script is told that cannot have another one."""
+"""Where the sessions of a script meet, what a script is told that cannot have another one, and who stops."""
 
 import os
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from chain_program import Chain
 from digit_commands import served
 from lightning.pytorch import Callback
@@ -14,7 +17,16 @@ from ranks import run_started
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.parameter_server.run import VARIABLE, Layout, Sessions, choose_place, worker_address
+from cnnstrategies.strategies.parameter_server import base
+from cnnstrategies.strategies.parameter_server.base import WorkerGroup
+from cnnstrategies.strategies.parameter_server.run import (
+    VARIABLE,
+    Layout,
+    Place,
+    Sessions,
+    choose_place,
+    worker_address,
+)
 
 LAYOUT = Layout(1, 0, 2, "127.0.0.1", 29400)
 DEDICATED = {"endpoints": ["tcp://127.0.0.1:7000"], "coordinator": "tcp://127.0.0.1:7001"}
@@ -100,6 +112,7 @@ class Die(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.cluster  # It waits for a time-out of several seconds.
 def test_a_script_that_has_lost_a_rank_is_told_so_by_the_next_function(tmp_path):
     def script():
         chain = Chain("parameter_server", "auto", 2, tmp_path)
@@ -119,3 +132,28 @@ def test_dedicated_servers_serve_the_first_session_alone(monkeypatch):
     rank.open(options(**DEDICATED), layout, False)  # It needs none.
     with pytest.raises(ConfigurationError, match="endpoints: dedicated servers end with the first function"):
         rank.open(options(**DEDICATED), layout, True)
+
+
+class Gone:
+    """The collectives of a run whose other workers do not answer any more."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} would wait for ever")
+
+
+def test_after_a_stop_a_worker_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In async and ssp the others may be in another step, or have ended."""
+    told: list[tuple[str, int]] = []
+    membership: Any = SimpleNamespace(announce=lambda *notice: told.append(notice), announced=lambda name: None)
+    monkeypatch.setattr(base, "worker_address", lambda options, place, rank: None)
+    monkeypatch.setattr(base, "Membership", lambda address, keys: membership)
+    monkeypatch.setattr(base, "Collectives", lambda membership: Gone())
+    group, place = WorkerGroup(), Place("ipc://coordinator")
+    group.open(ParameterServerStrategy().options, place, 1, 3)
+    assert group.agree_to_stop(None) is None
+    assert group.agree_to_stop(15) == 15
+    assert told == [("stop", 15)]
+    assert group.gather("mine", "metric") == {1: "mine"}
+    assert group.broadcast("mine", 0) == "mine"
+    assert float(group.reduce(torch.tensor(2.0), "sum")) == 2
+    assert group.decide(True, all=True)
