@@ -47,11 +47,13 @@ class GlobalBatches:
     Args:
         folders: A rank's batches each.
         ends: How many batches of a rank had been loaded at the end of each epoch but the last.
+        length: Batches of an epoch, which schedules may depend on; None where that is not known.
     """
 
-    def __init__(self, folders: Sequence[Path], ends: Sequence[int]) -> None:
+    def __init__(self, folders: Sequence[Path], ends: Sequence[int], length: int | None) -> None:
         self._folders = folders
         self._ends = ends
+        self._length = length
         self._next = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -61,21 +63,9 @@ class GlobalBatches:
             if self._next in self._ends:
                 return
 
-
-class SizedGlobalBatches(GlobalBatches):
-    """The same where it is known how long an epoch is, which schedules may depend on.
-
-    Args:
-        folders: A rank's batches each.
-        ends: How many batches of a rank had been loaded at the end of each epoch but the last.
-        length: Batches of an epoch.
-    """
-
-    def __init__(self, folders: Sequence[Path], ends: Sequence[int], length: int) -> None:
-        super().__init__(folders, ends)
-        self._length = length
-
     def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("the ranks' loaders have no length")  # By which Lightning knows.
         return self._length
 
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from cnnstrategies._lightning_private import own_values
 from cnnstrategies.callbacks import panel_rows as panel
-from cnnstrategies.verifying.batches import GlobalBatches, Keeps, SizedGlobalBatches
+from cnnstrategies.verifying.batches import GlobalBatches, Keeps
 
 DROPPING = ("drop", "stochasticdepth")  # In the names of classes of layers that drop at random.
 DROPS = ("p", "drop_prob", "dropout")  # Their attributes by which they do.
@@ -62,10 +62,7 @@ class Role:
         assert self.of is not None, "it has loaded its own"
         folders = sorted((file.parent for file in self.of.glob("*/0.pt")), key=lambda folder: int(folder.name))
         notes = Role(self.of).notes
-        length = notes["batches"]
-        if length is None:
-            return GlobalBatches(folders, notes["ends"])
-        return SizedGlobalBatches(folders, notes["ends"], length)
+        return GlobalBatches(folders, notes["ends"], notes["batches"])
 
 
 class Recorder(Checkpoint):

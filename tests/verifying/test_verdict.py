@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.verifying.batches import GlobalBatches, SizedGlobalBatches, joined, samples
+from cnnstrategies.verifying.batches import GlobalBatches, joined, samples
 from cnnstrategies.verifying.recorder import settle
 from cnnstrategies.verifying.verdict import differences, row_of
 
@@ -87,11 +87,12 @@ def test_global_batches_come_in_the_epochs_in_which_they_were_loaded(tmp_path: P
         for index in range(3):
             torch.save([torch.full((2,), 10.0 * rank + index)], tmp_path / f"{rank}/{index}.pt")
     folders = [tmp_path / "0", tmp_path / "1"]
-    batches = SizedGlobalBatches(folders, ends=[2], length=2)
+    batches = GlobalBatches(folders, ends=[2], length=2)
     epochs = [[batch[0].tolist() for batch in batches] for _ in range(2)]
     assert epochs == [[[0, 0, 10, 10], [1, 1, 11, 11]], [[2, 2, 12, 12]]]
     assert len(batches) == 2
-    assert not hasattr(GlobalBatches(folders, []), "__len__"), "where the ranks' loaders have none"
+    with pytest.raises(TypeError, match="have no length"):
+        len(GlobalBatches(folders, [], None))
     assert samples(folders[0])[0] == 6
     assert len(samples(folders[0])[1]) == 3
 
