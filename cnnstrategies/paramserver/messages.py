@@ -8,14 +8,14 @@ bytes. Everything is checked before it is used, and a message that fails a check
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cnnstrategies.paramserver.core.node import End
+from cnnstrategies.paramserver.core.node import ControlError, End, Message
 
 MAGIC = b"CNPS"
 VERSION = 3
@@ -24,7 +24,6 @@ LARGEST_JSON = 1 << 18
 # may wait for each other.
 SMALL_BYTES = 1 << 18
 SERVER = 1 << 31  # added to a server's id where a sender is named
-NOBODY = (1 << 32) - 1
 NO_STEP = (1 << 64) - 1
 LARGEST_NUMBER = 1 << 63  # is no step or version any more
 ALONE = 1.0  # The weight of pulled values that no change is made from, where others are.
@@ -78,7 +77,7 @@ _KINDS = {int(kind): kind for kind in Kind}  # To look one up costs a third of c
 _ENCODINGS = {int(encoding): encoding for encoding in Encoding}
 
 
-class InvalidMessageError(ValueError):
+class InvalidMessageError(ControlError):
     """A message that no member of this run sends; its text is short and holds nothing of the payload."""
 
 
@@ -200,6 +199,15 @@ def unpack_json(payload: memoryview, header: Header) -> dict[str, Any]:
     return values
 
 
+def fields_of(payload: memoryview, header: Header) -> Message:
+    """The JSON object at the start of a payload, to be read field by field.
+
+    Raises:
+        InvalidMessageError: There is none; of the methods, ``ControlError``.
+    """
+    return Message(header.kind.name, unpack_json(payload, header))
+
+
 def pack_keys(keys: Sequence[int]) -> bytes:
     """Numbers of slices as payload."""
     return np.array(keys, "<u4").tobytes()
@@ -215,77 +223,6 @@ def unpack_keys(payload: memoryview) -> list[int]:
         raise InvalidMessageError("keys of another size")
     keys: list[int] = np.frombuffer(payload, "<u4").tolist()
     return keys
-
-
-class Fields:
-    """What a server reads of a message, checked before anything is done with it: what fails later is our own mistake.
-
-    Raises:
-        InvalidMessageError: It is no object; of all methods, that a field is missing or of another type.
-    """
-
-    def __init__(self, values: Any) -> None:
-        if not isinstance(values, dict):
-            raise InvalidMessageError("not a JSON object")
-        self.values: Mapping[str, Any] = values
-
-    @classmethod
-    def of(cls, payload: memoryview, header: Header) -> "Fields":
-        """Those at the start of a payload."""
-        return cls(unpack_json(payload, header))
-
-    def object(self, name: str) -> "Fields | None":
-        """An object, or None."""
-        value = self._there(name)
-        return None if value is None else Fields(value)
-
-    def flag(self, name: str) -> bool:
-        """True or false."""
-        value = self._there(name)
-        if type(value) is not bool:
-            raise InvalidMessageError(f"{name} is neither true nor false")
-        return value
-
-    def integer(self, name: str) -> int:
-        """An integer of at most 63 bits that is not negative."""
-        return _number(name, self._there(name))
-
-    def real(self, name: str) -> float:
-        """A number that is not negative, or none at all (NaN), as norms may be."""
-        value = self._there(name)
-        if type(value) is int and 0 <= value < LARGEST_NUMBER:
-            return float(value)
-        if type(value) is not float or value < 0:
-            raise InvalidMessageError(f"{name} is no norm and no factor")
-        return value
-
-    def integers(self, name: str) -> tuple[int, ...]:
-        """A list of integers as in :meth:`integer`."""
-        return tuple(_number(name, one) for one in self._list(name))
-
-    def table(self, name: str, width: int) -> list[tuple[int, ...]]:
-        """A list of lists of as many integers."""
-        rows = self._list(name)
-        if not all(isinstance(row, list) and len(row) == width for row in rows):
-            raise InvalidMessageError(f"{name} is no table of {width} columns")
-        return [tuple(_number(name, one) for one in row) for row in rows]
-
-    def _list(self, name: str) -> list[Any]:
-        value = self._there(name)
-        if not isinstance(value, list):
-            raise InvalidMessageError(f"{name} is no list")
-        return value
-
-    def _there(self, name: str) -> Any:
-        if name not in self.values:
-            raise InvalidMessageError(f"{name} is missing")
-        return self.values[name]
-
-
-def _number(name: str, value: Any) -> int:
-    if type(value) is not int or not 0 <= value < LARGEST_NUMBER:
-        raise InvalidMessageError(f"{name} is no number of at most 63 bits")
-    return value
 
 
 class Parcel(NamedTuple):

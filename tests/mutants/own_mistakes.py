@@ -13,7 +13,7 @@ from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.membership import Membership
-from cnnstrategies.paramserver.messages import Effects, Fields, Header
+from cnnstrategies.paramserver.messages import Effects, Header
 from cnnstrategies.paramserver.server.server import Server
 
 OURS = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
@@ -79,13 +79,15 @@ def a_coordinator_that_fails_tells_nobody(
 
 
 @replaces(
-    Fields.integer,
+    Message.integer,
     killed_by=test_insider_fuzz.test_no_member_makes_a_server_fail,
     noticed_by=(TypeError,),
     options=test_insider_fuzz.MODES["sync"],
 )
-def what_a_server_takes_for_a_number_may_be_none(right: Callable[[Fields, str], int], self: Fields, name: str) -> Any:
-    return self.values.get(name)
+def what_a_server_takes_for_a_number_may_be_none(
+    right: Callable[[Message, str, int], int], self: Message, name: str, least: int = 0
+) -> Any:
+    return self.fields.get(name)
 
 
 @replaces(

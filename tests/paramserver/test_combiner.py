@@ -14,8 +14,7 @@ from roles import PlainRoles, until
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.api import Worker
-from cnnstrategies.paramserver.combiner.board import Board, SharedMemory, open_shared, size_of
-from cnnstrategies.paramserver.combiner.step_sum import StepSum
+from cnnstrategies.paramserver.combiner.board import Board, SharedMemory, StepSum, open_shared, size_of
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.core.view import WorkerInfo
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError

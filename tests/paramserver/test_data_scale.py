@@ -12,7 +12,6 @@ from simulation.faults import Moment, Network
 from training import specify
 
 from cnnstrategies.paramserver.core.node import Peer, Send
-from cnnstrategies.paramserver.server import clocks
 from cnnstrategies.paramserver.slicing import cut
 
 pytestmark = pytest.mark.light
@@ -64,8 +63,7 @@ def kept(thing: object, seen: set[int] | None = None) -> int:
     return len(held) + sum(kept(one, seen) for one in held)
 
 
-def test_nothing_that_a_server_keeps_grows_with_the_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clocks, "LOGGED", 5)
+def test_nothing_that_a_server_keeps_grows_with_the_number_of_steps() -> None:
     world = fresh(specify({"name": "SGD", "lr": 0.5}, 2, servers=2, replication=2), workers=(0, 1))
     counts = []
     for step in range(60):

@@ -2,40 +2,16 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from cnnstrategies.paramserver.combiner.board import NEVER, Board
-from cnnstrategies.paramserver.combiner.step_sum import StepSum
+from cnnstrategies.paramserver.api import Worker
+from cnnstrategies.paramserver.combiner.board import NEVER, Board, StepSum
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.drivers.staging import staging_for
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 from cnnstrategies.paramserver.worker.codecs import Codecs
-
-
-class Engine(Protocol):
-    """What the leader uses of a :class:`~cnnstrategies.paramserver.api.Worker`; see there."""
-
-    @property
-    def step(self) -> int: ...  # noqa: D102
-    @property
-    def counters(self) -> Counters: ...  # noqa: D102
-    @property
-    def codecs(self) -> Codecs: ...  # noqa: D102
-    def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None: ...  # noqa: D102
-    def stand_in(self, optimizer_state: Mapping[str, Any] | None = None) -> None: ...  # noqa: D102
-    def meet(self) -> None: ...  # noqa: D102
-    def join(self) -> int: ...  # noqa: D102
-    def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None: ...  # noqa: D102
-    def push(self, index: int, gradient: Tensor) -> None: ...  # noqa: D102
-    def end_step(self) -> None: ...  # noqa: D102
-    def wait(self, index: int) -> None: ...  # noqa: D102
-    def wait_all(self) -> None: ...  # noqa: D102
-    def refresh(self) -> None: ...  # noqa: D102
-    def optimizer_state(self) -> dict[str, Any]: ...  # noqa: D102
-    def interrupt(self) -> None: ...  # noqa: D102
-    def close(self) -> None: ...  # noqa: D102
 
 
 class CombinedWorker:
@@ -64,7 +40,7 @@ class CombinedWorker:
         rank: int,
         boards: Mapping[int, Board],
         parameters: Sequence[Tensor],
-        connect: Callable[[Callable[[int, Tensor], None]], Engine],
+        connect: Callable[[Callable[[int, Tensor], None]], Worker],
         alive: Callable[[], Collection[int]],
         pause: Callable[[], None],
         codecs: Codecs,
@@ -79,7 +55,7 @@ class CombinedWorker:
         self._alive = alive
         self._pause = pause
         self._codecs = codecs
-        self._engine: Engine | None = None
+        self._engine: Worker | None = None
         self._leader: int | None = None  # whose values are taken
         self._has = [NEVER] * len(parameters)  # marks of the values
         self._exact = False  # Values that come are those that the servers have, not rounded.

@@ -80,11 +80,7 @@ class Admission:
         return known is not None and known.peer.life < peer.life
 
     def admit(self, now: float, peer: Peer, message: Message) -> None:
-        """Register a process that is not refused; a second time does nothing.
-
-        Raises:
-            ControlError: The message has other fields.
-        """
+        """Register a process that is not refused; a second time does nothing."""
         if self._roster.find(peer) is not None:
             return
         member = Member.of(peer, message, now)

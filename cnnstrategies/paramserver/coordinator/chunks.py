@@ -71,11 +71,7 @@ def digits(marked: Iterable[int]) -> str:
 
 
 def places(text: str) -> list[int]:
-    """The numbers that :func:`digits` has made a text of; none of an empty one.
-
-    Raises:
-        ControlError: It is none.
-    """
+    """The numbers that :func:`digits` has made a text of; none of an empty one."""
     try:
         bits = bin(int(text or "0", 16))
     except ValueError as error:

@@ -120,11 +120,7 @@ class Coordinator:
         return [Timer(TICK, now + self._tick)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
-        """Act on a message, if it is of this session.
-
-        Raises:
-            ControlError: It is of an unknown kind or has other fields.
-        """
+        """Act on a message, if it is of this session."""
         if sender.role == WATCHER:
             return [Send(sender, self._window.answer(now - self._asleep, message, self._waits(), self.ended))]
         session = message.integer("session")

@@ -94,11 +94,7 @@ class Values:
         self._waiting: dict[str, dict[Peer, int]] = {}
 
     def put(self, now: float, member: Member, message: Message) -> None:
-        """Keep the first value of a name, and tell those that wait for it.
-
-        Raises:
-            ControlError: There are too many names.
-        """
+        """Keep the first value of a name, and tell those that wait for it."""
         name = message.string("name")
         if name not in self._values and len(self._values) >= MOST_VALUES:
             raise ControlError("too many values")

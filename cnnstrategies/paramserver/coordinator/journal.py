@@ -68,11 +68,7 @@ class Journaled:
         return self.coordinator.start(now)
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
-        """Act on a message.
-
-        Raises:
-            ControlError: It is of an unknown kind or has other fields.
-        """
+        """Act on a message."""
         if sender.role != WATCHER:  # Who only looks changes nothing.
             self._write((now, tuple(sender), tuple(message)))  # These take a tenth of the time that their classes take.
         return self.coordinator.on_message(now, sender, message)

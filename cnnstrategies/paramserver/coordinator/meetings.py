@@ -91,9 +91,6 @@ class Rounds:
 
         Returns:
             Why the run cannot go on, if it cannot.
-
-        Raises:
-            ControlError: The message has other fields.
         """
         sequence, operation = message.integer("sequence"), message.string("operation")
         seal, boundary = message.flag("seal"), message.flag("boundary")

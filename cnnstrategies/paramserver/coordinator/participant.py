@@ -63,11 +63,7 @@ class Participant:
         return [*self.asking.ask(now, "hello", self._hello), *self._beat_later(now)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
-        """Take what the coordinator says.
-
-        Raises:
-            ControlError: It has other fields than its kind.
-        """
+        """Take what the coordinator says."""
         self.heard = now
         if message.kind in REPLIES:
             request, effects = self.asking.on_reply(now, message)
@@ -212,11 +208,7 @@ class Reporter:
         return self.asking.again()
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
-        """Take a reply.
-
-        Raises:
-            ControlError: It has other fields than its kind.
-        """
+        """Take a reply."""
         if message.kind not in REPLIES:
             return []
         request, effects = self.asking.on_reply(now, message)

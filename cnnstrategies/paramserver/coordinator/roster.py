@@ -46,11 +46,7 @@ class Member:
 
     @classmethod
     def of(cls, peer: Peer, hello: Message, now: float) -> "Member":
-        """A process that says hello.
-
-        Raises:
-            ControlError: It has other fields.
-        """
+        """A process that says hello."""
         host, endpoint, key = (hello.string(name) for name in ("host", "endpoint", "public_key"))
         return cls(peer, hello.integer("process"), host[:255], now, endpoint, key, came=now)
 

@@ -111,9 +111,6 @@ class Window:
                 place in it.
             waits: Who waits for whom.
             ended: What the members were told if the run is over.
-
-        Raises:
-            ControlError: It is another kind of message.
         """
         if question.kind == PLACE:
             return Message(DONE, self._place(ended), request=question.request)
@@ -176,9 +173,6 @@ def figures_of(message: Message) -> Mapping[str, float] | None:
     seconds waited for the servers, and updates of others between what it has computed with and its own. A server's step
     is its updates. A worker has ``pushed`` so many of the run's common steps, and goes on when all others have pushed
     what it ``needs``.
-
-    Raises:
-        ControlError: They are not numbers of these names.
     """
     figures = message.fields.get("figures")
     if figures is None:

@@ -56,6 +56,15 @@ class Message(NamedTuple):
             raise ControlError(f"{self.kind}: {name}={value!r} is not a number")
         return value
 
+    def real(self, name: str) -> float:
+        """A field that is a number which is not negative, or none at all (NaN), as norms may be."""
+        value = self.fields.get(name)
+        if type(value) is int and 0 <= value < LARGEST:
+            return float(value)
+        if type(value) is not float or value < 0:
+            raise ControlError(f"{self.kind}: {name} is no norm and no factor")
+        return value
+
     def string(self, name: str) -> str:
         """A field that is a string."""
         value = self.fields.get(name)
@@ -68,9 +77,9 @@ class Message(NamedTuple):
         return self.fields.get(name) is True
 
     def integers(self, name: str) -> list[int]:
-        """A field that is a list of at most 65,536 integers."""
+        """A field that is a list of at most 65,536 integers, as in :meth:`integer`."""
         value = self.fields.get(name)
-        if not isinstance(value, list) or len(value) > 1 << 16 or any(type(one) is not int for one in value):
+        if not isinstance(value, list) or len(value) > 1 << 16 or not _is_row(value, (int,) * len(value)):
             raise ControlError(f"{self.kind}: {name} is not a list of numbers")
         return value
 
@@ -87,6 +96,10 @@ class Message(NamedTuple):
         if not isinstance(value, dict):
             raise ControlError(f"{self.kind}: {name} is not an object")
         return value
+
+    def part(self, name: str) -> "Message | None":
+        """A field that is an object with fields of its own, or None."""
+        return None if self.fields.get(name) is None else Message(self.kind, self.object(name))
 
     def numbers(self, name: str) -> dict[str, int]:
         """A field that is an object of integers, as in :meth:`integer`."""

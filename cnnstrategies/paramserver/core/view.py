@@ -68,11 +68,7 @@ class View:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "View":
-        """The view that :meth:`as_dict` described.
-
-        Raises:
-            ControlError: A field is missing, unknown or of another type.
-        """
+        """The view that :meth:`as_dict` described."""
         said = Message("view", values)
         servers, workers = _infos(ServerInfo, said), _infos(WorkerInfo, said)
         return cls(said.integer("number"), servers, workers, tuple(said.integers("lost")), said.integer("begun"))

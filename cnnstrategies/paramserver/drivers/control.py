@@ -88,11 +88,7 @@ def receive(socket: "zmq.Socket[bytes]", routed: bool = False, encrypted: bool =
 
 
 def parse(frame: bytes | memoryview) -> tuple[Peer, Message]:
-    """The sender and the message in a frame.
-
-    Raises:
-        ControlError: It is not a message.
-    """
+    """The sender and the message in a frame."""
     if len(frame) < _START.size:
         raise ControlError("no message")
     tag, length = _START.unpack_from(frame)
@@ -149,11 +145,7 @@ class Bindings:
         return key == self._run or key in self.bound
 
     def check(self, key: str, sender: Peer, message: Message) -> None:
-        """Look whether a message comes from whom it says.
-
-        Raises:
-            ControlError: It does not.
-        """
+        """Look whether a message comes from whom it says."""
         if message.kind == REGISTER:
             self._register(key, sender, message.string("public_key"))
         elif sender.role == WATCHER:

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from typing import Any
 
 import zmq
 
@@ -160,11 +159,6 @@ class ServerService:
     def dropped(self) -> Counter[str]:
         """How many messages were dropped, by reason."""
         return self.role.dropped
-
-    @property
-    def log(self) -> list[Any]:
-        """The mode's log: see `SyncClock.log` and `StaleClock.log`."""
-        return self.role.log
 
     def _close(self) -> None:
         for _, dealer in self._dealers.values():

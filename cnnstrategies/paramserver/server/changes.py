@@ -112,11 +112,7 @@ class Changes:
         return payload
 
     def decoded(self, key: int, payload: memoryview) -> Tensor | None:
-        """A change as numbers; None if nobody has wanted one.
-
-        Raises:
-            InvalidMessageError: It does not fit the slice.
-        """
+        """A change as numbers; None if nobody has wanted one."""
         if self._whole is not None and payload in (b"", bytes([Encoding.DENSE]), bytes([self._whole])):
             return None
         known = self.known[key]

@@ -1,10 +1,8 @@
 """Who may go on when: the state machines of the modes, without sockets."""
 
-from collections import deque
 from collections.abc import Collection
 
 PATIENCE_SECONDS = 2.0  # for workers that do not say where they are: those that have left do not
-LOGGED = 1000  # entries, the newest: a run may have any number of steps
 
 
 class SyncClock:
@@ -15,13 +13,11 @@ class SyncClock:
 
     Attributes:
         step: The step that is not decided yet.
-        log: The last decided steps with their members.
         members: The workers of the present step.
     """
 
     def __init__(self, expected: int) -> None:
         self.step = 0
-        self.log: deque[tuple[int, frozenset[int]]] = deque(maxlen=LOGGED)
         self.members: frozenset[int] = frozenset()
         self._expected = expected
         self._first: dict[int, int] = {}
@@ -37,9 +33,7 @@ class SyncClock:
         return worker in self._first
 
     def _count(self) -> None:
-        members = frozenset(worker for worker, first in self._first.items() if first <= self.step)
-        if members != self.members:
-            self.members = members  # The log shares one object as long as they stay the same.
+        self.members = frozenset(worker for worker, first in self._first.items() if first <= self.step)
 
     def join(self, worker: int, first: int | None = None) -> int:
         """Count a worker from a step on; by default from the present one. The same again changes nothing."""
@@ -70,11 +64,9 @@ class SyncClock:
         started = self.step > 0 or len(self._first.keys() | self._gone) >= self._expected
         return members if started and members.issubset(complete) else None
 
-    def decide(self, step: int, members: Collection[int]) -> None:
+    def decide(self, step: int) -> None:
         """Note that a step is decided, here or by another server."""
         if step >= self.step:
-            decided = frozenset(members)
-            self.log.append((step, self.members if decided == self.members else decided))
             self.step = step + 1
             self._count()
 
@@ -85,14 +77,9 @@ class StaleClock:
     Args:
         staleness: Steps that a worker may be ahead of the slowest; None for any number.
         expected: Workers of the run's start: until all of them have come, the slowest has finished no step.
-
-    Attributes:
-        log: The last changes in order: the worker and its clock, the number of steps that it has finished. A worker
-            that leaves or dies is logged with clock -1.
     """
 
     def __init__(self, staleness: int | None, expected: int = 0) -> None:
-        self.log: deque[tuple[int, int]] = deque(maxlen=LOGGED)
         self._staleness = staleness
         self._expected = expected
         self._seen: set[int] = set()
@@ -131,7 +118,6 @@ class StaleClock:
             self._clocks[worker] = self.slowest if clock is None else clock
             self._note(worker)
             self._least = None
-            self.log.append((worker, self._clocks[worker]))
         elif clock is not None:
             self.finished(worker, clock)
         return self._clocks[worker]
@@ -143,7 +129,6 @@ class StaleClock:
             if before == self._least:
                 self._least = None
             self._clocks[worker] = clock
-            self.log.append((worker, clock))
 
     def leave(self, worker: int) -> None:
         """Wait for a worker no longer, even if it has not come yet."""
@@ -152,7 +137,6 @@ class StaleClock:
         if clock is not None:
             self._last = max(self._last, clock)
             self._least = None
-            self.log.append((worker, -1))
 
     def _note(self, worker: int) -> None:
         if worker < self._expected:  # Others join the run, and stand for none of its own.

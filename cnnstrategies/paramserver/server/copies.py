@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from cnnstrategies.paramserver.compression import as_bytes, check_length, from_bytes
+from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import (
     LARGEST_NUMBER,
     Encoding,
-    Fields,
     Header,
     InvalidMessageError,
     Kind,
+    fields_of,
     unpack_json,
 )
 from cnnstrategies.paramserver.optimizer_state import check_part, pack_state, unpack_state
@@ -230,7 +231,7 @@ class Copies:
         """
         self._from_primary(primary, header.key)
         slice_, changes = self._store.slices[header.key], self._store.changes
-        absent = Fields.of(payload, header).integer("absent") if header.meta else 0
+        absent = fields_of(payload, header).integer("absent") if header.meta else 0
         check_absent(absent, slice_)
         update = payload[header.meta :]
         if changes is not None:  # What workers are sent stands behind the update.
@@ -269,7 +270,7 @@ class Copies:
         version, state = self._states.get(header.key, (-1, {}))
         return state if version == header.base else {}
 
-    def copied(self, primary: int, header: Header, said: Fields, raw: memoryview) -> None:
+    def copied(self, primary: int, header: Header, said: Message, raw: memoryview) -> None:
         """Take over a primary's copy of a slice, once all parts of its optimizer state have come.
 
         Raises:
@@ -280,7 +281,7 @@ class Copies:
         state = self._state_of(header)
         slice_ = self._store.slices[header.key]
         check_length(len(raw), Encoding.DENSE, slice_.numel, slice_.dtype)
-        seen, lineage, behind = said.table("seen", 3), said.integer("lineage"), said.flag("behind")
+        seen, lineage, behind = said.table("seen", int, int, int), said.integer("lineage"), said.flag("behind")
         if header.base >= LARGEST_NUMBER:
             raise InvalidMessageError("a version out of range")
         if len(state) != said.integer("parts"):

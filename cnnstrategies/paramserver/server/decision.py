@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cnnstrategies.paramserver.messages import Fields, InvalidMessageError
+from cnnstrategies.paramserver.core.node import Message
+from cnnstrategies.paramserver.messages import InvalidMessageError
 from cnnstrategies.paramserver.option_checks import check_options
 from cnnstrategies.paramserver.server.pushes import Who
 from cnnstrategies.paramserver.specification import Options, Specification
@@ -37,19 +38,15 @@ class Decision:
         return dict(vars(self))  # Not `asdict`, which would copy the hyper-parameters at each step.
 
     @classmethod
-    def of(cls, said: Fields, specification: Specification) -> "Decision":
-        """The one that another server tells.
-
-        Raises:
-            InvalidMessageError: It is none of this run.
-        """
-        members, lives = said.integers("members"), said.integers("lives")
+    def of(cls, said: Message, specification: Specification) -> "Decision":
+        """The one that another server tells."""
+        members, lives = (tuple(said.integers(name)) for name in ("members", "lives"))
         if len(lives) != len(members):
             raise InvalidMessageError("members without a life")
-        scale = None if said.values.get("scale") is None else said.real("scale")
+        scale = None if said.fields.get("scale") is None else said.real("scale")
         if scale is None and specification.clip_norm is None:
             raise InvalidMessageError("a step that waits for a factor although nothing is clipped")
-        options = check_options(said.values.get("options"), specification.groups)
+        options = check_options(said.fields.get("options"), specification.groups)
         return cls(said.integer("step"), members, lives, options, scale)
 
 

@@ -9,10 +9,10 @@ from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import (
     NO_STEP,
     Encoding,
-    Fields,
     Header,
     InvalidMessageError,
     Kind,
+    fields_of,
     pack_keys,
     unpack_json,
     unpack_keys,
@@ -54,13 +54,13 @@ class Hello(NamedTuple):
         Raises:
             InvalidMessageError: There is none.
         """
-        said = Fields.of(payload, header)
+        said = fields_of(payload, header)
         return cls(
             None if header.step == NO_STEP else header.step,
             said.flag("joins"),
             said.integer("first"),
             said.flag("given"),
-            None if said.values.get("request") is None else said.integer("request"),
+            None if said.fields.get("request") is None else said.integer("request"),
             frozenset(unpack_keys(payload[header.meta :])),
         )
 
@@ -152,7 +152,7 @@ class Handlers:
         if handler is not None:
             handler(peer, header, payload)
         elif isinstance(self._mode, Synchronous):
-            self._mode.from_server(peer, header, Fields.of(payload, header))
+            self._mode.from_server(peer, header, fields_of(payload, header))
 
     # Of workers
 
@@ -279,13 +279,13 @@ class Handlers:
         if not isinstance(self._mode, Synchronous):
             self._shard.copies.relay_begins(server, self._options_in(header, payload))
             return
-        decision = Decision.of(Fields.of(payload, header), self._specification)
+        decision = Decision.of(fields_of(payload, header), self._specification)
         self._shard.copies.relay_begins(server, decision.options)
         self._mode.adopt(decision)
 
     def _copied(self, server: int, header: Header, payload: memoryview) -> None:
-        said = Fields.of(payload, header)
-        decided = said.object("decided")
+        said = fields_of(payload, header)
+        decided = said.part("decided")
         decision = None if decided is None else Decision.of(decided, self._specification)
         self._shard.copies.copied(server, header, said, payload[header.meta :])
         if isinstance(self._mode, Synchronous) and decision is not None:

@@ -64,11 +64,7 @@ class Pushes:
         self._means: dict[int, tuple[frozenset[Who], Tensor | None]] = {}
 
     def add(self, worker: Who, slice_: Slice, payload: memoryview, encoding: Encoding, absent: int = 0) -> bool:
-        """Keep a push; whether it is the first of its worker for its slice.
-
-        Raises:
-            InvalidMessageError: The payload does not fit the slice.
-        """
+        """Keep a push; whether it is the first of its worker for its slice."""
         check_length(len(payload), encoding, slice_.numel, slice_.dtype)
         check_absent(absent, slice_)
         pieces = self._pieces.setdefault(slice_.key, {})
@@ -147,10 +143,6 @@ class Pushes:
 
 
 def check_absent(absent: int, slice_: Slice) -> None:
-    """Refuse parts that a slice does not have.
-
-    Raises:
-        InvalidMessageError: So it is, or none would have one.
-    """
+    """Refuse parts that a slice does not have."""
     if not 0 <= absent < (1 << len(slice_.parts)) - 1 and absent:
         raise InvalidMessageError("parts that its slice does not have")

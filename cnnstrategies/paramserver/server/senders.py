@@ -35,11 +35,7 @@ class Gaps:
                 numbers.pop(server, None)
 
     def take(self, server: int, sequence: int) -> bool:
-        """Count a message; whether some that were sent before it have not come.
-
-        Raises:
-            InvalidMessageError: It has come already.
-        """
+        """Count a message; whether some that were sent before it have not come."""
         last = self._last.get(server, 0)
         if sequence <= last:
             raise InvalidMessageError("a replay")
@@ -110,9 +106,6 @@ class Senders:
 
         Returns:
             Whether messages that another server has sent before it have not come.
-
-        Raises:
-            InvalidMessageError: It is not to be acted on.
         """
         is_server = header.sender >= SERVER
         life, key = self._members.get(header.sender, (None, ""))

@@ -2,9 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
-from cnnstrategies.paramserver.core.node import End
+from cnnstrategies.paramserver.core.node import ControlError, End
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import SERVER, Effects, Header, InvalidMessageError, Kind, Say
 from cnnstrategies.paramserver.server.asynchronous import Asynchronous
@@ -77,11 +76,6 @@ class Server:
         """Of each worker, the route on which something may be sent."""
         return self._outbox.routes
 
-    @property
-    def log(self) -> list[Any]:
-        """The mode's log: see `SyncClock.log` and `StaleClock.log`."""
-        return list(self.mode.clock.log)
-
     def admits(self, key: str) -> bool:
         """Whether a key belongs to a member."""
         return self._senders.have(key)
@@ -129,6 +123,8 @@ class Server:
             self._handle(route, user, header, payload)
         except InvalidMessageError as error:  # What else is raised is no message's fault, but this package's.
             self.drop(str(error))
+        except ControlError:  # Its text holds what has come.
+            self.drop(f"a {header.kind.name} with other fields")
         return self._outbox.take()
 
     def on_time(self, now: float) -> Effects:

@@ -175,11 +175,7 @@ class Shard:
             self.answer(key)
 
     def acknowledged(self, backup: int, key: int, version: int) -> None:
-        """A backup has a slice up to a version.
-
-        Raises:
-            InvalidMessageError: It is no slice of this server.
-        """
+        """A backup has a slice up to a version."""
         if key not in self.store.slices:
             raise InvalidMessageError("a slice of another server")
         if self._replicas.acknowledged(key, backup, version):

@@ -13,8 +13,9 @@ come takes part: it may be in some slices of that step, and not in others.
 from dataclasses import replace
 from typing import Any
 
+from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.messages import Fields, Header, InvalidMessageError, Kind
+from cnnstrategies.paramserver.messages import Header, InvalidMessageError, Kind
 from cnnstrategies.paramserver.server.clocks import RollCall, SyncClock
 from cnnstrategies.paramserver.server.decision import Decision, Entry, GlobalNorm, Reports
 from cnnstrategies.paramserver.server.outbox import Outbox
@@ -135,7 +136,7 @@ class Synchronous:
             return None
         if step is not None and step > self.clock.step and not self._shard.own:
             # It has been through the steps before, of which this server may not have heard.
-            self.clock.decide(step - 1, ())
+            self.clock.decide(step - 1)
             self._forget_before(step - 1)  # It may not hear of decisions, while workers tell it of their steps.
             self._ask_the_early()
         return self.clock.join(worker, step)
@@ -214,10 +215,6 @@ class Synchronous:
         if self._backlog.complete(step, who):
             self._vote(step, who[0])
 
-    def _vote_for_all(self) -> None:
-        for step, worker in self._countable():
-            self._vote(step, worker)
-
     def _countable(self) -> set[tuple[int, int]]:
         """Steps with the members whose pushes of that step are all here."""
         complete = self._backlog.all_begun() if self._pipelined else self._backlog.all_complete()
@@ -274,7 +271,7 @@ class Synchronous:
             self._norm.clear()
             self._forget_before(decision.step)
         self._decision, self._shard.store.decided = decision, decision.as_dict()
-        self.clock.decide(decision.step, decision.members)
+        self.clock.decide(decision.step)
         self._ask_the_early()
         self._plan()
 
@@ -290,19 +287,15 @@ class Synchronous:
             self._outbox.ask_again(worker)
         self._early.clear()
 
-    def from_server(self, server: int, header: Header, said: Fields) -> None:
-        """Another server's message.
-
-        Raises:
-            InvalidMessageError: It is not for this server, or has other contents.
-        """
+    def from_server(self, server: int, header: Header, said: Message) -> None:
+        """Another server's message."""
         if header.kind in (Kind.DECIDE, Kind.SCALE) and server != self.leader:
             raise InvalidMessageError("a decision of a server that is not the leader")
         if header.kind == Kind.VOTE:
             self._reports.add(server, header.base, self._entries(said))
             self._consider()
         elif header.kind == Kind.STATUS:
-            complete, decision = self._entries(said), said.object("decision")
+            complete, decision = self._entries(said), said.part("decision")
             if decision is not None:
                 self.adopt(Decision.of(decision, self._specification))
             self._reports.add(server, header.base, complete)
@@ -320,8 +313,8 @@ class Synchronous:
         elif header.kind == Kind.SCALE:
             self._scale(header.step, said.real("factor"))
 
-    def _entries(self, said: Fields) -> set[Entry]:
-        complete = {(step, worker) for step, worker in said.table("complete", 2)}
+    def _entries(self, said: Message) -> set[Entry]:
+        complete = {(step, worker) for step, worker in said.table("complete", int, int)}
         if complete and self._pipelined:
             raise InvalidMessageError("a vote although the leader alone looks who has begun")
         return complete

@@ -118,11 +118,7 @@ class Pulls:
             self._send(pulls)
 
     def take(self, header: Header, payload: memoryview) -> bool:
-        """Write a slice that has come; whether it was waited for.
-
-        Raises:
-            InvalidMessageError: The payload does not fit the slice.
-        """
+        """Write a slice that has come; whether it was waited for."""
         if header.key not in self._pending or header.step != self._step:
             return False
         if header.question != (self._question if self.refreshing else 0):

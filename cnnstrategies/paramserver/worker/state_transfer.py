@@ -92,11 +92,7 @@ class StateReceipt:
         return all(self.has(server) for server in self._requests)
 
     def take(self, server: int, header: Header, payload: memoryview) -> None:
-        """Keep a part, or note how many a server has.
-
-        Raises:
-            InvalidMessageError: It is no part of a state.
-        """
+        """Keep a part, or note how many a server has."""
         if self._requests.get(server) != header.step:
             return
         if header.meta:
