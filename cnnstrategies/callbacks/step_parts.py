@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from cnnstrategies.paramserver.counters import Counters
+from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.timeline import Span
 

@@ -6,8 +6,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.paramserver.worker.connections import Counters
 
 
 class ServerTraffic(Callback):

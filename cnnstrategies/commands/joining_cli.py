@@ -25,8 +25,7 @@ from cnnstrategies.commands.run.failures import explain_run_error
 from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
+from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
 from cnnstrategies.paramserver.places import Place, RunAddress
 from cnnstrategies.strategies.parameter_server.joiner import JoinerEnvironment
 from cnnstrategies.strategies.parameter_server.joining import ComeAndGo, JoiningStrategy

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import ViewSource
-from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.drivers.links import POLL_SECONDS, Links
 from cnnstrategies.paramserver.drivers.staging import staging_for
 from cnnstrategies.paramserver.limits import allow_files, files_of_worker
@@ -17,6 +16,7 @@ from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.worker.codecs import CodecChooser, Codecs, ladder
+from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
 from cnnstrategies.runtime.allocation import reuse_freed_memory
 

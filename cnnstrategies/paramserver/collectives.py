@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.codec import decode, encode
-from cnnstrategies.paramserver.coordinator.chunks import Chunk
+from cnnstrategies.paramserver.coordinator.dispatch import Chunk
 from cnnstrategies.paramserver.coordinator.meetings import MIDWAY
 from cnnstrategies.paramserver.core.node import Buffer
 from cnnstrategies.paramserver.membership import Membership

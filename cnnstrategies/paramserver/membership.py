@@ -16,8 +16,8 @@ from cnnstrategies.paramserver.coordinator.participant import VIEW, Participant
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import Buffer, Call, ControlError, End, Message, Return
 from cnnstrategies.paramserver.core.view import RunEnded, View
+from cnnstrategies.paramserver.drivers.control import Loop
 from cnnstrategies.paramserver.drivers.line import Line
-from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.security import KeyPair, process_number
 
 WARN_SECONDS = 60.0  # between two lines about a wait

@@ -15,8 +15,8 @@ from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import Call, ControlError, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
+from cnnstrategies.paramserver.drivers.control import Loop
 from cnnstrategies.paramserver.drivers.line import Line
-from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.security import KeyPair, process_number
 from cnnstrategies.paramserver.services import Handle, ending
 from cnnstrategies.runtime.processes import is_stopped

@@ -22,7 +22,7 @@ from cnnstrategies.callbacks import StepProfile, part_clock, step_profile
 from cnnstrategies.callbacks.part_clock import PartClock
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
-from cnnstrategies.paramserver.counters import Counters
+from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.pipeline import step as step_module
 from cnnstrategies.pipeline.step import Step
 from cnnstrategies.strategies import HybridPipelineStrategy

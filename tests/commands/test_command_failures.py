@@ -23,8 +23,7 @@ from cnnstrategies.commands.run import lightning_cli
 from cnnstrategies.commands.run.errors import check_checkpoint, explain_parse_error
 from cnnstrategies.commands.run.failures import explain_build_error, explain_run_error, refusal_in
 from cnnstrategies.errors import causes
-from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
+from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
 
 
 def raised(function) -> Exception:

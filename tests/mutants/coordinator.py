@@ -14,9 +14,8 @@ from mutants.faulty import replaces
 from simulation.toys import Sheet
 
 from cnnstrategies.paramserver.coordinator.admission import Admission
-from cnnstrategies.paramserver.coordinator.chunks import Chunk
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
-from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
+from cnnstrategies.paramserver.coordinator.dispatch import Chunk, Dispatcher
 from cnnstrategies.paramserver.coordinator.journal import HEAD, Journaled, _records
 from cnnstrategies.paramserver.coordinator.roster import Roster
 from cnnstrategies.paramserver.coordinator.watchdog import Wait, behind

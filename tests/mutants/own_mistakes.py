@@ -10,8 +10,8 @@ from mutants.faulty import replaces
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
+from cnnstrategies.paramserver.drivers.control import Loop
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
-from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.messages import Effects, Header
 from cnnstrategies.paramserver.server.server import Server

@@ -12,13 +12,13 @@ from mutants.faulty import replaces
 from torch import Tensor
 
 from cnnstrategies.paramserver.messages import Effects, Header, Kind
-from cnnstrategies.paramserver.server.changes import Changes
 from cnnstrategies.paramserver.server.clocks import StaleClock, SyncClock
 from cnnstrategies.paramserver.server.copies import Replicas
 from cnnstrategies.paramserver.server.pushes import Begin, Who
 from cnnstrategies.paramserver.server.senders import Gaps
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.shard import Pull, Shard
+from cnnstrategies.paramserver.server.store import Changes
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.server.updater import Backlog
 

@@ -18,9 +18,9 @@ from cnnstrategies.paramserver.combiner import board as board_module
 from cnnstrategies.paramserver.combiner import worker as worker_module
 from cnnstrategies.paramserver.combiner.board import Board, size_of
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
-from cnnstrategies.paramserver.counters import Counters
+from cnnstrategies.paramserver.core.view import RemovedError
 from cnnstrategies.paramserver.drivers.staging import Staging
-from cnnstrategies.paramserver.errors import RemovedError
+from cnnstrategies.paramserver.worker.connections import Counters
 
 SIZES = (3, 1, 2)
 STEPS = 6

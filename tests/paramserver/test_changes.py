@@ -15,8 +15,7 @@ from training import SGD, batches, make_network, make_optimizer, make_scheduler,
 
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, Kind
-from cnnstrategies.paramserver.server.changes import Changes
-from cnnstrategies.paramserver.server.store import Store
+from cnnstrategies.paramserver.server.store import Changes, Store
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.worker.pulls import Had
 

@@ -16,8 +16,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.board import Board, SharedMemory, StepSum, open_shared, size_of
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
-from cnnstrategies.paramserver.core.view import WorkerInfo
-from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
+from cnnstrategies.paramserver.core.view import RemovedError, ServersUnreachableError, WorkerInfo
 from cnnstrategies.paramserver.server import clocks
 from cnnstrategies.paramserver.worker.codecs import ladder
 from cnnstrategies.strategies.parameter_server.start import Alive

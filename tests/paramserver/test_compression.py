@@ -9,10 +9,10 @@ from torch import nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import SAMPLE, Encoder, as_bytes, check_length, decode, largest, rounded
-from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Compression, Specification, hyperparameters
+from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.paramserver.worker.outgoing import Outgoing
 
 pytestmark = pytest.mark.light

@@ -17,8 +17,7 @@ from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.core.requests import REFUSED
-from cnnstrategies.paramserver.drivers.control import TAG, encode, parse
-from cnnstrategies.paramserver.drivers.loop import Loop
+from cnnstrategies.paramserver.drivers.control import TAG, Loop, encode, parse
 
 pytestmark = pytest.mark.light
 KINDS = [

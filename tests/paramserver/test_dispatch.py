@@ -5,8 +5,7 @@ import random
 import pytest
 
 from cnnstrategies.paramserver.coordinator import dispatch
-from cnnstrategies.paramserver.coordinator.chunks import digits, places
-from cnnstrategies.paramserver.coordinator.dispatch import Speeds
+from cnnstrategies.paramserver.coordinator.dispatch import Speeds, digits, places
 from cnnstrategies.paramserver.core.node import ControlError
 
 pytestmark = pytest.mark.light

@@ -19,7 +19,7 @@ from roles import PlainRoles, Roles, until
 from torch import Tensor, nn
 from training import SGD, Replica, assert_same, batches, specify, train_alone
 
-from cnnstrategies.paramserver.errors import ServersUnreachableError
+from cnnstrategies.paramserver.core.view import ServersUnreachableError
 from cnnstrategies.paramserver.worker import worker as worker_role
 
 STEPS = 12

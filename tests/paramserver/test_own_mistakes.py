@@ -20,7 +20,7 @@ from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.paramserver.drivers.loop import Loop
+from cnnstrategies.paramserver.drivers.control import Loop
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.server.updater import Backlog
 from cnnstrategies.paramserver.services import SPECIFICATION, CoordinatorProcess, Handle, ServerProcess, start

@@ -7,8 +7,7 @@ import pytest
 import torch
 from training import specify
 
-from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
-from cnnstrategies.paramserver.errors import ServersUnreachableError
+from cnnstrategies.paramserver.core.view import ServerInfo, ServersUnreachableError, View, WorkerInfo
 from cnnstrategies.paramserver.messages import SERVER, Header, Kind, Parcel, pack_json, unpack_json
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.store import Store

@@ -26,11 +26,10 @@ from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
-from cnnstrategies.paramserver.core.view import ServerInfo
+from cnnstrategies.paramserver.core.view import ServerInfo, ServersUnreachableError
 from cnnstrategies.paramserver.drivers.control import Bindings, connect, parse, send
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.drivers.sockets import KNOCK_MS, Context, Listener, client_socket, server_socket
-from cnnstrategies.paramserver.errors import ServersUnreachableError
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.private_directory import (
     PREFIX,

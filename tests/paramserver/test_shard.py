@@ -14,7 +14,7 @@ from cnnstrategies.paramserver.core.view import ServerInfo, View
 from cnnstrategies.paramserver.messages import SERVER, Encoding, Header, Kind, Parcel, pack_keys
 from cnnstrategies.paramserver.optimizer_state import pack_state
 from cnnstrategies.paramserver.optimizers import SharedOptimizer
-from cnnstrategies.paramserver.server.outbox import Outbox
+from cnnstrategies.paramserver.server.senders import Outbox
 
 pytestmark = pytest.mark.light
 

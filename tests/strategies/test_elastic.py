@@ -26,7 +26,7 @@ from cnnstrategies import cli
 from cnnstrategies.cli import main
 from cnnstrategies.commands.joining_cli import is_for_others, strategy_of
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.coordinator.chunks import Chunk
+from cnnstrategies.paramserver.coordinator.dispatch import Chunk
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.membership import Membership

@@ -18,7 +18,7 @@ from digit_commands import COMMON, checkpoint, logged, served
 from lightning.pytorch import Callback
 from ports import free_port
 
-from cnnstrategies.paramserver.drivers import loop
+from cnnstrategies.paramserver.drivers import control
 from cnnstrategies.paramserver.supervision import Supervision
 
 pytestmark = pytest.mark.cluster  # They wait for time-outs, and train meanwhile.
@@ -146,7 +146,7 @@ def hurried() -> float:
 
 
 def test_without_its_coordinator_the_run_ends_and_says_so(run_cli, quick, monkeypatch):
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=hurried))
+    monkeypatch.setattr(control, "time", SimpleNamespace(monotonic=hurried))
     code, output = train(run_cli, quick, {"victim": "ps-coordinator", "how": int(signal.SIGSTOP)}, epochs=200)
     assert code != 0
     for rank in range(2):

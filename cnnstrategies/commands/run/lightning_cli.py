@@ -36,8 +36,7 @@ from cnnstrategies.deploy.inference import give_predict_step
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.dry_run import check_network
 from cnnstrategies.models.network_module import NetworkModule
-from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
+from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
 from cnnstrategies.pretrained import trained_with
 from cnnstrategies.runtime.processes import ended_by
 from cnnstrategies.sweeping.trial_folder import keep_apart

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.board import NEVER, Board, StepSum
-from cnnstrategies.paramserver.counters import Counters
+from cnnstrategies.paramserver.core.view import RemovedError, ServersUnreachableError
 from cnnstrategies.paramserver.drivers.staging import staging_for
-from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 from cnnstrategies.paramserver.worker.codecs import Codecs
+from cnnstrategies.paramserver.worker.connections import Counters
 
 
 class CombinedWorker:

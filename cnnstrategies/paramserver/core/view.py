@@ -1,4 +1,4 @@
-"""Who takes part: numbered views of the membership, and where a process gets them from."""
+"""Who takes part: numbered views of the membership, where a process gets them from, and why it cannot go on."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -129,3 +129,11 @@ class ViewSource(Protocol):
 
         None if there is no such descriptor: then the caller asks :meth:`current` several times a second.
         """
+
+
+class ServersUnreachableError(RuntimeError):
+    """Servers did not answer within the time-out, or slices are lost; the message names the servers."""
+
+
+class RemovedError(RuntimeError):
+    """This worker is no longer in the view (it was taken for dead): it must join again as a new incarnation."""

@@ -1,4 +1,4 @@
-"""Messages of the control plane on the wire: few, small, JSON with buffers, checked field by field.
+"""The control plane's roles in a process, and their messages on the wire: few, small, JSON with buffers, checked.
 
 A message is one frame: a tag with the version, the length of a JSON array, the array, and the buffers one after the
 other. The array has the kind, the sender, the request, the buffers' lengths and the fields. Whatever does not fit is
@@ -11,6 +11,7 @@ a key of its own, and then speaks with that alone: what a member says is believe
 import itertools
 import json
 import struct
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,7 +20,19 @@ import zmq
 
 from cnnstrategies.paramserver.coordinator.settings import SECRET_BITS, Address
 from cnnstrategies.paramserver.coordinator.window import WATCHER
-from cnnstrategies.paramserver.core.node import LARGEST, ControlError, Message, Peer
+from cnnstrategies.paramserver.core.node import (
+    LARGEST,
+    Call,
+    ControlError,
+    Effects,
+    End,
+    Message,
+    Peer,
+    Return,
+    Role,
+    Send,
+    Timer,
+)
 from cnnstrategies.paramserver.drivers import sockets
 from cnnstrategies.paramserver.security import KeyPair, fingerprint
 
@@ -165,3 +178,72 @@ class Bindings:
         if len(self.bound) > self._most:
             members = self._members()
             del self.bound[next(key for key, peer in self.bound.items() if peer not in members)]
+
+
+class Loop:
+    """A role with its timers. Used by one thread.
+
+    Args:
+        role: What is run.
+        send: Sends a message to a peer; must not wait.
+        on_return: Takes the result of a call.
+        on_end: Hears of the role's end.
+
+    Attributes:
+        role: What is run.
+        send: Sends a message to a peer.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        send: Callable[[Peer, Message], None],
+        on_return: Callable[[Return], None] = lambda result: None,
+        on_end: Callable[[End], None] = lambda end: None,
+    ) -> None:
+        self.role = role
+        self.send = send
+        self._on_return = on_return
+        self._on_end = on_end
+        self._timers: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Begin."""
+        self._act(self.role.start(time.monotonic()))
+
+    def message(self, sender: Peer, message: Message) -> None:
+        """A message has come.
+
+        Raises:
+            ControlError: It is none. Whatever else is raised is a mistake of the role's own.
+        """
+        self._act(self.role.on_message(time.monotonic(), sender, message))
+
+    def call(self, call: Call) -> None:
+        """This process asks for something."""
+        self._act(self.role.on_call(time.monotonic(), call))
+
+    def fire(self) -> None:
+        """Call the role for the timers whose time has come."""
+        now = time.monotonic()
+        for name in [name for name, at in self._timers.items() if at <= now]:
+            del self._timers[name]
+            self._act(self.role.on_timer(now, name))
+
+    def until_next(self, most: float) -> float:
+        """Seconds until the next timer, at most some."""
+        return max(0.0, min(min(self._timers.values(), default=float("inf")) - time.monotonic(), most))
+
+    def _act(self, effects: Effects) -> None:
+        for effect in effects:
+            match effect:
+                case Send():
+                    self.send(effect.to, effect.message)
+                case Timer(name, None):
+                    self._timers.pop(name, None)
+                case Timer(name, float(at)):
+                    self._timers[name] = at
+                case Return():
+                    self._on_return(effect)
+                case End():
+                    self._on_end(effect)

@@ -24,11 +24,11 @@ from cnnstrategies.paramserver.drivers.control import (
     REGISTERED,
     Arrived,
     Bindings,
+    Loop,
     encode,
     parse,
     receive,
 )
-from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.drivers.sockets import DRAIN_MS
 from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator
 from cnnstrategies.paramserver.security import ZAP_DOMAIN, Gatekeeper, KeyPair

@@ -21,8 +21,8 @@ from cnnstrategies.paramserver.messages import (
 )
 from cnnstrategies.paramserver.optimizer_state import check_part, pack_state, unpack_state
 from cnnstrategies.paramserver.optimizers import StateValue
-from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import Who, check_absent
+from cnnstrategies.paramserver.server.senders import Outbox
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import Slice, holders
 from cnnstrategies.paramserver.specification import Options

@@ -20,9 +20,8 @@ from cnnstrategies.paramserver.messages import (
 from cnnstrategies.paramserver.option_checks import check_options
 from cnnstrategies.paramserver.server.asynchronous import Asynchronous
 from cnnstrategies.paramserver.server.decision import Decision
-from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import Begin, Who
-from cnnstrategies.paramserver.server.senders import Gaps
+from cnnstrategies.paramserver.server.senders import Gaps, Outbox
 from cnnstrategies.paramserver.server.shard import Pull, Shard
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.specification import Options, Specification

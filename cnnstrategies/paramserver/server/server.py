@@ -8,8 +8,7 @@ from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import SERVER, Effects, Header, InvalidMessageError, Kind, Say
 from cnnstrategies.paramserver.server.asynchronous import Asynchronous
 from cnnstrategies.paramserver.server.handlers import Handlers, Mode
-from cnnstrategies.paramserver.server.outbox import Outbox
-from cnnstrategies.paramserver.server.senders import PING_SECONDS, Gaps, Senders
+from cnnstrategies.paramserver.server.senders import PING_SECONDS, Gaps, Outbox, Senders
 from cnnstrategies.paramserver.server.shard import Shard
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.server.synchronous import Synchronous

@@ -12,8 +12,8 @@ from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageE
 from cnnstrategies.paramserver.optimizer_state import check_part, pack_state, unpack_state
 from cnnstrategies.paramserver.optimizers import ALL_THERE
 from cnnstrategies.paramserver.server.copies import Copies, Replicas
-from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import NOTHING_CHOSEN, Chosen, Who
+from cnnstrategies.paramserver.server.senders import Outbox
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.specification import Options, Specification
 

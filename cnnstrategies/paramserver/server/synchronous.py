@@ -18,8 +18,8 @@ from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import Header, InvalidMessageError, Kind
 from cnnstrategies.paramserver.server.clocks import RollCall, SyncClock
 from cnnstrategies.paramserver.server.decision import Decision, Entry, GlobalNorm, Reports
-from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import Begin, Who
+from cnnstrategies.paramserver.server.senders import Outbox
 from cnnstrategies.paramserver.server.shard import Shard
 from cnnstrategies.paramserver.server.updater import Backlog, Updater
 from cnnstrategies.paramserver.slicing import cut

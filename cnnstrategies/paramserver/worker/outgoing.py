@@ -9,12 +9,11 @@ from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import ENCODINGS, Encoder
-from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.messages import Encoding, Kind
 from cnnstrategies.paramserver.option_checks import check_before_sending
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
 from cnnstrategies.paramserver.specification import Compression, Specification
-from cnnstrategies.paramserver.worker.connections import Connections, Placement
+from cnnstrategies.paramserver.worker.connections import Connections, Counters, Placement
 from cnnstrategies.paramserver.worker.pulls import Pulls
 
 LARGEST_FP16 = torch.finfo(torch.float16).max

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from cnnstrategies.paramserver.compression import ENCODINGS
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.messages import (
     NO_STEP,
     Encoding,
@@ -21,7 +20,7 @@ from cnnstrategies.paramserver.messages import (
 from cnnstrategies.paramserver.optimizer_state import join_state
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Compression, Specification
-from cnnstrategies.paramserver.worker.connections import Connections, Placement
+from cnnstrategies.paramserver.worker.connections import Connections, Counters, Placement
 from cnnstrategies.paramserver.worker.outgoing import Outgoing
 from cnnstrategies.paramserver.worker.pulls import Pulls
 from cnnstrategies.paramserver.worker.state_transfer import InitialValues, StateReceipt

@@ -14,7 +14,7 @@ from typing_extensions import override
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.paramserver.api import Worker
-from cnnstrategies.paramserver.coordinator.chunks import Chunk
+from cnnstrategies.paramserver.coordinator.dispatch import Chunk
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import FIRST_SECONDS, OVER, PAUSE, Place, RunAddress, find_place
 from cnnstrategies.paramserver.services import SPECIFICATION

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from cnnstrategies._lightning_private import wrapped_sampler
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.coordinator.chunks import Chunk
+from cnnstrategies.paramserver.coordinator.dispatch import Chunk
 from cnnstrategies.runtime.seeds import mixed_seed
 from cnnstrategies.strategies.parameter_server.base import WorkerGroup
 

@@ -18,10 +18,10 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
-from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.places import RunAddress
 from cnnstrategies.paramserver.specification import Compression, Mode, Specification
+from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.strategies.licences import WatchedHooks, who_sees_gradients, who_sees_weights
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 from cnnstrategies.strategies.parameter_server.checks import check_module, check_optimizers

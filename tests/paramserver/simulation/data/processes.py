@@ -7,8 +7,7 @@ import torch
 
 from cnnstrategies.paramserver.core.node import Call, Effect, End, Message, Peer, Send, Timer
 from cnnstrategies.paramserver.core.node import Effects as NodeEffects
-from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
+from cnnstrategies.paramserver.core.view import RemovedError, ServersUnreachableError, View
 from cnnstrategies.paramserver.messages import ALONE, Effects, Encoding, Header, Kind, Parcel
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.synchronous import Synchronous

@@ -14,8 +14,7 @@ from torch import Tensor
 from cnnstrategies.paramserver.core.node import Peer
 from cnnstrategies.paramserver.messages import Encoding
 from cnnstrategies.paramserver.optimizers import ALL_THERE
-from cnnstrategies.paramserver.server.changes import Changes, encodings
-from cnnstrategies.paramserver.server.store import Store
+from cnnstrategies.paramserver.server.store import Changes, Store, encodings
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Options, Specification
 from simulation.outcome import ViolationError
