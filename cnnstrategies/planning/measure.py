@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.pipeline.fixed import preserved
+from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.tracing import changed_in_place, cut_positions, mode, ordered_nodes, state_names
 from cnnstrategies.planning.costs import GraphCosts, NodeCost, Profile, Value, from_two_sizes
 
-_CPU = torch.device("cpu")
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 # A second batch is so much smaller, since microbatches are between the two; batch normalisation refuses one sample.
 SMALLER = 4
@@ -187,7 +187,7 @@ def _sweep(
             found.sizes[node] = (sum(t.nbytes for t in tensors), sum(t.nbytes for t in outputs[node]))
             if apart_on is not None:
                 run_backward(node)
-        environment[node] = tree_map(partial(_cut, device=None if apart_on is None else _CPU), result)
+        environment[node] = tree_map(partial(_cut, device=None if apart_on is None else CPU), result)
         for address in (*map(_address, tensors), *saved):
             owner.setdefault(address, node)
     found.saved_bytes = dict.fromkeys(order, 0)
@@ -306,12 +306,12 @@ def measure_profile(
 
     with contextlib.ExitStack() as stack:
         stack.callback(traced.to, home)
-        for kind in {device.type, _CPU.type} if dtype else ():
+        for kind in {device.type, CPU.type} if dtype else ():
             stack.enter_context(torch.autocast(kind, dtype))
         with contextlib.suppress(torch.OutOfMemoryError):
             return measured(device)
         gc.collect()  # What an exception has held, so that it goes from the device, too.
-        return measured(_CPU, apart_on=device)
+        return measured(CPU, apart_on=device)
 
 
 def states_of(optimizer: Optimizer) -> int:

@@ -176,6 +176,7 @@ POINTS = [
     ("batch", 1, 13),
     ("validation", 1, 13),
 ]
+SOME = [("batch", 1, 4), ("epoch", 0, None), ("validation", 1, 6)]  # With workers.
 
 
 @pytest.fixture(scope="module")
@@ -196,8 +197,8 @@ def uninterrupted(tmp_path_factory):
 @pytest.mark.parametrize("num_workers", [0, 1, 2])  # 2: they persist from epoch to epoch.
 def test_a_resumed_run_sees_the_same_batches_bit_for_bit(uninterrupted, num_workers):
     expected, paths = uninterrupted
-    for point, path in paths.items():
-        _, epoch, batch = point
+    for point in POINTS if num_workers == 0 else SOME:
+        path, (_, epoch, batch) = paths[point], point
         after = [one for one in expected if one[:2] > (epoch, 99 if batch is None else batch)]
         model, data = Recorder(), Numbered(num_workers=num_workers)
         trainer(max_epochs=3, val_check_interval=7).fit(model, datamodule=data, ckpt_path=path, weights_only=True)

@@ -4,7 +4,6 @@ import bisect
 import itertools
 import random
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -21,9 +20,7 @@ from planning.random_graphs import (
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
-from cnnstrategies.planning.partition import best_layout
 from cnnstrategies.planning.predict import Predictor, Request
-from cnnstrategies.planning.propose import propose
 
 pytestmark = pytest.mark.light
 
@@ -152,33 +149,6 @@ def search(costs: GraphCosts, link: Link, request: Request) -> Layout | None:
 FAST = Link(bandwidth=1e12, latency=0.0)
 
 
-def test_equal_nodes_are_cut_in_the_middle() -> None:
-    assert search(chain([1.0] * 8), FAST, Request(2, 8, stages=2)) == Layout((4,), (1, 1))
-
-
-def test_a_cut_avoids_the_place_that_sends_much() -> None:
-    costs = chain([1.0, 1.0, 1.0, 1.0])
-    large = 10**9
-    values = [Value(i, (i + 1,), large if i == 1 else 10, large if i == 1 else 10) for i in range(3)]
-    costs = GraphCosts(costs.nodes, tuple(values), costs.cut_positions, 1, 0)
-    slow = Link(bandwidth=1e8, latency=0.0)
-    layout = search(costs, slow, Request(2, 4, stages=2))
-    assert layout is not None
-    assert layout.cuts[0] in (1, 3)
-
-
-def test_parameter_heavy_end_is_not_replicated_over_a_slow_link() -> None:
-    """The shape of AlexNet and VGG: convolutions cost time, the classifier has the parameters."""
-    costs = chain([1.0, 1.0, 1.0, 1.0], sent=10_000, parameters=[10**4, 10**4, 10**4, 10**9])
-    layout = search(costs, Link(bandwidth=1e8, latency=0.0), Request(4, 12, run_ahead=False))
-    assert layout == Layout((3,), (3, 1))
-
-
-def test_data_parallel_is_chosen_when_parameters_are_few() -> None:
-    costs = chain([1.0, 1.5, 1.0, 0.7], sent=10**7, parameters=[10, 10, 10, 10])
-    assert search(costs, Link(bandwidth=1e8, latency=0.0), Request(4, 8)) == Layout((), (4,))
-
-
 def test_only_permitted_positions_are_cut() -> None:
     costs = chain([1.0] * 8)
     costs = GraphCosts(costs.nodes, costs.values, (1, 6), 1, 0)
@@ -189,11 +159,10 @@ def test_no_layout_where_there_are_too_few_places_to_cut() -> None:
     assert search(GraphCosts(chain([1.0] * 8).nodes, (), (4,), 1, 0), FAST, Request(3, 8, stages=3)) is None
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-def test_a_large_network_is_divided_no_worse_than_evenly(stages: int) -> None:
+def test_a_large_network_is_divided_no_worse_than_evenly() -> None:
     """To half a percent of the step: the search is local, and where it ends hangs on the last bit of a sum."""
-    rng = random.Random(3)
-    costs = chain([rng.uniform(0.5, 1.5) for _ in range(500)])
+    rng, stages = random.Random(3), 3
+    costs = chain([rng.uniform(0.5, 1.5) for _ in range(300)])
     request = Request(stages, 8, stages=stages, run_ahead=False)
     layout = search(costs, FAST, request)
     assert layout is not None
@@ -201,25 +170,3 @@ def test_a_large_network_is_divided_no_worse_than_evenly(stages: int) -> None:
     even = tuple(1 + bisect.bisect(done, done[-1] * stage / stages) for stage in range(1, stages))
     predictor = Predictor(costs, FAST, request)
     assert predictor.time(layout) <= 1.005 * predictor.time(Layout(even, (1,) * stages))
-
-
-def test_a_first_stage_that_runs_ahead_gets_more_of_the_work() -> None:
-    """It hardly waits at the end: the step takes little more than M t_0, or t_0 + M t_1 where that is more."""
-    costs = chain([1.0] * 300)
-    layout = search(costs, FAST, Request(2, 8, stages=2))
-    assert layout is not None
-    assert layout.cuts[0] == pytest.approx(300 * 8 / 15, abs=2)
-    assert Predictor(costs, FAST, Request(2, 8)).time(layout) < 0.97 * 9 * 150, "of equal stages"
-
-
-def test_proposals_alone_come_near_when_the_model_is_exact() -> None:
-    """Without transfers and replicas the closed form is the step time of gpipe."""
-    rng = random.Random(4)
-    for _ in range(10):
-        costs = chain([rng.uniform(0.1, 2.0) for _ in range(9)])
-        request = Request(3, 5, "gpipe", stages=3, replicas=(1, 1, 1))
-        predictor = Predictor(costs, FAST, request)
-        predict: Callable[[Layout], float] = predictor.time
-        proposed = min(propose(predictor.problem(None), None, (1, 1, 1)), key=predict)
-        assert predict(proposed) <= 1.05 * min(map(predict, all_layouts(costs, request)))
-        assert best_layout(predictor.problem(None), predict, lambda layout: 0.0, None, (1, 1, 1)) is not None

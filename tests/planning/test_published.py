@@ -24,7 +24,7 @@ def published() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", [0, 3, 4])  # A network each; all are in the page.
 def test_choices_are_right_and_speed_ups_within_30_percent(published: ModuleType, number: int) -> None:
     anchor = published.ANCHORS[number]
     result = published.predict(anchor, FOLDER / "profiles")

@@ -12,12 +12,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from cnnstrategies._lightning_private import train_loader
 from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.pipeline.batch import Images
+from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.tracing import network_inputs
 from cnnstrategies.strategies.hybrid_pipeline.batches import flatten
 from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_metrics, same_random_numbers, shadow_of
 from cnnstrategies.strategies.hybrid_pipeline.wiring import NetworkCalls, arguments_of
-
-_CPU = torch.device("cpu")
 
 
 def example_images(module: LightningModule, path: str, size: int) -> Images | None:
@@ -38,7 +37,7 @@ def example_images(module: LightningModule, path: str, size: int) -> Images | No
     if len(given) == len(names) and all(isinstance(one, Tensor) for one in given):
         images: Images = given[0] if len(names) == 1 else given
         return _repeated(images, size)
-    with same_random_numbers(_CPU):
+    with same_random_numbers(CPU):
         if shape is not None and len(names) == 1:
             return torch.randn(size, *shape)
         batch = _samples(train_loader(module.trainer), size)
@@ -88,7 +87,7 @@ def _inputs(module: LightningModule, path: str, network: nn.Module, batch: Any) 
     batch = module.trainer.precision_plugin.convert_input(batch)  # As when it is loaded.
     batch = shadow.on_after_batch_transfer(shadow.on_before_batch_transfer(batch, 0), 0)
     calls = NetworkCalls(module, path, network)
-    wiring = calls.wiring("training_step", batch, 0, _CPU)
+    wiring = calls.wiring("training_step", batch, 0, CPU)
     leaves, _ = flatten(batch)
     images = [leaves[index] for index in wiring.inputs]
     if wiring.computes:
