@@ -23,7 +23,7 @@ from PIL import Image
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.cli import main
-from cnnstrategies.data import ShardedImageDataModule, SyntheticDataModule
+from cnnstrategies.data import ShardedImageDataModule
 from cnnstrategies.data.decoding import decode
 from cnnstrategies.data.preprocessing import Preprocessing
 from cnnstrategies.data.shards import shard_file
@@ -283,26 +283,13 @@ def test_the_command_lists_damaged_images_and_checks_shards(capsys):
         (["Nothing", "out"], "no folder 'Nothing', and no data module of this name; there are CIFAR10DataModule"),
         (["images/", "out", "--quality", "99"], "--quality 99 is outside 1 to 95"),
         (["DigitsDataModule", "out", "--init_args", "{nope: 1}"], "cannot be made with --init_args {'nope': 1}"),
+        (["DigitsDataModule", "out"], "DigitsDataModule reads no image files: pack a folder"),
     ):
         with pytest.raises(SystemExit) as stop:
             main(["pack", *words])
         assert stop.value.code == 2
         assert message in capsys.readouterr().err
     assert not Path("out").exists()
-
-
-def test_a_data_module_is_packed_without_loss():
-    options = {"num_samples": 100, "num_classes": 3, "image_size": 8, "channels": 1}
-    pack(contents_of("SyntheticDataModule", options), Path("shards"), Options(None, None, 10**6), workers=2)
-    original = SyntheticDataModule(**options)
-    original.setup("fit")
-    packed = ShardedImageDataModule(Path("shards"), image_size=8, resize=8, num_workers=0, augment=False)
-    packed.setup("fit")
-    images, targets = original.val_source.fetch(list(range(10)))
-    found, found_targets = packed.val_source.fetch(list(range(10)))
-    assert torch.equal(found, images.expand(-1, 3, -1, -1))
-    assert torch.equal(found_targets, targets)
-    assert len(packed.train_source) == len(original.train_source)
 
 
 def test_what_is_wrong_with_shards_is_said_with_the_remedy(packed, monkeypatch):

@@ -2,21 +2,18 @@
 
 import hashlib
 import importlib
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from torch import Tensor
 
 import cnnstrategies.data
 from cnnstrategies.data.decoding import BrokenImageError, check_mask, read_mask
 from cnnstrategies.data.folders import part_folders
 from cnnstrategies.data.image_folder import ImageFolderDataModule
-from cnnstrategies.data.loading import Source
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.segmentation_folder import SegmentationFolderDataModule
 from cnnstrategies.errors import ConfigurationError
@@ -88,15 +85,7 @@ def contents_of(source: str, init_args: Mapping[str, Any]) -> Contents:
         return _of_folder(module)
     if isinstance(module, SegmentationFolderDataModule):
         return _of_masked(module)
-    module.prepare_data()
-    module.setup("fit")
-    parts: dict[str, Images] = {}
-    sources = {name: getattr(module, f"{name}_source") for name in ("train", "val", "test", "predict")}
-    for name, one in sources.items():
-        if not any(one is sources[other] for other in parts):
-            parts[name] = _of_source(name, one, module)
-    described = [source, dict(init_args), {name: len(part.names) for name, part in parts.items()}]
-    return Contents(list(module.class_names), parts, _hash(described))
+    raise ConfigurationError(f"{source} reads no image files: pack a folder, or a data module that reads one")
 
 
 def _module(source: str, init_args: Mapping[str, Any]) -> ImageDataModule:
@@ -146,24 +135,6 @@ def _of_masked(module: SegmentationFolderDataModule) -> Contents:
     return Contents(module.class_names, parts, _hash(stats), module.ignore_index)
 
 
-def _of_source(part: str, source: Source, module: ImageDataModule) -> Images:
-    numbers = range(len(source))
-    channels, height, width = module.image_shape
-    if channels not in (1, 3):
-        raise ConfigurationError(f"images of {channels} channels cannot be packed: 1 or 3 are needed")
-    sizes = [channels * height * width] * len(numbers)
-    return Images([f"{part}/{number}" for number in numbers], _targets(source), sizes, _PixelReader(source))
-
-
-def _targets(source: Source) -> list[int]:
-    some = 256
-    return [
-        int(target)
-        for start in range(0, len(source), some)
-        for target in source.fetch(list(range(start, min(len(source), start + some))))[1]
-    ]
-
-
 @dataclass(frozen=True)
 class _FileReader:
     root: Path
@@ -189,20 +160,6 @@ class _MaskReader:
             raise BrokenImageError(f"its mask {path} is broken: {error}") from None
         check_mask(mask, path, size, self.num_classes, self.ignore_index)
         return mask
-
-
-@dataclass(frozen=True)
-class _PixelReader:
-    """Images that are no files become PNG, which loses nothing."""
-
-    source: Source
-
-    def __call__(self, number: int) -> bytes:
-        pixels = self.source.fetch([number])[0][0]
-        image = Image.fromarray(pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).numpy())
-        file = io.BytesIO()
-        image.save(file, "PNG")
-        return file.getvalue()
 
 
 def _hash(described: Any) -> str:
