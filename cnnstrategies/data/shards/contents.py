@@ -3,7 +3,7 @@
 import hashlib
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,27 +19,48 @@ from cnnstrategies.data.segmentation_folder import SegmentationFolderDataModule
 from cnnstrategies.errors import ConfigurationError
 
 
-def no_mask(number: int, size: tuple[int, int]) -> None:
-    """The mask of an image that has none."""
-
-
 @dataclass(frozen=True)
 class Images:
     """The images of one part.
 
     Attributes:
+        root: From where their names are paths.
         names: What they are called in the source.
         targets: Their classes.
         sizes: Bytes of each, as it is read.
-        read: Gives the file of an image by its number.
-        mask: Gives the mask of an image by its number and its height and width; None for one without.
+        masks: The file of each one's mask, where images have masks.
+        num_classes: Of the masks.
+        ignore_index: The value of pixels in masks that count nowhere.
     """
 
+    root: Path
     names: Sequence[str]
     targets: Sequence[int]
     sizes: Sequence[int]
-    read: Callable[[int], bytes]
-    mask: Callable[[int, tuple[int, int]], Tensor | None] = no_mask
+    masks: Sequence[Path | None] = ()
+    num_classes: int = 0
+    ignore_index: int = 255
+
+    def read(self, number: int) -> bytes:
+        """The file of an image."""
+        return (self.root / self.names[number]).read_bytes()
+
+    def mask(self, number: int, size: tuple[int, int]) -> Tensor | None:
+        """The mask of an image by its height and width; None for one without.
+
+        Raises:
+            BrokenImageError: It cannot be decoded.
+            ConfigurationError: It does not fit its image or the classes.
+        """
+        path = self.masks[number] if self.masks else None
+        if path is None:
+            return None
+        try:
+            mask = read_mask(path)
+        except BrokenImageError as error:
+            raise BrokenImageError(f"its mask {path} is broken: {error}") from None
+        check_mask(mask, path, size, self.num_classes, self.ignore_index)
+        return mask
 
 
 @dataclass(frozen=True)
@@ -114,8 +135,7 @@ def _of_folder(module: ImageFolderDataModule) -> Contents:
     for part, (names, targets) in module.parts().items():
         found = [(root / name).stat() for name in names]
         stats += [[name, one.st_size, one.st_mtime_ns] for name, one in zip(names, found, strict=True)]
-        read = _FileReader(root, names)
-        parts[part] = Images(names, targets, [one.st_size for one in found], read)
+        parts[part] = Images(root, names, targets, [one.st_size for one in found])
     return Contents(module.class_names, parts, _hash(stats))
 
 
@@ -130,36 +150,9 @@ def _of_masked(module: SegmentationFolderDataModule) -> Contents:
             found = [path.stat() for path in (image, mask) if path is not None]
             stats += [[str(image.relative_to(root)), *((one.st_size, one.st_mtime_ns) for one in found)]]
             sizes.append(sum(one.st_size for one in found))
-        masks = _MaskReader([mask for _, mask in pairs], module.num_classes, module.ignore_index)
-        parts[part] = Images(names, [0] * len(names), sizes, _FileReader(root, names), masks)
+        masks = [mask for _, mask in pairs]
+        parts[part] = Images(root, names, [0] * len(names), sizes, masks, module.num_classes, module.ignore_index)
     return Contents(module.class_names, parts, _hash(stats), module.ignore_index)
-
-
-@dataclass(frozen=True)
-class _FileReader:
-    root: Path
-    names: Sequence[str]
-
-    def __call__(self, number: int) -> bytes:
-        return (self.root / self.names[number]).read_bytes()
-
-
-@dataclass(frozen=True)
-class _MaskReader:
-    paths: Sequence[Path | None]
-    num_classes: int
-    ignore_index: int
-
-    def __call__(self, number: int, size: tuple[int, int]) -> Tensor | None:
-        path = self.paths[number]
-        if path is None:
-            return None
-        try:
-            mask = read_mask(path)
-        except BrokenImageError as error:
-            raise BrokenImageError(f"its mask {path} is broken: {error}") from None
-        check_mask(mask, path, size, self.num_classes, self.ignore_index)
-        return mask
 
 
 def _hash(described: Any) -> str:
