@@ -6,7 +6,6 @@ Its loggers' version is the name, and its checkpoints are in ``checkpoints`` bel
 
 import itertools
 import json
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from cnnstrategies.cluster.run_name import Run
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.loggers import KeptCSVLogger
+from cnnstrategies.runtime.whole_file import whole_file
 
 RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
@@ -169,11 +169,13 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write ``run.json`` whole."""
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{RECORD}.partial"
-    partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, folder / RECORD)
+    """Write ``run.json`` whole.
+
+    Raises:
+        ConfigurationError: The disk does not take it.
+    """
+    with whole_file(folder / RECORD, "make room there, or give another checkpoint.dirpath") as file:
+        file.write(f"{json.dumps(record, indent=1)}\n".encode())
 
 
 def _is_whole(checkpoint: Path) -> bool:

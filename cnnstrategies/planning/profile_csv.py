@@ -4,6 +4,7 @@ import csv
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NoReturn
 
@@ -171,31 +172,20 @@ def _row(file: Path, line: int, fields: Mapping[str, str], is_whole: bool) -> _R
 
 def _ordered(file: Path, rows: Sequence[_Row]) -> list[_Row]:
     """Every row after its inputs, otherwise as in the file."""
+    try:
+        TopologicalSorter({row.name: row.inputs for row in rows}).prepare()
+    except CycleError as error:
+        circle = error.args[1][::-1]  # Each is before its inputs then.
+        line = next(row.line for row in rows if row.name in circle)
+        _refuse(file, line, f"the graph has a cycle: {' <- '.join(circle)}")
     done: set[str] = set()
     order: list[_Row] = []
-    waiting = list(rows)
-    while waiting:
-        ready = [row for row in waiting if done.issuperset(row.inputs)]
-        if not ready:
-            _refuse(file, waiting[0].line, _cycle(waiting))
-        # One at a time where possible, so that the file's order is kept.
-        for row in waiting:
-            if done.issuperset(row.inputs):
+    while len(order) < len(rows):
+        for row in rows:
+            if row.name not in done and done.issuperset(row.inputs):
                 done.add(row.name)
                 order.append(row)
-        waiting = [row for row in waiting if row.name not in done]
     return order
-
-
-def _cycle(waiting: Sequence[_Row]) -> str:
-    """A circle among rows that wait for each other: from any of them back to a row seen before."""
-    inputs = {row.name: row.inputs for row in waiting}
-    path = [waiting[0].name]
-    while True:
-        name = next(name for name in inputs[path[-1]] if name in inputs)
-        if name in path:
-            return f"the graph has a cycle: {' <- '.join([*path[path.index(name) :], name])}"
-        path.append(name)
 
 
 def _after_first(consumers: Sequence[int]) -> list[int]:

@@ -241,10 +241,9 @@ def test_the_doctor_examines_the_servers_pods_after_the_trainers_at_their_own_po
 
 
 class Api(BaseHTTPRequestHandler):
-    """What a cluster answers; `missing` and `forbidden` are paths, `gpus` those of its only node."""
+    """What a cluster answers; `missing` is a path, `gpus` are those of its only node."""
 
     missing: str | None = None
-    forbidden: str | None = None
     groups: tuple[str, ...] = ("batch", "trainer.kubeflow.org")
     gpus = 8
     seen: list[tuple[str, str]]
@@ -260,9 +259,6 @@ class Api(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if body["kind"] == "SelfSubjectAccessReview":
-            asked = body["spec"]["resourceAttributes"]["resource"]
-            return self.say(201, {**body, "status": {"allowed": asked != self.forbidden}})
         self.seen.append(("POST", self.path))
         if self.missing and self.missing in self.path:
             return self.say(422, {"message": f"{body['kind']} is\ninvalid"})
@@ -317,7 +313,6 @@ def test_the_client_asks_before_it_makes_the_objects_in_order(api):
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        ({"forbidden": "trainingruntimes"}, "may not create trainingruntimes in namespace vision.*kind: job"),
         ({"groups": ("batch",)}, "no TrainJob: .*kind: job"),
         ({"gpus": 4}, "trainer.devices=8: no node with pool=a100 has more than 4 nvidia.com/gpu"),
         ({"missing": "persistentvolumeclaims/runs"}, "no claim runs for /runs"),

@@ -53,7 +53,6 @@ class Cluster:
         self._host = settings.host
         api = kubernetes.client.ApiClient(settings)
         self._groups = kubernetes.client.ApisApi(api)
-        self._rights = kubernetes.client.AuthorizationV1Api(api)
         self._core = kubernetes.client.CoreV1Api(api)
         self._batch = kubernetes.client.BatchV1Api(api)
         self._custom = kubernetes.client.CustomObjectsApi(api)
@@ -71,7 +70,6 @@ class Cluster:
         made = objects(run)
         with self._explained(f"namespace {namespace}"):
             self._check_kinds(made)
-            self._check_rights(made, namespace)
             self._check_claims(run, namespace)
             self._check_gpus(run)
             for one in made:
@@ -97,23 +95,6 @@ class Cluster:
                 "the cluster has no TrainJob: ask for Kubeflow Trainer to be installed, or set "
                 "cluster.kubernetes.kind: job"
             )
-
-    def _check_rights(self, made: list[Object], namespace: str) -> None:
-        for one in made:
-            group = one["apiVersion"].rpartition("/")[0].partition("/")[0]
-            resource = {"namespace": namespace, "verb": "create", "group": group, "resource": PLURALS[one["kind"]]}
-            review = {
-                "apiVersion": "authorization.k8s.io/v1",
-                "kind": "SelfSubjectAccessReview",
-                "spec": {"resourceAttributes": resource},
-            }
-            answer = self._rights.create_self_subject_access_review(review, _request_timeout=SECONDS)
-            if not answer.status.allowed:
-                other = ", or set cluster.kubernetes.kind: job" if group == TRAINER_API.partition("/")[0] else ""
-                raise ConfigurationError(
-                    f"you may not create {resource['resource']} in namespace {namespace}: ask its administrator for "
-                    f"the right, choose another with cluster.kubernetes.namespace{other}"
-                )
 
     def _check_claims(self, run: Run, namespace: str) -> None:
         for path, claim in run.options.volumes.items():
