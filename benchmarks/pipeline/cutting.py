@@ -6,7 +6,8 @@ from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.tracing import find_cut, ordered_nodes, trace
 from cnnstrategies.planning.costs import GraphCosts, Link
 from cnnstrategies.planning.measure import profile
-from cnnstrategies.planning.predict import Predictor, Request
+from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.problem import Request
 from cnnstrategies.planning.stage_costs import StageCost
 
 LOOPBACK = Link(bandwidth=2e9, latency=2e-4)

@@ -123,12 +123,12 @@ class Hybrid:
 
     def _bottleneck(self, chosen: Chosen, step: float) -> Bottleneck:
         """What the step mostly consists of: the slowest stage's work, what it waits for, or filling and draining."""
-        problem = chosen.predictor.problem(None)
-        layout = chosen.layout
+        problem, layout = chosen.predictor.problem, chosen.layout
+        microbatches = problem.request.microbatches
         bounds = (0, *layout.cuts, len(problem.costs.nodes))
         speed = min(problem.cluster.speeds)
         work = max(
-            -(-problem.microbatches // count) * float(problem.time_before[end] - problem.time_before[start]) / speed
+            -(-microbatches // count) * float(problem.time_before[end] - problem.time_before[start]) / speed
             for count, start, end in zip(layout.replicas, bounds[:-1], bounds[1:], strict=True)
         )
         if step < 1.5 * work:

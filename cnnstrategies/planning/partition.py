@@ -44,7 +44,7 @@ def best_layout(
     """
     search = _Search(problem, predict, bound)
     proposals = sorted(propose(problem, stages, replicas).items(), key=lambda item: item[1])
-    if stages is None and replicas is None and problem.microbatches >= problem.cluster.devices:
+    if stages is None and replicas is None and problem.request.microbatches >= problem.cluster.devices:
         search.look_at([Layout((), (problem.cluster.devices,))])
     for first in range(0, PROPOSALS, LIKELY):
         search.look_at(layout for layout, _ in proposals[first : first + LIKELY])
@@ -61,7 +61,7 @@ def best_layout(
     for layout in search.best(len(search.times)):
         starts.setdefault(layout.replicas, layout)
     for start in itertools.islice(starts.values(), REFINED):
-        search.descend(start, problem.microbatches if replicas is None else 0)
+        search.descend(start, problem.request.microbatches if replicas is None else 0)
     if replicas is None and not search.is_large:
         # With other replicas the best cuts may be far off.
         for start in search.best(2):
@@ -104,7 +104,7 @@ class _Search:
 
     def neighbours(self, layout: Layout, most_replicas: int | None = None) -> set[Layout]:
         """Layouts that differ little."""
-        most = self.problem.microbatches if most_replicas is None else most_replicas
+        most = self.problem.request.microbatches if most_replicas is None else most_replicas
         return set(_neighbours(layout, self.problem.costs.cut_positions, most))
 
     def descend(self, start: Layout, most_replicas: int) -> None:
@@ -154,7 +154,7 @@ def _with_a_stage_split(layout: Layout, problem: Problem) -> Iterator[Layout]:
 def _on_two_machines(problem: Problem) -> Iterator[Layout]:
     """A stage on each of two machines."""
     counts = tuple(host.devices for host in problem.cluster.hosts)
-    if len(counts) == 2 and max(counts) <= problem.microbatches:
+    if len(counts) == 2 and max(counts) <= problem.request.microbatches:
         for cut in problem.costs.cut_positions:
             yield Layout((cut,), counts)
 

@@ -1,19 +1,18 @@
 """What a layout of a network takes, in time and memory, and which one takes least."""
 
-import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import gcd, lcm
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.layout import Layout, even_replicas
 from cnnstrategies.pipeline.timetable import Order, timetable
-from cnnstrategies.planning.candidates import Checkpointing, Job
+from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.collectives import all_reduce
 from cnnstrategies.planning.costs import GraphCosts, Link
 from cnnstrategies.planning.partition import best_layout
 from cnnstrategies.planning.places import one_machine, one_of_equal, orders, placed
-from cnnstrategies.planning.problem import Problem
+from cnnstrategies.planning.problem import Problem, Request
 from cnnstrategies.planning.propose import propose
 from cnnstrategies.planning.simulate import Simulation, simulate
 from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
@@ -22,39 +21,6 @@ WORTH_RUNNING_AHEAD = 0.01  # of the step time, for the memory of one more micro
 WORTH_RENUMBERING = 0.01  # of the step time, for ranks that are not numbered stage by stage
 JOINED = 8  # proposals for pipelines beside each other that are simulated
 LONGEST = 3000  # tasks that are simulated; of a longer step a part is, and the rest follows from its period
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a plan is made for.
-
-    Attributes:
-        devices: Devices to use.
-        microbatches: Microbatches of a step.
-        schedule: Name of the schedule.
-        stages: Number of stages; chosen when None.
-        replicas: Replicas of each stage; chosen when None.
-        cuts: First node of each stage but the first; chosen when None.
-        memory_limit: Bytes that a device may hold; unlimited when None.
-        activation_checkpointing: Whether a stage keeps only its inputs and runs its forward again before the
-            backward: for no microbatch, for all but the last, or for all.
-        run_ahead: Whether stages hold one microbatch more, so that messages travel while they compute; chosen when
-            None: where it gains time and fits into memory.
-        state_copies: Copies of the parameters that training holds: parameters, gradients, optimizer state.
-        placement: How ranks are numbered; chosen when None.
-    """
-
-    devices: int
-    microbatches: int
-    schedule: str = "1f1b"
-    stages: int | None = None
-    replicas: tuple[int, ...] | None = None
-    cuts: tuple[int, ...] | None = None
-    memory_limit: int | None = None
-    activation_checkpointing: Checkpointing = "never"
-    run_ahead: bool | None = None
-    state_copies: int = 3
-    placement: Order | None = None
 
 
 def check_request(costs: GraphCosts, request: Request) -> None:
@@ -106,6 +72,7 @@ class Predictor:
         self.costs = costs
         self.cluster = network if isinstance(network, Cluster) else Cluster.flat(request.devices, network)
         self.request = request
+        self.problem = Problem(costs, self.cluster, request)
         self._placements: dict[Layout, Order] = {}
 
     def fixed_layout(self) -> Layout | None:
@@ -118,7 +85,7 @@ class Predictor:
     def search(self) -> Layout | None:
         """The layout with the least predicted time that was found and fits into memory."""
         request = self.request
-        problem = self.problem(request.memory_limit)
+        problem = replace(self.problem, memory_limit=request.memory_limit)
         found = best_layout(problem, self.time, problem.bound, request.stages, request.replicas)
         joined = one_machine(self.cluster)
         if joined is None:
@@ -132,21 +99,7 @@ class Predictor:
     def lightest(self) -> Layout | None:
         """The layout with the least memory that was found."""
         request = self.request
-        return best_layout(self.problem(None), self.memory, self.memory, request.stages, request.replicas)
-
-    def problem(self, memory_limit: int | None) -> Problem:
-        """The same question for the dynamic program."""
-        request = self.request
-        return Problem(
-            costs=self.costs,
-            cluster=self.cluster,
-            microbatches=request.microbatches,
-            schedule=request.schedule,
-            state_copies=request.state_copies,
-            memory_limit=memory_limit,
-            recomputes=request.activation_checkpointing != "never",
-            run_ahead=request.run_ahead,
-        )
+        return best_layout(self.problem, self.memory, self.memory, request.stages, request.replicas)
 
     def time(self, layout: Layout) -> float:
         """Predicted step time in seconds, infinite where the layout does not fit into memory."""
@@ -194,17 +147,13 @@ class Predictor:
     def stage_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
         """Bytes that a device of each stage holds at most: training state and activations in flight."""
         memory = []
-        problem = self._problem
+        problem = self.problem
         for index, cost in enumerate(stage_costs(self.costs, layout.cuts)):
             state = self.request.state_copies * cost.parameter_bytes
             peak = problem.flights(layout.replicas, index, run_ahead)
             kept = 1 if problem.recomputes else peak
             memory.append(state + peak * cost.received_bytes + kept * cost.saved_bytes)
         return memory
-
-    @functools.cached_property
-    def _problem(self) -> Problem:
-        return self.problem(None)
 
     def _stages(self, layout: Layout) -> list[StageCost]:
         stages = stage_costs(self.costs, layout.cuts)
@@ -243,8 +192,8 @@ class Predictor:
             warm = sum(replicas) + (microbatches - sum(replicas)) % period
             first, second = time(warm), time(warm + period)
             return second + (second - first) * (microbatches - warm - period) / period
-        problem = self._problem
-        shorter = replace(problem, microbatches=most * beside)
+        problem = self.problem
+        shorter = replace(problem, request=replace(request, microbatches=most * beside))
         return time(most) * problem.model(layout) / shorter.model(layout)
 
 

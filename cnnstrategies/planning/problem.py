@@ -5,13 +5,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cnnstrategies.pipeline.layout import Layout
-from cnnstrategies.pipeline.timetable import in_flight
+from cnnstrategies.pipeline.timetable import Order, in_flight
+from cnnstrategies.planning.candidates import Checkpointing
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.collectives import BUCKET_BYTES, all_reduce
 from cnnstrategies.planning.costs import GraphCosts, Link
@@ -22,6 +23,39 @@ POSITIONS = 64  # of a large network, between which stages are searched for; a l
 HEAVY = 8  # of them before the nodes with most parameters
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a plan is made for.
+
+    Attributes:
+        devices: Devices to use.
+        microbatches: Microbatches of a step.
+        schedule: Name of the schedule.
+        stages: Number of stages; chosen when None.
+        replicas: Replicas of each stage; chosen when None.
+        cuts: First node of each stage but the first; chosen when None.
+        memory_limit: Bytes that a device may hold; unlimited when None.
+        activation_checkpointing: Whether a stage keeps only its inputs and runs its forward again before the
+            backward: for no microbatch, for all but the last, or for all.
+        run_ahead: Whether stages hold one microbatch more, so that messages travel while they compute; chosen when
+            None: where it gains time and fits into memory.
+        state_copies: Copies of the parameters that training holds: parameters, gradients, optimizer state.
+        placement: How ranks are numbered; chosen when None.
+    """
+
+    devices: int
+    microbatches: int
+    schedule: str = "1f1b"
+    stages: int | None = None
+    replicas: tuple[int, ...] | None = None
+    cuts: tuple[int, ...] | None = None
+    memory_limit: int | None = None
+    activation_checkpointing: Checkpointing = "never"
+    run_ahead: bool | None = None
+    state_copies: int = 3
+    placement: Order | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """What a layout is chosen for.
@@ -29,22 +63,19 @@ class Problem:
     Attributes:
         costs: Costs of the nodes for one microbatch.
         cluster: Its devices are the ranks, in order.
-        microbatches: Microbatches of a step.
-        schedule: Name of the schedule.
-        state_copies: Copies of the parameters that training holds: parameters, gradients, optimizer state.
-        memory_limit: Bytes that a device may hold; unlimited when None.
-        recomputes: Whether a stage keeps only its inputs and runs its forward again before the backward.
-        run_ahead: Whether stages hold one microbatch more; where it gains time and there is memory, when None.
+        request: What is asked for.
+        memory_limit: Bytes that a device may hold, where layouts that need more are left out.
     """
 
     costs: GraphCosts
     cluster: Cluster
-    microbatches: int
-    schedule: Literal["gpipe", "1f1b"] | str = "1f1b"
-    state_copies: int = 3
+    request: Request
     memory_limit: int | None = None
-    recomputes: bool = False
-    run_ahead: bool | None = None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a stage keeps only its inputs and runs its forward again before the backward."""
+        return self.request.activation_checkpointing != "never"
 
     @cached_property
     def time_before(self) -> Floats:
@@ -79,8 +110,8 @@ class Problem:
 
     def flights(self, replicas: Sequence[int], stage: int, run_ahead: bool) -> int:
         """Most microbatches that a replica of a stage holds at once."""
-        rounds = -(-self.microbatches // replicas[stage])
-        return min(in_flight(replicas, stage, run_ahead), rounds) if self.schedule == "1f1b" else rounds
+        rounds = -(-self.request.microbatches // replicas[stage])
+        return min(in_flight(replicas, stage, run_ahead), rounds) if self.request.schedule == "1f1b" else rounds
 
     def model(self, layout: Layout) -> float:
         """Step time in seconds: one microbatch through all stages and back, and what the slowest adds for the rest."""
@@ -100,7 +131,7 @@ class Problem:
             speeds = self.cluster.speeds[first : first + replicas]
             time = float(self.time_before[bounds[stage + 1]] - self.time_before[bounds[stage]])
             # The first replica has one microbatch more, if any has; a quick one may have it.
-            rounds = -(-self.microbatches // replicas)
+            rounds = -(-self.request.microbatches // replicas)
             longest = max(longest, before + rounds * time / max(speeds))
             before += time / max(speeds)
         return longest
@@ -115,7 +146,7 @@ class Problem:
         spare = self.cluster.devices - sum(replicas)
         while spare and queue:
             _, stage = heapq.heappop(queue)
-            if replicas[stage] < self.microbatches:
+            if replicas[stage] < self.request.microbatches:
                 replicas[stage] += 1
                 spare -= 1
                 heapq.heappush(queue, (-times[stage] / replicas[stage], stage))
@@ -140,7 +171,7 @@ class Problem:
             reduction = all_reduce(self.cluster, self.cluster.devices - used - replicas, replicas)
             whole = reduction(parameters) - self.drain_before[end] / place.speed
             bucket = reduction(min(parameters, BUCKET_BYTES)) - self.drain_before[start] / place.speed
-            rounds = -(-self.microbatches // replicas)
+            rounds = -(-self.request.microbatches // replicas)
             result.append((time, transfer, (rounds - 1) * max(time, port) + max(0.0, float(whole), float(bucket))))
         return result
 

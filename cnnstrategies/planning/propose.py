@@ -76,7 +76,7 @@ class DynamicProgram:
         self.speed = np.array([place.speed for place in self.places.kinds])
         self.transfers = np.array([self.slices.transfer(link) for link in self.places.transfer])
         # Where it is left open, a stage runs ahead if there is memory.
-        self.ahead = problem.memory_limit is None if problem.run_ahead is None else problem.run_ahead
+        self.ahead = problem.memory_limit is None if problem.request.run_ahead is None else problem.request.run_ahead
         self.prunes = self.stages is None and self.devices > SMALL
         # Numbers of devices with as much room in their machine, a row each; one more than there are fills it.
         alike = [np.flatnonzero(self.places.room == room) for room in np.unique(self.places.room)]
@@ -145,10 +145,10 @@ class DynamicProgram:
         time = self.slices.time[start, end] / self.speed[kind]
         value = time + self.transfers[given, end] + tail[given, end]
         keep = used <= self.devices
-        if self.problem.schedule == "1f1b":
+        if self.problem.request.schedule == "1f1b":
             # A replica that may hold only some microbatches waits for the first of them to come back.
             window = self._window(used, replicas, self.ahead)
-            waits = -(-self.problem.microbatches // replicas) - window
+            waits = -(-self.problem.request.microbatches // replicas) - window
             keep &= (waits <= 0) | (waits * value <= bound * window)
         used, value, given, end = used[keep], value[keep], given[keep], end[keep]
         np.minimum.at(into[:, start], used, value)
@@ -159,7 +159,7 @@ class DynamicProgram:
     def _fewest(self, kind: int, bound: float) -> Integers:
         """By start and end of a stage the fewest replicas that keep the bound in this kind of place."""
         place = self.places.kinds[kind]
-        microbatches = self.problem.microbatches
+        microbatches = self.problem.request.microbatches
         if self.replicas is not None:
             # Each place has the number that it is given; whether it keeps the bound is all there is to know.
             return self._kept_by_given(kind, bound)
@@ -183,7 +183,7 @@ class DynamicProgram:
         fewest = np.full(self.slices.time.shape, NEVER)
         for count in sorted(set(self.replicas), reverse=True):
             period, open_ = self.slices.slowest(self.places.kinds[kind], np.full(fewest.shape, count))
-            rounds = -(-self.problem.microbatches // count)
+            rounds = -(-self.problem.request.microbatches // count)
             kept = self.slices.ordered & ((rounds - 1) * period + open_ <= bound)
             fewest = np.where(kept, count, fewest)
         return fewest
@@ -194,25 +194,25 @@ class DynamicProgram:
         """Replicas, no fewer than given, with which a stage fits into its devices, and the kinds of their places."""
         problem = self.problem
         assert problem.memory_limit is not None
-        free = problem.memory_limit - problem.state_copies * self.slices.parameters[start, end]
+        free = problem.memory_limit - problem.request.state_copies * self.slices.parameters[start, end]
         held = self.slices.held[start, end]
         each = self.slices.kept[start, end]
         with np.errstate(divide="ignore", invalid="ignore"):
             window = np.where(each > 0, np.floor((free - held) / each), np.where(free >= held, NEVER, 0))
         window = np.clip(window, 0, NEVER).astype(np.int64)
         if self.replicas is None:
-            by_rounds = -(-problem.microbatches // np.maximum(window, 1))
+            by_rounds = -(-problem.request.microbatches // np.maximum(window, 1))
             needed = by_rounds
-            if problem.schedule == "1f1b":
+            if problem.request.schedule == "1f1b":
                 by_window = np.where(window > 1, -(-given // np.maximum(window - 1, 1)), np.where(given > 0, NEVER, 1))
                 needed = np.minimum(by_window, by_rounds)
             replicas = np.maximum(replicas, needed)
         fits = (window >= 1) & (given + replicas <= self.devices)
         safe = np.where(fits, replicas, 1)
         kind = np.argmax(self.places.reach[:, given] >= safe[None, :], axis=0)
-        rounds = -(-problem.microbatches // safe)
-        window_here = self._window(given + safe, safe, bool(problem.run_ahead))
-        peak = np.minimum(window_here, rounds) if problem.schedule == "1f1b" else rounds
+        rounds = -(-problem.request.microbatches // safe)
+        window_here = self._window(given + safe, safe, bool(problem.request.run_ahead))
+        peak = np.minimum(window_here, rounds) if problem.request.schedule == "1f1b" else rounds
         fits &= peak <= window
         for number in np.unique(kind):
             there = kind == number

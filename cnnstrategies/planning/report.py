@@ -15,7 +15,8 @@ from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Order
 from cnnstrategies.planning.costs import format_bytes
-from cnnstrategies.planning.predict import Predictor, Request
+from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.problem import Request
 from cnnstrategies.planning.rank import Ranking, Row
 from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
 from cnnstrategies.planning.tune.settings import write_commented

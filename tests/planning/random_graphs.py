@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
-from cnnstrategies.planning.predict import Predictor, Request
+from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.problem import Request
 
 MOST_NODES = 6  # on machines with several devices, where there are more layouts
 
@@ -83,7 +84,7 @@ def excess(predictor: Predictor) -> float:
     found = predictor.search()
     assert found is not None
     own = best = predictor.time(found)
-    bound = predictor.problem(None).bound
+    bound = predictor.problem.bound
     for layout in all_layouts(predictor.costs, predictor.request):
         if bound(layout) < best:  # Else it cannot be better: that bounds hold has a test of its own.
             best = min(best, predictor.time(layout))

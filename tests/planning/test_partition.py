@@ -20,7 +20,8 @@ from planning.random_graphs import (
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
-from cnnstrategies.planning.predict import Predictor, Request
+from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.problem import Request
 
 pytestmark = pytest.mark.light
 
@@ -53,7 +54,7 @@ def test_no_time_is_below_its_bound() -> None:
     for _ in range(10):
         costs, link, request = random_costs(rng), random_link(rng), random_request(rng)
         predictor = Predictor(costs, link, request)
-        problem = predictor.problem(None)
+        problem = predictor.problem
         assert all(problem.bound(one) <= predictor.time(one) * (1 + 1e-9) for one in all_layouts(costs, request))
 
 

@@ -11,7 +11,8 @@ from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Profile, Value
 from cnnstrategies.planning.places import placed
-from cnnstrategies.planning.predict import Predictor, Request
+from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.problem import Request
 from cnnstrategies.planning.rank import rank
 from cnnstrategies.planning.report import describe, summary, write_overlay
 

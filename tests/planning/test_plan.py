@@ -9,7 +9,8 @@ from rich.console import Console
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value, format_bytes
-from cnnstrategies.planning.predict import Predictor, Request, check_request, find_layout
+from cnnstrategies.planning.predict import Predictor, check_request, find_layout
+from cnnstrategies.planning.problem import Request
 from cnnstrategies.planning.report import Plan, describe, stages_table
 from cnnstrategies.planning.stage_costs import StageCost
 

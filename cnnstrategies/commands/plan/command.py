@@ -5,7 +5,6 @@ From a profile in a file it needs neither torch nor Lightning, and answers in a 
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -80,8 +79,6 @@ def show(ranking: Ranking, options: PlanOptions) -> None:
     console.print(ranking_table(ranking, options.samples_per_epoch))
     chosen = ranking.hybrid
     if chosen is not None:
-        request = replace(chosen.predictor.request, devices=chosen.layout.devices)
-        chosen.predictor.request = request
         plan = describe(chosen.predictor, chosen.layout)
         console.print(stages_table(plan))
         if options.timetable is not None or options.trace is not None:
