@@ -20,7 +20,6 @@ def test_resumes_under_any_other_strategy() -> None:
         "data": {"drop_last": True},
     }
     chain: dict[str, tuple[Any, int]] = {
-        "served": (served(), 2),
         "2-1": (hybrid(replicas=[2, 1], cuts=["2"], microbatches=4, schedule="gpipe", placement="replicas"), 3),
         "two servers": (served(servers=2), 2),
         "ddp": ("ddp_fork", 2),

@@ -57,29 +57,16 @@ def test_a_pipeline_says_what_each_microbatch_does_by_itself():
         ]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "lines"),
-    [
-        (lambda: CompressedDDPStrategy(compression="bf16"), ["gradients are sent as bf16"]),
-        (
-            lambda: CompressedDDPStrategy(compression="powersgd", powersgd_rank=2, powersgd_start=100),
-            ["gradients are sent as rank-2 factors from step 100 on"],
-        ),
-        (
-            lambda: LocalSGDStrategy(sync_every=8, start=100),
-            ["after step 100 each process makes its own steps", "weights are averaged every 8 steps"],
-        ),
-        (
-            lambda: LocalSGDStrategy(sync_every=4, start=0),
-            ["each process makes its own steps", "weights are averaged every 4 steps"],
-        ),
-    ],
-    ids=["bf16", "powersgd", "local sgd", "local at once"],
-)
-def test_what_data_parallel_sends_in_another_way(strategy, lines):
-    built = strategy()
-    built.connect(LightningModule())
-    assert built.differences(32) == lines
+def test_what_data_parallel_sends_in_another_way():
+    powersgd = CompressedDDPStrategy(compression="powersgd", powersgd_rank=2, powersgd_start=100)
+    for strategy, lines in (
+        (CompressedDDPStrategy(compression="bf16"), ["gradients are sent as bf16"]),
+        (powersgd, ["gradients are sent as rank-2 factors from step 100 on"]),
+        (LocalSGDStrategy(), ["after step 100 each process makes its own steps", "weights are averaged every 8 steps"]),
+        (LocalSGDStrategy(4, 0), ["each process makes its own steps", "weights are averaged every 4 steps"]),
+    ):
+        strategy.connect(LightningModule())
+        assert strategy.differences(32) == lines
 
 
 def of_servers(workers=2, accumulated=1, **options):
@@ -121,33 +108,27 @@ def test_a_parameter_server_says_what_is_rounded():
     assert "forward and backward may use weights rounded to fp16" in own, "nobody else has the same"
 
 
-@pytest.mark.parametrize(
-    ("options", "nodes", "text"),
-    [
-        ({}, 1, "1 (on this node), 1.2 MB of parameters each"),
-        ({"servers": 2}, 1, "2 (on this node), 0.4 to 0.8 MB of parameters each"),
-        ({"servers": 2}, 2, "4 (2 on each of 2 nodes), 0 to 0.4 MB of parameters each"),
-        (
-            {"servers": 2, "replication": 2},
-            1,
-            "2 (on this node), 1.2 MB of parameters each; each part is on 2 of them",
-        ),
-        (
-            {"endpoints": ["tcp://10.0.0.5:7700"], "coordinator": "tcp://10.0.0.1:7000", "security": "none"},
-            3,
-            "1 (dedicated), 1.2 MB of parameters each",
-        ),
-    ],
-    ids=["one", "two", "four", "copies", "dedicated"],
-)
-def test_servers_say_which_share_each_holds(options, nodes, text):
+SHARES = [
+    ({}, 1, "1 (on this node), 1.2 MB of parameters each"),
+    ({"servers": 2}, 2, "4 (2 on each of 2 nodes), 0 to 0.4 MB of parameters each"),
+    ({"servers": 2, "replication": 2}, 1, "2 (on this node), 1.2 MB of parameters each; each part is on 2 of them"),
+    (
+        {"endpoints": ["tcp://10.0.0.5:7700"], "coordinator": "tcp://10.0.0.1:7000", "security": "none"},
+        3,
+        "1 (dedicated), 1.2 MB of parameters each",
+    ),
+]
+
+
+def test_servers_say_which_share_each_holds():
     """Three parameters of 0.4 MB, each whole in one slice."""
-    asked = ParameterServerStrategy(**options).options
     parameters = [(str(index), nn.Parameter(torch.zeros(100_000))) for index in range(3)]
     optimizer = torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1)
-    counts = {"servers": asked.server_count(nodes), "replication": asked.replication}
-    specification = Specification.of(parameters, optimizer, 2, **counts)
-    assert describe_servers(asked, specification, nodes) == [("mode", "sync"), ("servers", text)]
+    for options, nodes, text in SHARES:
+        asked = ParameterServerStrategy(**options).options
+        counts = {"servers": asked.server_count(nodes), "replication": asked.replication}
+        specification = Specification.of(parameters, optimizer, 2, **counts)
+        assert describe_servers(asked, specification, nodes) == [("mode", "sync"), ("servers", text)]
 
 
 def test_small_microbatches_are_warned_of_where_they_are_normalised():
@@ -164,8 +145,8 @@ def test_others_are_not():
 
 
 @pytest.mark.parametrize("strategy", [HybridPipelineStrategy, ParameterServerStrategy])
-@pytest.mark.parametrize("name", ["takeover", "find_unused_parameters", "ddp_comm_hook"])
-def test_an_argument_that_would_do_nothing_is_refused(strategy, name):
-    with pytest.raises(ConfigurationError, match=rf"{strategy.__name__}\({name}=\.\.\.\): it has no such argument"):
-        strategy(**{name: 1})
+def test_an_argument_that_would_do_nothing_is_refused(strategy):
+    for name in ("takeover", "find_unused_parameters", "ddp_comm_hook"):
+        with pytest.raises(ConfigurationError, match=rf"{strategy.__name__}\({name}=\.\.\.\): it has no such argument"):
+            strategy(**{name: 1})
     assert strategy(parallel_devices=[torch.device("cpu")]).root_device.type == "cpu"

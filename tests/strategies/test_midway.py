@@ -17,7 +17,7 @@ from test_parameter_server_faults import PATIENT
 SECONDS = 60.0  # for it to come back
 BATCH_SECONDS = 0.05  # By processor time alone one rank may be so much faster that the other gets a single batch.
 DIVIDED = ["--trainer.strategy.init_args.mode=sync", "--trainer.strategy.init_args.data_dispatch=static"]
-FIRST, EPOCHS = 1, 4  # epochs: with which the run goes on, and how many there are
+FIRST, EPOCHS = 1, 3  # epochs: with which the run goes on, and how many there are
 
 
 class Diary(Callback):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cnnstrategies.cluster.torchrun import own_store
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.coordinator.roster import SERVER
+from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.limits import allow_files, allow_threads, files_of_coordinator, files_of_server
@@ -146,9 +146,7 @@ def open_supervision(
     if layout.node == 0 and place.session == 0:  # A later session's waits for the one before to make room.
         _check_free(place.coordinator)
     servers = options.server_count(layout.nodes) if training else 0
-    address = Address(
-        place.coordinator, "supervision", layout.node, 0, options.heartbeat, options.timeout, session=place.session
-    )
+    address = _address(options, place, "supervision", layout.node)
     restarts = options.max_restarts if options.replication > 1 and place.supervised and not options.endpoints else 0
     supervision = Supervision(address, load_keys(place.key_file))
     workers = layout.nodes * layout.processes
@@ -187,8 +185,12 @@ def worker_address(options: Options, place: Place, rank: int) -> Address:
     incarnation = int(os.environ.get(INCARNATION, "0"))
     later = place.session > 0 and not place.supervised
     appear = LATER if later else place.wait
+    return replace(_address(options, place, WORKER, rank, incarnation), appear=appear)
+
+
+def _address(options: Options, place: Place, role: str, identity: int, incarnation: int = 0) -> Address:
     return Address(
-        place.coordinator, "worker", rank, incarnation, options.heartbeat, options.timeout, appear, place.session
+        place.coordinator, role, identity, incarnation, options.heartbeat, options.timeout, session=place.session
     )
 
 
@@ -214,9 +216,7 @@ def _start_server(options: Options, place: Place, identity: int, method: StartMe
     else:
         # The machine of the coordinator, whose name leads to loopback there.
         endpoint, known_as = "tcp://0.0.0.0:*", place.coordinator.removeprefix("tcp://").rpartition(":")[0]
-    address = Address(
-        place.coordinator, SERVER, identity, incarnation, options.heartbeat, options.timeout, session=place.session
-    )
+    address = _address(options, place, SERVER, identity, incarnation)
     service = ServerProcess(address, endpoint, place.key_file, place.insecure, known_as, os.getpid())
     return start(service, method)
 
