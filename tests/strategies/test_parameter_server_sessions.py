@@ -156,4 +156,3 @@ def test_after_a_stop_a_worker_waits_for_no_other(monkeypatch: pytest.MonkeyPatc
     assert group.gather("mine", "metric") == {1: "mine"}
     assert group.broadcast("mine", 0) == "mine"
     assert float(group.reduce(torch.tensor(2.0), "sum")) == 2
-    assert group.decide(True, all=True)

@@ -131,16 +131,6 @@ class WorkerGroup:
             raise ConfigurationError(f"reduce_op={how!r}: accepted are {', '.join(REDUCTIONS)}")
         return self._collectives.reduce(tensor, REDUCTIONS[name])
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all workers, stacked along a new first dimension."""
-        values = self.gather(tensor, "all_gather")
-        return torch.stack([values[rank] for rank in sorted(values)]).to(tensor.device)
-
-    def decide(self, decision: bool, all: bool) -> bool:
-        """Whether all workers, or any, have decided so."""
-        decisions = self.gather(bool(decision), "decision").values()
-        return bool(min(decisions) if all else max(decisions))
-
     # Metrics
 
     def share_metrics(self, module: nn.Module) -> None:
@@ -290,9 +280,11 @@ class CoordinatedStrategy(DDPStrategy):
         """The tensors of all workers that are there, stacked along a new first dimension."""
         if sync_grads:
             raise ConfigurationError("all_gather(sync_grads=True): workers exchange no gradients of activations")
-        return self.group.all_gather(tensor)
+        values = self.group.gather(tensor, "all_gather")
+        return torch.stack([values[rank] for rank in sorted(values)]).to(tensor.device)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all workers, or any, have decided so."""
-        return self.group.decide(decision, all)
+        decisions = self.group.gather(bool(decision), "decision").values()
+        return bool(min(decisions) if all else max(decisions))

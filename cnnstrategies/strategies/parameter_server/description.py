@@ -52,7 +52,6 @@ def differences_of_servers(
         sees_gradients: The user's hooks that look at gradients.
     """
     lines = []
-    together = options.mode == "sync" or (options.mode == "ssp" and not options.staleness)
     if options.mode == "local" and workers > 1:
         lines.append("each worker makes its own steps")
         outer = f"outer_lr {options.outer_lr:g}, outer_momentum {options.outer_momentum:g}"
@@ -60,7 +59,7 @@ def differences_of_servers(
             lines.append(f"weights are averaged every {options.sync_every} steps")
         else:
             lines.append(f"an outer step every {options.sync_every} steps, on the mean of what they changed ({outer})")
-    elif not together and workers > 1:
+    elif not options.aggregates and workers > 1:
         images = "" if batch_size is None else f" on {batch_size * accumulated} images"
         lines.append(f"each update is one worker's gradient{images}")
         if options.mode == "ssp":
@@ -70,24 +69,24 @@ def differences_of_servers(
     if options.data_dispatch == "dynamic":
         lines.append("faster workers take more of the batches")
     pushed = "differences" if options.mode == "local" else "gradients"
-    if options.compression == "topk":
-        lines.append(f"{options.compression_ratio:.3g} of all {pushed} is sent, the rest later")
-    elif options.compression == "onebit":
-        lines.append(f"{pushed} are sent as one bit a value, the rest later")
-    elif options.compression == "auto":
-        lines.append(f"{pushed} may be sent as bf16, or as one bit a value, the rest later")
-    elif options.compression != "none":
-        lines.append(f"{pushed} are sent as {options.compression}")
-    if options.pull_compression == "auto":
-        changes = ", or that change by one bit a value, the rest later"
-        common = together or options.mode == "local"
-        lines.append(f"forward and backward may use weights rounded to fp16{changes if common else ''}")
-    elif options.pull_compression == "topk":
-        lines.append(f"forward and backward use weights of which {options.compression_ratio:.3g} is renewed in a step")
-    elif options.pull_compression == "onebit":
-        lines.append("forward and backward use weights that a step changes by one bit a value, the rest later")
-    elif options.pull_compression != "none":
-        lines.append(f"forward and backward use weights rounded to {options.pull_compression}")
+    share = f"{options.compression_ratio:.3g}"
+    changes = ", or that change by one bit a value, the rest later" if options.aggregates else ""
+    sent = {
+        "none": None,
+        "topk": f"{share} of all {pushed} is sent, the rest later",
+        "onebit": f"{pushed} are sent as one bit a value, the rest later",
+        "auto": f"{pushed} may be sent as bf16, or as one bit a value, the rest later",
+    }
+    used = {
+        "none": None,
+        "topk": f"forward and backward use weights of which {share} is renewed in a step",
+        "onebit": "forward and backward use weights that a step changes by one bit a value, the rest later",
+        "auto": f"forward and backward may use weights rounded to fp16{changes}",
+    }
+    lines += filter(None, [
+        sent.get(options.compression, f"{pushed} are sent as {options.compression}"),
+        used.get(options.pull_compression, f"forward and backward use weights rounded to {options.pull_compression}"),
+    ])  # fmt: skip
     if sees_gradients and options.mode != "local":
         lines.append(f"gradients leave after {', '.join(sees_gradients)}")
         if workers > 1:

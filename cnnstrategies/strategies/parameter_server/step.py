@@ -138,14 +138,6 @@ class Stepper:
         """How many common steps this worker has pushed, or is pushing; where a node pushes as one it waits in that."""
         return self.worker.step + self._in_step
 
-    def take(self) -> None:
-        """Wait until all parameters are up to date."""
-        self.worker.wait_all()
-
-    def refresh(self) -> None:
-        """Take the servers' present values, when nothing is left to be pushed."""
-        self.worker.refresh()
-
     def after_step(self, last: bool = False) -> None:
         """The optimizer's step was made: in mode ``local`` by the optimizer itself.
 

@@ -258,7 +258,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self._admitted = False  # It came in at this very boundary.
             return
         self._stepper.worker.interrupt()
-        self._stepper.take()
+        self._stepper.worker.wait_all()
         state = trainer_state(self.trainer, self.optimizers[0], self._stepper.own_steps)
         if self.group.collectives.boundary(state).admitted:
             self.group.collectives.barrier("admitted")  # Until those that came in have the parameters and their step.
@@ -341,14 +341,14 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if self.options.mode == "local":
             self._stepper.outer_step()
             worker.interrupt()  # It came early.
-        self._stepper.take()
+        worker.wait_all()
         self._count_processed()
         if not self._buffers_are_equal:
             average_buffers(self.module, self.group)
             self._buffers_are_equal = True
         if refresh and (self.options.mode in ("async", "ssp") or self.options.pull_compression != "none"):
             self.barrier("refresh")
-            self._stepper.refresh()
+            worker.refresh()
         self._stepper.note_values()
 
     @override
