@@ -25,11 +25,7 @@ def files_of_worker(servers: int) -> int:
 
 
 def allow_files(count: int, who: str) -> None:
-    """Raise this process's limit of open files as far as it may, so that strangers who connect keep no member out.
-
-    Raises:
-        ConfigurationError: The system does not let it have as many.
-    """
+    """Raise this process's limit of open files as far as it may, so that strangers who connect keep no member out."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < count:
         raise ConfigurationError(
@@ -40,11 +36,7 @@ def allow_files(count: int, who: str) -> None:
 
 
 def allow_threads(processes: int) -> None:
-    """Look whether this user may have the threads that so many processes will start: libzmq aborts without them.
-
-    Raises:
-        ConfigurationError: The system does not let it have as many.
-    """
+    """Look whether this user may have the threads that so many processes will start: libzmq aborts without them."""
     go_on, size = threading.Event(), threading.stack_size(1 << 16)
     threads = [threading.Thread(target=go_on.wait) for _ in range(processes * THREADS)]
     try:

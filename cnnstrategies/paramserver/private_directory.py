@@ -46,9 +46,6 @@ def shared_directory(meeting: str) -> Path:
 
     Args:
         meeting: What is the same for all of them, and for no other run of this user's.
-
-    Raises:
-        ConfigurationError: Others could enter it.
     """
     digest = hashlib.sha256(meeting.encode()).hexdigest()[:16]
     path = temporary_place() / f"{PREFIX}{os.getuid()}-{digest}"

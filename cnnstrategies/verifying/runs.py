@@ -107,11 +107,7 @@ def verify(
 
 
 def forked(name: str) -> str:
-    """The strategy of a kind whose processes are forked; those that are programs would run the user's script again.
-
-    Raises:
-        ConfigurationError: There is none.
-    """
+    """The strategy of a kind whose processes are forked; those that are programs would run the user's script again."""
     for one in (name, f"{name}_fork", name.replace("ddp", "ddp_fork", 1)):
         if one in StrategyRegistry and "_fork" in one:
             return one
@@ -132,12 +128,7 @@ def keeper(role: Role) -> Keeps:
 
 
 def verdict_of(train: Callable[[Role], None]) -> Verdict:
-    """Make the runs that a verdict needs, and compare them.
-
-    Raises:
-        ConfigurationError: A run refuses; see :func:`verify`.
-        TrainingError: A run fails.
-    """
+    """Make the runs that a verdict needs, and compare them."""
     notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="cnnstrategies_verify_") as folder:
         try:

@@ -205,12 +205,7 @@ class CoordinatedStrategy(DDPStrategy):
             self.open_session()
 
     def open_session(self) -> None:
-        """Register with the coordinator of the next session.
-
-        Raises:
-            RunEnded: A rank has died in the session before.
-            ConfigurationError: The session would need dedicated servers that have ended.
-        """
+        """Register with the coordinator of the next session."""
         assert self.lightning_module is not None
         self._interrupted = False
         training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING

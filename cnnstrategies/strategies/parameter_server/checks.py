@@ -19,12 +19,7 @@ GATHERS = "gather_distributed"  # The end of the names of such options of losses
 
 
 def check_module(module: LightningModule, options: Options) -> None:
-    """Refuse a module that the parameter server cannot train.
-
-    Raises:
-        ConfigurationError: It optimises by hand, clips gradients that it does not have, has sparse ones, or a loss that
-            gathers what other processes have.
-    """
+    """Refuse a module that the parameter server cannot train."""
     if options.mode != "local" and is_overridden("configure_gradient_clipping", module):
         raise ConfigurationError(
             f"{type(module).__name__}.configure_gradient_clipping would clip each worker's own gradient, and not their "
@@ -57,9 +52,6 @@ def check_callbacks(callbacks: Sequence[Callback], options: Options, returns: bo
         callbacks: The trainer's.
         options: The strategy's.
         returns: Whether what a callback finds is where the script goes on.
-
-    Raises:
-        ConfigurationError: One of them cannot do so here.
     """
     for callback in callbacks:
         if isinstance(callback, StochasticWeightAveraging):
@@ -91,12 +83,7 @@ def check_callbacks(callbacks: Sequence[Callback], options: Options, returns: bo
 
 
 def check_optimizers(optimizers: list[Optimizer], options: Options) -> None:
-    """Refuse what the servers cannot do.
-
-    Raises:
-        ConfigurationError: There is none or more than one, or one that evaluates the loss itself, is told whether it
-            trains, or has an option that is no finite number.
-    """
+    """Refuse what the servers cannot do."""
     if len(optimizers) != 1:
         raise ConfigurationError(
             f"configure_optimizers gave {len(optimizers)} optimizers: the servers run one; use its parameter groups"
@@ -127,11 +114,7 @@ def _check_served(optimizer: Optimizer) -> None:
 
 
 def check_dispatch(trainer: Trainer, options: Options) -> None:
-    """Refuse a training that counts steps, or stops for something within an epoch, while workers take what they can.
-
-    Raises:
-        ConfigurationError: Some workers would be in the middle of an epoch, where others wait for them.
-    """
+    """Refuse a training that counts steps, or stops for something within an epoch, while workers take what they can."""
     if options.data_dispatch == "static" or trainer.state.fn != TrainerFn.FITTING:
         return
     for what, instead in _within_epochs(trainer):

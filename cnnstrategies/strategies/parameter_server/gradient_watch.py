@@ -45,11 +45,7 @@ class Linear(TorchFunctionMode):
         self._gradients: Origins[str] = Origins()  # The name of its parameter for each, and for what is made of it.
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """See what a function is given, and call it.
-
-        Raises:
-            ConfigurationError: It is not linear in a gradient.
-        """
+        """See what a function is given, and call it."""
         kwargs = kwargs or {}
         found = self._found((*args, *kwargs.values()))
         if found and not self._is_linear(func, args, found):

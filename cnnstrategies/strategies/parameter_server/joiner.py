@@ -89,11 +89,7 @@ class JoinerGroup(WorkerGroup):
 
 
 def check_parameters(wanted: Specification, own: Specification) -> None:
-    """Refuse a network that is not the run's.
-
-    Raises:
-        ConfigurationError: Its parameters have other names or shapes.
-    """
+    """Refuse a network that is not the run's."""
     theirs, mine = ({one.name: one for one in of.parameters} for of in (wanted, own))
     for name in [*theirs, *mine]:
         if theirs.get(name) != mine.get(name):
@@ -111,11 +107,7 @@ def _shape(parameter: Any) -> str:
 
 
 def check_seed(theirs: str) -> None:
-    """Refuse another order of the samples.
-
-    Raises:
-        ConfigurationError: It follows from another seed.
-    """
+    """Refuse another order of the samples."""
     mine = seed()
     if theirs != mine:
         raise ConfigurationError(

@@ -273,13 +273,7 @@ class _News:
                 pipes.remove(pipe)
 
     def result(self, deaths: list[str], code: int) -> Any:
-        """The result of rank 0.
-
-        Raises:
-            RunEnded: There is none.
-            ProcessRaisedException: A rank has raised.
-            SystemExit: The user has stopped the run.
-        """
+        """The result of rank 0."""
         failed = [(rank, text) for kind, rank, text in self.said if kind == "failed"]
         failed.sort(key=lambda one: "ConfigurationError" not in one[1])
         for rank, text in failed:

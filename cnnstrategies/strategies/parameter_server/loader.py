@@ -75,11 +75,7 @@ class BatchDispatch:
         self._group = group
 
     def loader(self, dataloader: object, trainer: Trainer) -> "DispatchedLoader":
-        """The training loader in which batches are given out.
-
-        Raises:
-            ConfigurationError: It is one of several, or the samples have no order that all workers know.
-        """
+        """The training loader in which batches are given out."""
         if self.has_loader:
             raise ConfigurationError(
                 "training has several loaders (CombinedLoader): data_dispatch: dynamic gives out the batches of one, "
@@ -114,11 +110,7 @@ class BatchDispatch:
 
 
 class DispatchedLoader:
-    """A ``DataLoader`` without a length: how many batches a worker gets shows only while they are given out.
-
-    Raises:
-        ConfigurationError: Its samples have no order that all workers know.
-    """
+    """A ``DataLoader`` without a length: how many batches a worker gets shows only while they are given out."""
 
     def __init__(self, loader: Any, dispatch: BatchDispatch, trainer: Trainer) -> None:
         if not isinstance(loader, DataLoader):
@@ -161,11 +153,7 @@ class DispatchedLoader:
         return {"epoch": sampler.epoch, "batches": sampler.count, "done": self.dispatch.progress(sampler.epoch)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Leave out the batches that were worked on before the checkpoint was saved.
-
-        Raises:
-            ConfigurationError: It was saved under another kind of dispatch.
-        """
+        """Leave out the batches that were worked on before the checkpoint was saved."""
         if not {"epoch", "batches", "done"} <= state.keys():
             raise ConfigurationError(
                 "the checkpoint is from within an epoch that was divided among the ranks, and this run gives its "
@@ -206,11 +194,7 @@ def _seed_all(seed: int) -> None:
 
 
 def check_order(sampler: Any, group: WorkerGroup) -> None:
-    """Refuse a sampler of the user's own that gives another order each time, or in each worker; a collective.
-
-    Raises:
-        ConfigurationError: It is so: some samples would be given out twice, and others not at all.
-    """
+    """Refuse a sampler of the user's own that gives another order each time, or in each worker; a collective."""
     inner = distributed(sampler)
     if not isinstance(inner, DistributedSamplerWrapper):
         return
@@ -231,11 +215,7 @@ def check_order(sampler: Any, group: WorkerGroup) -> None:
 
 
 def distributed(sampler: Any) -> DistributedSampler[Any]:
-    """The distributed sampler in a batch sampler or sampler.
-
-    Raises:
-        ConfigurationError: There is none, so workers would not agree on what a position means.
-    """
+    """The distributed sampler in a batch sampler or sampler."""
     inner = getattr(sampler, "sampler", sampler)
     if not isinstance(inner, DistributedSampler):
         raise ConfigurationError(

@@ -107,11 +107,7 @@ class Options(RunOptions):
             )
 
     def check_nodes(self, nodes: int) -> None:
-        """Refuse more copies than there are servers.
-
-        Raises:
-            ConfigurationError: There are too few servers.
-        """
+        """Refuse more copies than there are servers."""
         if self.replication > self.server_count(nodes):
             raise ConfigurationError(
                 f"replication={self.replication} needs as many servers, but servers={self.servers} are started on "

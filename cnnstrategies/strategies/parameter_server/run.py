@@ -92,9 +92,6 @@ def choose_place(
         session: Number of the session.
         supervised: Whether this process starts those of its node; then one node alone needs no network.
         directory: That of the process that has started this one, if it has made one.
-
-    Raises:
-        ConfigurationError: The network needs keys, and there are none.
     """
     if layout.nodes == 1 and options.coordinator is None:
         if directory is None:
@@ -120,9 +117,6 @@ def key_file_of(options: Options, coordinator: str) -> str | None:
     """The file with the keys of a run that meets at a TCP address; None for no encryption.
 
     Where all listen at this machine's own addresses and no file is named, its private directory has one.
-
-    Raises:
-        ConfigurationError: Others are reached, and there is none.
     """
     if not options.encrypted(coordinator):
         return None

@@ -130,11 +130,7 @@ def combined_worker(
     parameters: Sequence[Tensor],
     connect: Callable[[Callable[[int, Tensor], None]], Worker],
 ) -> CombinedWorker:
-    """Share memory with the other workers of this node; a collective, after training has begun.
-
-    Raises:
-        ConfigurationError: A worker of this node shares no memory with this one.
-    """
+    """Share memory with the other workers of this node; a collective, after training has begun."""
     size = size_of(parameters)
     memory = SharedMemory(size)
     where = group.gather(memory.where, "shared memory")

@@ -233,11 +233,7 @@ class Stepper:
         return args, {**kwargs, "closure": closure_then_push}
 
     def _check(self) -> None:
-        """See that nobody has looked at, or changed, what was sent sooner or came later than on one device.
-
-        Raises:
-            ConfigurationError: Somebody has.
-        """
+        """See that nobody has looked at, or changed, what was sent sooner or came later than on one device."""
         for index, (gradient, version) in self._pushed.items():
             now = self.parameters[index].grad
             if now is not gradient or writes(now) != version:
