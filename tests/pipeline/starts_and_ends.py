@@ -1,10 +1,10 @@
 """Start and end ranks under load, many times, and look at how each ends.
 
-    python tests/pipeline/starts_and_ends.py --forked 200 --torchrun 30 --strategy 100 --command 50 --stopped 50
+    python tests/pipeline/starts_and_ends.py --forked 200 --strategy 100 --command 50 --stopped 50
 
 A process ends badly where a thread of a group is still there: then C++ may abort it (exit code -6, `terminate called
 without an active exception`) after a right result, in one run of many and only where processors are scarce. So each
-rank also looks, as the last thing that it does, whether there is one. Most starts are forks of one process that has
+rank also looks, as the last thing that it does, whether there is one. All starts are forks of one process that has
 imported everything: they end as programs do, and start in a fraction of the time.
 """
 
@@ -15,7 +15,6 @@ import gc
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -175,17 +174,6 @@ def _exit_code(pid: int, deadline: float) -> int:
     return -signal.SIGKILL
 
 
-def start_torchrun(what: str, replicas: tuple[int, ...], log: Path) -> list[int]:
-    """Exit code of torchrun, which has those of its ranks in its output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    layout = ",".join(map(str, replicas))
-    with open(log, "a") as file:
-        done = subprocess.run(
-            [*command, __file__, f"--rank-of={what}", f"--layout={layout}"], stdout=file, stderr=file, check=False
-        )
-    return [done.returncode]
-
-
 def warm_up(with_lightning: bool) -> None:
     """Import what the ranks need, and spare them copying all that is imported when they end."""
     if with_lightning:
@@ -215,41 +203,27 @@ def main() -> None:
     """Count how the ranks end."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--forked", type=int, default=0, help="starts of the engine, forked")
-    parser.add_argument("--torchrun", type=int, default=0, help="starts of the engine by torchrun")
     parser.add_argument("--strategy", type=int, default=0, help="starts of the strategy, forked")
-    parser.add_argument("--strategy-torchrun", type=int, default=0, help="starts of the strategy by torchrun")
     parser.add_argument("--command", type=int, default=0, help="starts of the command line with ddp, forked")
     parser.add_argument("--stopped", type=int, default=0, help="starts of the same that are stopped, forked")
     parser.add_argument("--busy", type=int, default=3, help="processes beside that keep the processors busy")
-    parser.add_argument("--rank-of", choices=RUNS, help=argparse.SUPPRESS)
-    parser.add_argument("--layout", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.rank_of:
-        RUNS[arguments.rank_of](tuple(map(int, arguments.layout.split(","))))
-        return
     with_lightning = arguments.strategy or arguments.command or arguments.stopped
-    if arguments.forked or with_lightning:
-        warm_up(bool(with_lightning))
+    warm_up(bool(with_lightning))
     kinds = [
-        ("engine, forked", arguments.forked, lambda replicas, log: fork_ranks(run_engine, replicas, log)),
-        ("engine, torchrun", arguments.torchrun, lambda replicas, log: start_torchrun("engine", replicas, log)),
-        ("strategy, forked", arguments.strategy, lambda replicas, log: fork_ranks(run_strategy, replicas, log)),
-        (
-            "strategy, torchrun",
-            arguments.strategy_torchrun,
-            lambda replicas, log: start_torchrun("strategy", replicas, log),
-        ),
-        ("command, forked", arguments.command, lambda replicas, log: fork_ranks(run_command, replicas, log)),
-        ("command, stopped", arguments.stopped, lambda replicas, log: fork_ranks(run_stopped_command, replicas, log)),
+        ("engine", arguments.forked, run_engine),
+        ("strategy", arguments.strategy, run_strategy),
+        ("command", arguments.command, run_command),
+        ("stopped command", arguments.stopped, run_stopped_command),
     ]
     parent = os.getpid()
     load = [busy() for _ in range(arguments.busy)]
     directory = Path(tempfile.mkdtemp())
     bad = 0
     try:
-        for name, times, start in kinds:
-            bad += repeat(name, times, start, directory)
+        for name, times, run in kinds:
+            bad += repeat(name, times, run, directory)
     finally:
         if os.getpid() == parent:  # A rank comes through here, too, on its way out.
             for pid in load:
@@ -259,13 +233,13 @@ def main() -> None:
     sys.exit(bad > 0)
 
 
-def repeat(name: str, times: int, start: Callable[[tuple[int, ...], Path], list[int]], directory: Path) -> int:
+def repeat(name: str, times: int, run: Callable[[tuple[int, ...]], None], directory: Path) -> int:
     """Start many times and say how it went; gives the number of bad ends."""
     codes: Counter[int] = Counter()
     bad = 0
     for index in range(times):
         log = directory / f"{index}.log"
-        found = start(LAYOUTS[index % len(LAYOUTS)], log)
+        found = fork_ranks(run, LAYOUTS[index % len(LAYOUTS)], log)
         codes.update(found)
         text = log.read_text()
         log.unlink()
@@ -278,8 +252,6 @@ def repeat(name: str, times: int, start: Callable[[tuple[int, ...], Path], list[
         )
     return bad
 
-
-RUNS = {"engine": run_engine, "strategy": run_strategy}
 
 if __name__ == "__main__":
     main()

@@ -201,51 +201,35 @@ def test_running_statistics_of_batch_norm() -> None:
     } <= compared
 
 
-def gathered(replicas: tuple[int, ...]) -> list[tuple[bool, Tensor, Tensor]]:
-    """Outputs of training steps of several sizes: whether they were under way before the last backward, and they."""
+def gathered(replicas: tuple[int, ...]) -> tuple[list[bool], list[tuple[Tensor, Tensor]]]:
+    """Whether outputs of training were under way before the last backward, and outputs, evaluated ones as well."""
     network = make_network()
     alone = copy.deepcopy(network)
     pipeline = Pipeline(network, CUTS[len(replicas)], replicas, 4)
     freeze_norm(pipeline.module)
     freeze_norm(alone)
-    compared = []
     early: list[Any] = []
+    compared = []
     finish = pipeline.reducer.finish
     pipeline.reducer.finish = lambda keep: (early.append(pipeline.gathering), finish(keep))[1]  # type: ignore[method-assign]
     for images, targets in global_batches(4, (9, 4, 1)):
         batch = pipeline.share(part(pipeline, images), part(pipeline, targets))
         _, outputs = pipeline.train(batch, F.cross_entropy, gather=True)
-        compared.append((early[-1] is not None, pipeline.gather(batch, outputs), alone(images).detach()))
-    return compared
-
-
-@pytest.mark.parametrize("replicas", [(2, 1), (1, 2)])
-def test_outputs_of_training_leave_while_the_last_backward_runs(replicas: tuple[int, ...]) -> None:
-    """From the second step on: in the first one their structure is waited for."""
-    for results in run_ranks(sum(replicas), gathered, replicas):
-        assert [early for early, _, _ in results] == [False, True, True, True]
-        for _, got, expected in results:
-            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
-
-
-def evaluate(replicas: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
-    network = make_network().eval()
-    alone = copy.deepcopy(network)
-    pipeline = Pipeline(network, CUTS[len(replicas)], replicas, 4)
+        compared.append((pipeline.gather(batch, outputs), alone(images).detach()))
     pipeline.module.eval()
-    compared = []
-    for images, targets in global_batches(7, (9, 1, 4, 3)):
-        with torch.no_grad():
-            batch = pipeline.share(part(pipeline, images), part(pipeline, targets))
-            assert torch.equal(batch.rest[0], targets)
-            compared.append((pipeline.gather(batch, pipeline.evaluate(batch)), alone(images)))
-    return compared
+    for images, targets in global_batches(4, (9, 1, 3)):
+        batch = pipeline.share(part(pipeline, images), part(pipeline, targets))
+        assert torch.equal(batch.rest[0], targets)
+        compared.append((pipeline.gather(batch, pipeline.evaluate(batch)), alone.eval()(images).detach()))
+    return [one is not None for one in early], compared
 
 
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2, 1)])
-def test_evaluation_gives_the_rows_of_one_process_in_order_on_every_rank(replicas: tuple[int, ...]) -> None:
-    for results in run_ranks(sum(replicas), evaluate, replicas):
-        for got, expected in results:
+def test_outputs_are_those_of_one_process_in_order_on_every_rank(replicas: tuple[int, ...]) -> None:
+    """Those of training leave while the last backward runs, but for the first, whose structure is waited for."""
+    for early, compared in run_ranks(sum(replicas), gathered, replicas):
+        assert early == [False, True, True, True]
+        for got, expected in compared:
             torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -313,29 +297,19 @@ def test_peak_memory_holds_the_microbatches_in_flight_alone() -> None:
         assert peaks["gpipe always"][1] < peaks["gpipe never"][1] / 3
 
 
-@pytest.mark.parametrize(
-    ("cuts", "replicas", "microbatches", "ranks", "message"),
-    [
-        (1, (2, 2), 4, 3, r"replicas=\[2, 2\] need 4 devices, but there are 3"),
-        (2, (1, 1), 4, 2, r"2 cuts make 3"),
-        (1, (3, 1), 2, 4, r"microbatches=2 are fewer than the 3 replicas"),
-        (1, (2, 0), 2, 2, r"every stage needs at least 1 replica"),
-    ],
-)
-def test_impossible_layouts_are_refused(
-    cuts: int, replicas: tuple[int, ...], microbatches: int, ranks: int, message: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        check_layout(cuts, replicas, microbatches, ranks)
-
-
-def test_impossible_cuts_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="no module or node 'nowhere'"):
-        divide_by_names(make_network(), ["nowhere"])
-    with pytest.raises(ConfigurationError, match="in the order in which the network runs"):
-        divide_by_names(make_network(), ["join", "2"])
-    with pytest.raises(ConfigurationError, match="cannot be cut"):
-        divide_by_names(make_network(), ["head"])
+def test_impossible_layouts_and_cuts_are_refused() -> None:
+    refused: list[tuple[Any, Any, str]] = [
+        (check_layout, (1, (2, 2), 4, 3), r"replicas=\[2, 2\] need 4 devices, but there are 3"),
+        (check_layout, (2, (1, 1), 4, 2), r"2 cuts make 3"),
+        (check_layout, (1, (3, 1), 2, 4), r"microbatches=2 are fewer than the 3 replicas"),
+        (check_layout, (1, (2, 0), 2, 2), r"every stage needs at least 1 replica"),
+        (divide_by_names, (make_network(), ["nowhere"]), "no module or node 'nowhere'"),
+        (divide_by_names, (make_network(), ["join", "2"]), "in the order in which the network runs"),
+        (divide_by_names, (make_network(), ["head"]), "cannot be cut"),
+    ]
+    for check, arguments, message in refused:
+        with pytest.raises(ConfigurationError, match=message):
+            check(*arguments)
 
 
 def one_after_another() -> tuple[list[Tensor], tuple[int, int], list[str]]:

@@ -4,6 +4,7 @@ import copy
 import sys
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from rank_threads import World, divided_once
@@ -48,14 +49,8 @@ def lines_of_ranks(replicas: tuple[int, ...]) -> tuple[int, int]:
     return max(setup for setup, _ in found), max(step for _, step in found)
 
 
-def test_a_rank_of_four_times_as_many_computes_little_more() -> None:
+@pytest.mark.parametrize(("few", "many"), [((8, 8), (32, 32)), ((2,) * 4, (2,) * 16)], ids=["replicas", "stages"])
+def test_a_rank_of_four_times_as_many_computes_little_more(few: tuple[int, ...], many: tuple[int, ...]) -> None:
     """What grows is a pass over the microbatches and replicas, not over the pairs of replicas."""
-    few, many = lines_of_ranks((8, 8)), lines_of_ranks((32, 32))
-    for what, before, after in zip(("set-up", "step"), few, many, strict=True):
-        assert after <= 2.5 * before, (what, before, after)
-
-
-def test_a_rank_of_one_of_four_times_as_many_stages_computes_little_more() -> None:
-    few, many = lines_of_ranks((2,) * 4), lines_of_ranks((2,) * 16)
-    for what, before, after in zip(("set-up", "step"), few, many, strict=True):
+    for what, before, after in zip(("set-up", "step"), lines_of_ranks(few), lines_of_ranks(many), strict=True):
         assert after <= 2.5 * before, (what, before, after)
