@@ -242,7 +242,8 @@ def only_the_rank_before_learns_which_one_is_lost(
 @replaces(
     Channels.send_backward,
     killed_by=test_hybrid_pipeline_modules.test_trains_as_one_device_does,
-    kind=test_hybrid_pipeline_modules.Probe,
+    kinds=[test_hybrid_pipeline_modules.Probe],
+    replicas=[1, 1],
 )
 def weights_that_no_gradient_reaches_decay(
     right: Callable[[Channels, int, dict[int, list[Tensor]]], None],

@@ -332,19 +332,9 @@ class OwnModule(LightningModule):
     def __init__(self, broken: str = "") -> None:
         super().__init__()
         self.broken = broken
-        if broken not in ("network", "several"):
-            self.network = network()
+        self.network = network()
         if broken == "bare stage":
             self.network = nn.Sequential(nn.Identity(), nn.Flatten(), nn.ReLU(), nn.Linear(36, 3))
-        if broken == "several":
-            self.criterion = nn.CrossEntropyLoss()  # Has no parameters.
-        if broken == "twice named":
-            self.net = self.network
-        if broken == "several":
-            self.features, self.head = nn.Conv2d(1, 2, 3), nn.Linear(2, 2)
-        if broken == "parameters":
-            self.temperature = nn.Parameter(torch.ones(()))
-        self.automatic_optimization = broken != "manual"
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets)
@@ -364,55 +354,24 @@ class OwnModule(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        ("network", r"one submodule of OwnModule, and none has parameters to train: build it in __init__"),
-        ("several", r"shared out over self.features, self.head: have the module's own forward call them"),
-        ("twice named", r"OwnModule.net shares parameters with OwnModule.network: .* leave out self.net"),
-        ("parameters", r"parameters of its own \(temperature\) beside those of self.network"),
-        ("manual", "automatic_optimization=False"),
-    ],
-)
-def test_modules_without_the_contract_are_refused_before_processes_start(
-    broken: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ScriptLauncher, "launch", lambda *args, **options: pytest.fail("it starts processes"))
-    strategy = HybridPipelineStrategy(cuts=["2"])
-    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, barebones=True)
-    with pytest.raises(ConfigurationError, match=message):
-        trainer.fit(OwnModule(broken), DataLoader(Images(8), 4))
-
-
-@pytest.mark.parametrize(
-    ("options", "devices", "message"),
-    [
-        ({"replicas": [2, 1]}, 2, r"replicas=\[2, 1\] need 3 devices"),
-        ({"stages": 2}, 3, "3 devices do not divide evenly into 2 stages"),
-        ({"stages": 8}, 8, "has 6 places to cut; use at most 7 stages"),
-        ({"cuts": ["9"]}, 2, "no module or node '9'"),
-        ({"replicas": [3, 1], "microbatches": 2, "cuts": ["2"]}, 4, "microbatches=2 are fewer than the 3 replicas"),
-    ],
-)
-def test_impossible_layouts_are_refused_before_processes_start(
-    options: Any, devices: int, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ScriptLauncher, "launch", lambda *args, **options: pytest.fail("it starts processes"))
-    strategy = HybridPipelineStrategy(**options)
-    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False, barebones=True)
+def refused(devices: int, message: str, **options: Any) -> None:
+    trainer = Trainer(
+        accelerator="cpu", devices=devices, strategy=HybridPipelineStrategy(**options), logger=False, barebones=True
+    )
     with pytest.raises(ConfigurationError, match=message):
         trainer.fit(OwnModule(), DataLoader(Images(8), 4))
 
 
-def test_gloo_between_gpus_is_refused_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run_is_refused_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptLauncher, "launch", lambda *args, **options: pytest.fail("it starts processes"))
+    refused(2, r"replicas=\[2, 1\] need 3 devices", replicas=[2, 1])
+    refused(3, "3 devices do not divide evenly into 2 stages", stages=2)
+    refused(8, "has 6 places to cut; use at most 7 stages", stages=8)
+    refused(2, "no module or node '9'", cuts=["9"])
+    refused(4, "microbatches=2 are fewer than the 3 replicas", replicas=[3, 1], microbatches=2, cuts=["2"])
     monkeypatch.setattr(HybridPipelineStrategy, "root_device", torch.device("cuda", 0))
-    strategy = HybridPipelineStrategy(cuts=["2"], process_group_backend="gloo")
-    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, barebones=True)
-    with pytest.raises(ConfigurationError, match="process_group_backend=gloo: gloo sends no messages"):
-        trainer.fit(OwnModule(), DataLoader(Images(8), 4))
-
-
-def test_contradicting_arguments_are_refused() -> None:
+    gloo = "process_group_backend=gloo: gloo sends no messages"
+    refused(2, gloo, cuts=["2"], process_group_backend="gloo")
     with pytest.raises(ConfigurationError, match="stages make 3, cuts make 2"):
         HybridPipelineStrategy(stages=3, cuts=["2"])
     with pytest.raises(ConfigurationError, match="schedule='zigzag'"):

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_apart
-from test_pipeline_ways_to_write import Module, classifier, differ, refusal
+from test_pipeline_ways_to_write import Module, are_refused, classifier, differ
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -143,10 +142,8 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize(("kind", "message"), REFUSED)
-def test_what_would_need_the_images_elsewhere_is_refused(kind: type[Module], message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        raise RuntimeError(run_apart(refusal, kind))
+def test_what_would_need_the_images_elsewhere_is_refused() -> None:
+    are_refused(REFUSED, [1, 1])
 
 
 class Whitening(Normalising):
@@ -154,19 +151,10 @@ class Whitening(Normalising):
         return (x - x.mean()) / x.std()
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (
-            Whitening,
-            "depends on the other samples of the batch, of which each of the 2 replicas of the first stage has",
-        ),
-        (Mixup, "draws random numbers before it calls the network: the first stage has 2 replicas"),
-    ],
-)
-def test_replicas_that_would_compute_something_else_are_refused(kind: type[Module], message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        raise RuntimeError(run_apart(refusal, kind, [2, 1]))
+def test_replicas_that_would_compute_something_else_are_refused() -> None:
+    others = "depends on the other samples of the batch, of which each of the 2 replicas of the first stage has"
+    drawn = "draws random numbers before it calls the network: the first stage has 2 replicas"
+    are_refused([(Whitening, others), (Mixup, drawn)], [2, 1])
 
 
 @pytest.mark.light
