@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import test_hybrid_pipeline_features
-import test_hybrid_pipeline_modules
 import test_pipeline_comparison
 import test_pipeline_optimizers
+import test_replicas
 import test_trainer_on_gpu
 import torch
 from mutants.faulty import replaces
@@ -154,7 +154,7 @@ def a_writer_is_told_the_indices_of_one_replica(
 
 @replaces(
     Pipeline.end_together,
-    killed_by=test_hybrid_pipeline_modules.test_a_rank_that_has_no_further_batch_is_named_on_every_rank,
+    killed_by=test_replicas.test_a_rank_that_has_no_further_batch_is_named_on_every_rank,
 )
 def a_rank_that_has_ended_counts_as_one_without_samples(right: Callable[[Pipeline], None], self: Pipeline) -> None:
     self.share(None)

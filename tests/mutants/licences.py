@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import test_hybrid_pipeline_modules
 import test_parameter_server_own_code as own_code
 import test_pipeline_own_code as stages
+import test_pipeline_refusals
 from lightning.pytorch import Callback, LightningModule
 from mutants.faulty import replaces
 
@@ -82,9 +82,9 @@ def half_a_network_is_copied(right: Callable[..., Any], self: Layers, memo: Any)
 
 @replaces(
     DividedModule.check_groups,
-    killed_by=test_hybrid_pipeline_modules.test_what_would_train_other_weights_is_refused,
-    kind=test_hybrid_pipeline_modules.Adding,
-    message="SGD has other parameters",
+    killed_by=test_pipeline_refusals.are_refused,
+    expected=[one for one in test_pipeline_refusals.REFUSED_IN_A_STEP if one[0] is test_pipeline_refusals.Adding],
+    replicas=[1, 1],
 )
 def parameters_are_added_to_an_optimizer_that_other_stages_do_not_know(
     right: Callable[[DividedModule], None], self: DividedModule

@@ -11,9 +11,9 @@ import test_compiled
 import test_engine
 import test_engine_on_gpu
 import test_executor
-import test_hybrid_pipeline_modules
 import test_layouts
 import test_losses
+import test_pipeline_ways_to_write
 import test_plain_data
 import test_rank_watch
 import torch
@@ -241,9 +241,10 @@ def only_the_rank_before_learns_which_one_is_lost(
 
 @replaces(
     Channels.send_backward,
-    killed_by=test_hybrid_pipeline_modules.test_trains_as_one_device_does,
-    kinds=[test_hybrid_pipeline_modules.Probe],
+    killed_by=test_pipeline_ways_to_write.test_modules_as_people_write_them_train_as_on_one_device,
+    kinds=(test_pipeline_ways_to_write.Probe,),
     replicas=[1, 1],
+    microbatches=3,
 )
 def weights_that_no_gradient_reaches_decay(
     right: Callable[[Channels, int, dict[int, list[Tensor]]], None],

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_pipeline_ways_to_write import Module, are_refused, classifier, differ
+from test_pipeline_refusals import are_refused
+from test_pipeline_ways_to_write import Module, classifier, differ
 from torch import Tensor
 from torchvision.transforms import v2
 

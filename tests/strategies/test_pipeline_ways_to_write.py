@@ -2,9 +2,7 @@
 
 import itertools
 import os
-import re
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,18 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.utilities.compile import from_compiled
 from ranks import run_apart, run_ranks
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
 
-from cnnstrategies._lightning_private import ScriptLauncher
-from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import HybridPipelineStrategy
-from cnnstrategies.strategies.hybrid_pipeline.contract import check_module
-from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
 
 SAMPLES = 15  # Steps of 6, 6 and 3.
 SIZE = 8
@@ -402,6 +394,75 @@ class SharesALayer(Module):
             assert torch.equal(state["model.mix.weight"], state["model.block.mix.weight"])
 
 
+class Probed(nn.Module):
+    """A linear probe, with a second head on what is before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.other = convolutions(1, 4, 4), nn.Linear(4, CLASSES), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x).mean((2, 3))
+        return self.head(x.detach()), self.other(x)
+
+
+class Probe(Module):
+    """What no gradient reaches decays no weight, until the second head is trained, too."""
+
+    cut = "body.1"
+    epochs = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = Probed()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        probed, other = self.network(batch[0])
+        loss = F.cross_entropy(probed, batch[1])
+        return loss + F.cross_entropy(other, batch[1]) if self.global_step == 5 else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, weight_decay=0.1)
+
+
+class Thawing(Classifier):
+    """Both convolutions are trained in the second epoch alone."""
+
+    cut = "0.1"
+    epochs = 2
+
+    def on_train_epoch_start(self) -> None:
+        self.model[0].requires_grad_(self.current_epoch > 0)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0].flip(-1), batch[1]
+
+
+class Tied(nn.Module):
+    """Two layers with one weight; the one that runs first was registered last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b, self.stem = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(1, 4, 3)
+        self.a, self.head = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(144, CLASSES)
+        self.a.weight = self.b.weight
+
+    def forward(self, x: Tensor) -> Any:
+        x = torch.tanh(self.b(torch.tanh(self.a(torch.tanh(self.stem(x))))))
+        return self.head(x.flatten(1))
+
+
+class TiedLayers(Module):
+    cut = "stem"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Tied()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.model(batch[0]), batch[1])
+
+
 class OwnForward(Module):
     """Several submodules that ``forward`` calls, with a method, a parameter and a buffer of its own; and others beside.
 
@@ -448,204 +509,10 @@ class OwnForward(Module):
 
 
 WAYS = (
-    *(OwnForward, SharesALayer),
+    *(OwnForward, SharesALayer, Probe),
     *(Classifier, Transfer, Segmentation, MultiTask),
     *(AutoEncoder, Siamese, DictBatch, Sizes, Finetuned),
 )
-
-
-class Encoder(Module):
-    """Lightning's LitAutoEncoder."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(4, 2), nn.Linear(2, 4)
-
-
-class HeadBeside(OwnForward):
-    """With trained parameters that its forward does not use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(16, CLASSES)
-
-
-class Gan(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator = classifier()
-
-
-class Detector(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        from torchvision.models import detection
-
-        self.model = detection.ssdlite320_mobilenet_v3_large(weights_backbone=None)
-
-
-class Compiled(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = torch.compile(self.model, backend="eager")
-
-
-class CompiledLayer(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model[0].compile(backend="eager")
-
-
-class Recomputing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.last(checkpoint(self.first, x, use_reentrant=False))
-
-
-class Checkpointed(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Recomputing()
-
-
-class Flipping(Classifier):
-    test_time_flips = True
-
-
-REFUSED_BEFORE = (
-    (Flipping, "test_time_flips=true gives Flipping.model each batch twice, .* with strategy ddp"),
-    (Encoder, r"shared out over self.encoder, self.decoder: have the module's own forward call them"),
-    (HeadBeside, r"HeadBeside has trainable parameters that its forward does not use \(head.weight, head.bias\): call"),
-    (Gan, "automatic_optimization=False"),
-    (Detector, r"Detector.model is a SSD of torchvision: it takes lists of images and boxes"),
-    (Compiled, "Compiled.model is compiled: .* out torch.compile, and .* by the callback ComputeSettings"),
-    (CompiledLayer, "CompiledLayer.model.0 is compiled"),
-    (Checkpointed, "under torch.utils.checkpoint, which .* set the pipeline's activation_checkpointing"),
-)
-
-
-def test_what_cannot_be_divided_is_refused_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScriptLauncher, "launch", lambda *args, **options: pytest.fail("it starts processes"))
-    for kind, message in REFUSED_BEFORE:
-        with pytest.raises(ConfigurationError, match=message):
-            fit(kind, HybridPipelineStrategy(), 2)
-
-
-def test_a_module_that_is_compiled_as_a_whole_or_during_training_is_refused() -> None:
-    module = from_compiled(torch.compile(Classifier(), backend="eager"))
-    with pytest.raises(ConfigurationError, match=r"^Classifier is compiled: .* by the callback ComputeSettings"):
-        check_module(module)
-    step = torch.compile(torch.square, backend="eager")
-    with pytest.raises(RuntimeError, match=r"a step, or .*, is compiled: .* by the callback ComputeSettings"):
-        step(ImagesElsewhere.like(2, (1, 4, 4), torch.float32, torch.device("cpu")))
-
-
-class ImagesAsTargets(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.auto = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, _ = batch
-        return F.mse_loss(self.auto(x), x)
-
-
-class WithOption(Siamese):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (a, b), _ = batch
-        return self.siamese(a, b, scale=2.0).sum()
-
-
-class Swapping(Siamese):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (a, b), _ = batch
-        return (self.siamese(a, b) if batch_idx == 0 else self.siamese(b, a)).mean()
-
-
-class OtherName(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.networks = [self.model]
-
-    def forward(self, x: Tensor) -> Any:
-        return self.networks[0](x)
-
-
-class Contrastive(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        embedded = F.normalize(self(batch[0]))
-        return F.cross_entropy(embedded @ embedded.T, torch.arange(len(embedded)))
-
-
-class Penalised(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1]) + sum(p.square().sum() for p in self.model.parameters())
-
-
-class GatheringLoss(Classifier):
-    """As contrastive losses do where there is a process group."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        outputs, labels = self(batch[0]), batch[1]
-        if dist.is_initialized():
-            outputs = torch.cat(gather(outputs))
-            labels = torch.cat(gather(labels))
-        return F.cross_entropy(outputs, labels)
-
-
-class GatheringInputs(Classifier):
-    """As momentum contrast does, to shuffle images among the processes."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        images = batch[0]
-        if dist.is_initialized():
-            images = torch.cat(gather(images))[: len(images)]
-        return F.cross_entropy(self(images), batch[1])
-
-
-def gather(tensor: Tensor) -> list[Tensor]:
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, tensor)
-    return gathered
-
-
-REFUSED_IN_A_STEP = (
-    (GatheringLoss, r"GatheringLoss.training_step calls a collective of torch.distributed \(allgather\)"),
-    (GatheringInputs, r"GatheringInputs.training_step calls a collective of torch.distributed \(allgather\)"),
-    (ImagesAsTargets, r"computes with the images of the batch \(mse_loss\).* a second time, as targets"),
-    (WithOption, r"self.siamese is called with scale=2.0 besides the images: .* set it in its __init__"),
-    (Swapping, r"called with another tensor of the batch as 'left' than in the first step"),
-    (OtherName, r"the whole Sequential is called, which is divided"),
-    (Contrastive, "not made of losses of its samples"),
-    (Penalised, "computed from the weights themselves"),
-)
-
-
-def refusals(kinds: Sequence[type[Module]], replicas: list[int]) -> list[str]:
-    """What a fit of each says, each in processes of its own."""
-    said = []
-    for kind in kinds:
-        strategy = HybridPipelineStrategy(replicas=replicas, cuts=[kind.cut], microbatches=3, start_method="fork")
-        try:
-            fit(kind, strategy, sum(replicas))
-            said.append("trained")
-        except Exception as error:
-            said.append(str(error))
-    return said
-
-
-def are_refused(expected: Sequence[tuple[type[Module], str]], replicas: list[int]) -> None:
-    found = run_apart(refusals, [kind for kind, _ in expected], replicas)
-    for (kind, message), said in zip(expected, found, strict=True):
-        assert re.search(message, said), (kind, said)
-
-
-def test_what_a_step_does_that_a_pipeline_cannot_follow_is_refused_by_name() -> None:
-    are_refused(REFUSED_IN_A_STEP, [1, 1])
 
 
 def fit(
@@ -722,13 +589,13 @@ def test_a_last_batch_that_fits_into_a_microbatch_is_normalised_as_on_one_device
     torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)
 
 
-def test_modules_as_people_write_them_train_as_on_one_device() -> None:
-    assert differ(WAYS, [1, 1], 3) == {}
-
-
-def test_so_do_replicas_of_the_first_stage_and_of_the_last() -> None:
-    assert differ((DictBatch, Siamese), [2, 1], 4) == {}
-    assert differ((Classifier, MultiTask), [1, 2], 4) == {}
+@pytest.mark.parametrize(
+    ("kinds", "replicas", "microbatches"),
+    [(WAYS, [1, 1], 3), ((DictBatch, Siamese), [2, 1], 4), ((Classifier, MultiTask, Thawing, TiedLayers), [1, 2], 4)],
+    ids=["two stages", "replicas of the first", "replicas of the last"],
+)
+def test_modules_as_people_write_them_train_as_on_one_device(kinds: Any, replicas: Any, microbatches: int) -> None:
+    assert differ(kinds, replicas, microbatches) == {}
 
 
 class Predicting(Siamese):

@@ -1,0 +1,303 @@
+"""What a pipeline cannot train as one device does is refused by name: never other weights in silence."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.compile import from_compiled
+from ranks import run_apart
+from test_pipeline_ways_to_write import CLASSES, Classifier, Module, OwnForward, Siamese, classifier, fit
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cnnstrategies._lightning_private import ScriptLauncher
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies import HybridPipelineStrategy
+from cnnstrategies.strategies.hybrid_pipeline.contract import check_module
+from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
+
+
+class Encoder(Module):
+    """Lightning's LitAutoEncoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 2), nn.Linear(2, 4)
+
+
+class HeadBeside(OwnForward):
+    """With trained parameters that its forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, CLASSES)
+
+
+class Gan(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = classifier()
+
+
+class Detector(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from torchvision.models import detection
+
+        self.model = detection.ssdlite320_mobilenet_v3_large(weights_backbone=None)
+
+
+class Compiled(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.compile(self.model, backend="eager")
+
+
+class CompiledLayer(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[0].compile(backend="eager")
+
+
+class Recomputing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(checkpoint(self.first, x, use_reentrant=False))
+
+
+class Checkpointed(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Recomputing()
+
+
+class Flipping(Classifier):
+    test_time_flips = True
+
+
+REFUSED_BEFORE = (
+    (Flipping, "test_time_flips=true gives Flipping.model each batch twice, .* with strategy ddp"),
+    (Encoder, r"shared out over self.encoder, self.decoder: have the module's own forward call them"),
+    (HeadBeside, r"HeadBeside has trainable parameters that its forward does not use \(head.weight, head.bias\): call"),
+    (Gan, "automatic_optimization=False"),
+    (Detector, r"Detector.model is a SSD of torchvision: it takes lists of images and boxes"),
+    (Compiled, "Compiled.model is compiled: .* out torch.compile, and .* by the callback ComputeSettings"),
+    (CompiledLayer, "CompiledLayer.model.0 is compiled"),
+    (Checkpointed, "under torch.utils.checkpoint, which .* set the pipeline's activation_checkpointing"),
+)
+
+
+def test_what_cannot_be_divided_is_refused_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptLauncher, "launch", lambda *args, **options: pytest.fail("it starts processes"))
+    for kind, message in REFUSED_BEFORE:
+        with pytest.raises(ConfigurationError, match=message):
+            fit(kind, HybridPipelineStrategy(), 2)
+
+
+def test_a_module_that_is_compiled_as_a_whole_or_during_training_is_refused() -> None:
+    module = from_compiled(torch.compile(Classifier(), backend="eager"))
+    with pytest.raises(ConfigurationError, match=r"^Classifier is compiled: .* by the callback ComputeSettings"):
+        check_module(module)
+    step = torch.compile(torch.square, backend="eager")
+    with pytest.raises(RuntimeError, match=r"a step, or .*, is compiled: .* by the callback ComputeSettings"):
+        step(ImagesElsewhere.like(2, (1, 4, 4), torch.float32, torch.device("cpu")))
+
+
+class ImagesAsTargets(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.auto = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = batch
+        return F.mse_loss(self.auto(x), x)
+
+
+class WithOption(Siamese):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (a, b), _ = batch
+        return self.siamese(a, b, scale=2.0).sum()
+
+
+class Swapping(Siamese):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (a, b), _ = batch
+        return (self.siamese(a, b) if batch_idx == 0 else self.siamese(b, a)).mean()
+
+
+class OtherName(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.networks = [self.model]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.networks[0](x)
+
+
+class Contrastive(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        embedded = F.normalize(self(batch[0]))
+        return F.cross_entropy(embedded @ embedded.T, torch.arange(len(embedded)))
+
+
+class Penalised(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1]) + sum(p.square().sum() for p in self.model.parameters())
+
+
+class GatheringLoss(Classifier):
+    """As contrastive losses do where there is a process group."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs, labels = self(batch[0]), batch[1]
+        if dist.is_initialized():
+            outputs = torch.cat(gather(outputs))
+            labels = torch.cat(gather(labels))
+        return F.cross_entropy(outputs, labels)
+
+
+class GatheringInputs(Classifier):
+    """As momentum contrast does, to shuffle images among the processes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images = batch[0]
+        if dist.is_initialized():
+            images = torch.cat(gather(images))[: len(images)]
+        return F.cross_entropy(self(images), batch[1])
+
+
+def gather(tensor: Tensor) -> list[Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor)
+    return gathered
+
+
+class OtherImages(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(torch.zeros(6, 1, 6, 6)), batch[1])
+
+
+class Scalar(nn.Module):
+    """Returns a mean over the samples beside the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(1, 4, 3), nn.Linear(144, CLASSES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.conv(x))
+        return self.head(x.flatten(1)), x.pow(2).mean()
+
+
+class MeanBeside(Module):
+    cut = "conv"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = Scalar()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows, mean = self.network(batch[0])
+        return F.cross_entropy(rows, batch[1]) + mean
+
+
+class NormalisingLayer(nn.Conv2d):
+    """A layer that stays whole, and normalises twice."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(torch.relu(self.norm(super().forward(x)))))
+
+
+class NormalisingTwice(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(NormalisingLayer(), nn.Flatten(), nn.Linear(144, CLASSES))
+
+
+class Adding(Classifier):
+    epochs = 2
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.model[-1].parameters(), lr=0.1)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers[0].add_param_group({"params": list(self.model[0].parameters())})
+
+
+class StoppingAlone(Classifier):
+    """After the first batch, which the other rank does not see."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.should_stop = self.global_rank == 1
+
+
+class FreezingLate(Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.model.requires_grad_(False)
+
+
+class Reader(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        float(batch[0].mean())
+
+
+class WithReader(Classifier):
+    def configure_callbacks(self) -> Any:
+        return [Reader()]
+
+
+REFUSED_IN_A_STEP = (
+    (GatheringLoss, r"GatheringLoss.training_step calls a collective of torch.distributed \(allgather\)"),
+    (GatheringInputs, r"GatheringInputs.training_step calls a collective of torch.distributed \(allgather\)"),
+    (ImagesAsTargets, r"computes with the images of the batch \(mse_loss\).* a second time, as targets"),
+    (WithOption, r"self.siamese is called with scale=2.0 besides the images: .* set it in its __init__"),
+    (Swapping, r"called with another tensor of the batch as 'left' than in the first step"),
+    (OtherName, r"the whole Sequential is called, which is divided"),
+    (Contrastive, "not made of losses of its samples"),
+    (Penalised, "computed from the weights themselves"),
+    (OtherImages, r"called with a tensor of shape \(6, 1, 6, 6\) that is not the images of the batch"),
+    (MeanBeside, r"returns a tensor of shape \(\) for 2 samples: .* one row per sample"),
+    (NormalisingTwice, "0.norm normalises several times in one call of the layer that contains it"),
+    (Adding, "SGD has other parameters than configure_optimizers gave it: .*BaseFinetuning"),
+    (StoppingAlone, "rank 1 ended an epoch, or training, where rank 0 went on with a further batch"),
+    (FreezingLate, "frozen or unfrozen in the middle of an epoch"),
+    (WithReader, r"computes with the images of the batch \(mean\)"),
+)
+
+
+def refusals(kinds: Sequence[type[Module]], replicas: list[int]) -> list[str]:
+    """What a fit of each says, each in processes of its own."""
+    said = []
+    for kind in kinds:
+        strategy = HybridPipelineStrategy(replicas=replicas, cuts=[kind.cut], microbatches=3, start_method="fork")
+        try:
+            fit(kind, strategy, sum(replicas))
+            said.append("trained")
+        except Exception as error:
+            said.append(str(error))
+    return said
+
+
+def are_refused(expected: Sequence[tuple[type[Module], str]], replicas: list[int]) -> None:
+    found = run_apart(refusals, [kind for kind, _ in expected], replicas)
+    for (kind, message), said in zip(expected, found, strict=True):
+        assert re.search(message, said), (kind, said)
+
+
+def test_what_a_step_does_that_a_pipeline_cannot_follow_is_refused_by_name() -> None:
+    are_refused(REFUSED_IN_A_STEP, [1, 1])
