@@ -216,62 +216,6 @@ def test_each_combination_of_a_sweep_is_a_task_of_an_array(slurm, run_cli):
         assert (values["seed_everything"], values["trainer"]["max_epochs"]) == (seed, 3)
 
 
-# A trial that waits for the word after its first validation, and says where it ran.
-TRIAL = """
-import json, os, signal, socket, sys
-folder = os.path.dirname(sys.argv[-1])
-talk = socket.socket(socket.AF_UNIX)
-talk.connect(os.environ["CNNSTRATEGIES_SWEEP"])
-talk = talk.makefile("rw")
-talk.write('{"value": 0.5}\\n')
-talk.flush()
-talk.readline()
-open(f"{folder}/node", "w").write(os.environ["SLURMD_NODENAME"])
-while not os.path.exists("go"):
-    signal.pause()
-"""
-
-
-def test_an_array_shares_the_trials_of_a_sweep_and_the_next_goes_on(slurm):
-    """The script of the docs: each task takes trials on a node of its own; what a cancelled array had begun is done
-    by the next one."""
-    pytest.importorskip("optuna")
-    script = re.search(r"```bash\n(#!/bin/bash\n.*?sweep.*?)```", (ROOT / "docs/sweep.md").read_text(), re.DOTALL)[1]
-    assert "#SBATCH --array=0-7\n" in script
-    Path("array.sh").write_text(script.replace(" --gpus=1", "").replace("--array=0-7", f"--array=0-{len(NODES) - 1}"))
-    Path("mine.yaml").write_text((ROOT / "configs/quickstart.yaml").read_text())
-    Path("sweep.yaml").write_text("{parameters: {seed_everything: {low: 1, high: 99}}, metric: val_acc, trials: 4}")
-    Path("pretended_fit.py").write_text(TRIAL)
-    Path("bin").mkdir()
-    program = "from cnnstrategies.sweeping import trial; trial.COMMAND = 'pretended_fit'; import cnnstrategies.cli"
-    Path("bin/cnnstrategies").write_text(f"#!{sys.executable}\n{program}\ncnnstrategies.cli.main()\n")
-    Path("bin/cnnstrategies").chmod(0o755)
-    paths = [os.getcwd(), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {"PATH": f"{os.getcwd()}/bin:{slurm.environment['PATH']}", "PYTHONPATH": ":".join(paths)}
-
-    def begin():
-        words = [f"--export=ALL,{','.join(f'{key}={value}' for key, value in environment.items())}", "--time=30"]
-        return slurm.run("sbatch", "--parsable", "--output=task-%A-%a.log", *words, "array.sh").strip()
-
-    wait = partial(wait_for, slurm)
-
-    def no_task_of(job):
-        return not slurm.run("squeue", "-h", f"--jobs={job}", check=False).strip()
-
-    job = begin()
-    wait(lambda: {path.read_text() for path in Path().rglob("node")} == set(NODES), "a trial on each node")
-    begun = [path.read_text() for path in sorted(Path("sweeps/sweep/trials").glob("*/overlay.yaml"))]
-    slurm.run("scancel", job)
-    wait(lambda: no_task_of(job), "the end of the cancelled array")
-    Path("go").touch()
-    job = begin()
-    wait(lambda: no_task_of(job), "the end of the next array")
-    done = [path.parent / "overlay.yaml" for path in sorted(Path("sweeps").rglob("node"))]
-    assert [path.parent.name for path in done] == [f"{number:04d}" for number in range(6)], "two were done again"
-    assert [path.read_text() for path in done[2:4]] == begun
-    assert "of 4: val_acc 0.5" in Path("sweeps/sweep/best.yaml").read_text()
-
-
 @pytest.mark.xdist_group("parts")
 def test_an_array_joins_a_run_whose_tasks_leave_when_they_are_told(slurm):
     """The script of the docs, a task of one node each: one is told to leave, as before a pre-emption; one stays."""

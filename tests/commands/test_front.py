@@ -12,7 +12,6 @@ from conftest import ROOT
 from cnnstrategies import ConfigurationError, commands
 from cnnstrategies.cli import main
 from cnnstrategies.commands.front import early, help, recipes
-from cnnstrategies.commands.front.schema import REFERENCE, schema
 from cnnstrategies.commands.front.table import COMMANDS, Command
 
 QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
@@ -21,7 +20,7 @@ QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
 def test_help_names_every_command_and_needs_no_torch():
     program = "import sys; from cnnstrategies.cli import main\n"
     program += "".join(f"main({words!r})\n" for words in ([], ["--help"], *([name, "--help"] for name in COMMANDS)))
-    program += "main(['configs'])\nmain(['schema'])\n"
+    program += "main(['configs'])\n"
     program += "assert not {'torch', 'lightning', 'numpy'} & set(sys.modules)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert run.returncode == 0, run.stderr
@@ -137,21 +136,3 @@ def test_classes_beside_the_user_are_found(run_cli):
 def test_the_reference_has_every_command():
     headings = re.findall(r"^## (.*)$", (ROOT / "docs/reference/cli.md").read_text(), re.MULTILINE)
     assert set(COMMANDS) <= {name for heading in headings for name in heading.split(", ")}
-
-
-@pytest.mark.light
-def test_the_schema_has_what_the_early_checks_know():
-    made = schema()
-    trainer, data = made["properties"]["trainer"], made["properties"]["data"]["anyOf"][1]
-    assert set(made["properties"]) == set(early.ROOTS)
-    assert made["additionalProperties"] is trainer["additionalProperties"] is False
-    assert {"type": "integer"} in trainer["properties"]["max_epochs"]["anyOf"]
-    assert REFERENCE in trainer["properties"]["max_epochs"]["anyOf"]
-    assert "hybrid_pipeline" in trainer["properties"]["strategy"]["anyOf"][0]["enum"]
-    by_class = {rule["if"]["properties"]["class_path"]["enum"][1]: rule["then"] for rule in data["allOf"]}
-    assert "DigitsDataModule" in by_class
-    digits = by_class["DigitsDataModule"]["properties"]["init_args"]
-    assert {"type": "boolean"} in digits["properties"]["augment"]["anyOf"]
-    assert digits["additionalProperties"] is False
-    model = made["properties"]["model"]["anyOf"][1]["allOf"][0]["then"]["properties"]["init_args"]
-    assert {"network", "optimizer", "lr_scheduler"} <= model["properties"].keys()

@@ -15,7 +15,6 @@ from cnnstrategies.commands.front.early import ROOTS
 from cnnstrategies.commands.front.options import PlanOptions, TuneOptions, VerifyOptions
 from cnnstrategies.commands.front.options import doctor_parser as doctor_parser
 from cnnstrategies.commands.front.options import pack_parser as pack_parser
-from cnnstrategies.commands.front.options import sweep_parser as sweep_parser
 from cnnstrategies.commands.front.options import watch_parser as watch_parser
 from cnnstrategies.commands.front.table import COMMANDS
 
@@ -73,7 +72,6 @@ SUBMISSION = (
 PARSERS = {
     "doctor": doctor_parser,
     "pack": pack_parser,
-    "sweep": sweep_parser,
     "watch": watch_parser,
 }  # Of the commands that take no configuration.
 EVERYTHING = (

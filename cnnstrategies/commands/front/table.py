@@ -54,7 +54,6 @@ COMMANDS = {
         "see that a strategy trains the same model as one device", "verify --config quickstart --steps 8", "verify"
     ),
     "tune": Command("find the fastest settings", "tune --config quickstart --minutes 5", "tune.command"),
-    "sweep": Command("search for good values", "sweep --config quickstart --sweep sweep.yaml", "tune.sweep", False),
     "submit": Command(
         "send a run to a cluster's queue", "submit fit --config run.yaml --cluster.time 2:00:00", "submit.command"
     ),
@@ -63,5 +62,4 @@ COMMANDS = {
     "doctor": Command("check the machines before training on them", "doctor --hosts node1,node2", "doctor", False),
     "pack": Command("put images into shards", "pack datasets/imagenet shards/imagenet --size 256", "pack", False),
     "configs": Command("list the recipes, or print one", "configs quickstart", "front.recipes", False),
-    "schema": Command("tell editors what a configuration may say", "schema > schema.json", "front.schema", False),
 }

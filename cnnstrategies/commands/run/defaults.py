@@ -1,6 +1,5 @@
 """What a trainer of the command line has that Lightning's has not, unless the configuration says otherwise."""
 
-import os
 from typing import Any
 
 from jsonargparse import Namespace
@@ -25,12 +24,10 @@ from cnnstrategies.callbacks import (
     StartPanel,
     TrainingSummary,
 )
-from cnnstrategies.callbacks.sweep_report import SweepReport
 from cnnstrategies.checkpoints.io import AtomicCheckpointIO
 from cnnstrategies.cluster.environment import environment_plugins
 from cnnstrategies.cluster.hosts import Network
 from cnnstrategies.cluster.options import ClusterOptions
-from cnnstrategies.sweeping.talk import SOCKET
 
 
 def add_sections(parser: LightningArgumentParser) -> None:
@@ -104,8 +101,6 @@ def all_callbacks(config: Namespace) -> list[Callback]:
         defaults += [config.checkpoint, last]
     if config.trainer.enable_progress_bar is not False and not any(isinstance(one, Bar) for one in callbacks):
         defaults.append(ProgressBar())
-    if SOCKET in os.environ:
-        defaults.append(SweepReport())
     return callbacks + [new for new in defaults if not _has(callbacks, type(new))]
 
 

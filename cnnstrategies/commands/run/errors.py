@@ -104,7 +104,7 @@ def check_callbacks(callbacks: Sequence[Callback], model: LightningModule) -> No
             if not any(lightning_hasattr(model, rate) for rate in rates):
                 raise ConfigurationError(
                     f"trainer.callbacks: LearningRateFinder sets {' or '.join(rates)} of the model, which {name} has "
-                    "not: leave it out, and find model.init_args.optimizer.init_args.lr by `cnnstrategies sweep`"
+                    "not: leave it out, and find model.init_args.optimizer.init_args.lr by a search over it"
                 )
         if isinstance(callback, BackboneFinetuning) and not isinstance(getattr(model, "backbone", None), nn.Module):
             raise ConfigurationError(

@@ -39,7 +39,6 @@ from cnnstrategies.models.network_module import NetworkModule
 from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
 from cnnstrategies.pretrained import trained_with
 from cnnstrategies.runtime.processes import ended_by
-from cnnstrategies.sweeping.trial_folder import keep_apart
 
 
 class SavedConfiguration(SaveConfigCallback):
@@ -141,8 +140,6 @@ class CLI(LightningCLI):
         config = self.config[self.subcommand]
         check_trainer_names(config.trainer.strategy, config.trainer.accelerator)
         check_checkpoint(config.ckpt_path, words=WORDS if self.subcommand in FROM_WEIGHTS else CHECKPOINT_WORDS)
-        if self.subcommand == "fit":
-            keep_apart(config)
         self.named = find_run(config.run_name, configuration_hash(config), os.environ)
         if self.named is not None:
             place(config, self.named)

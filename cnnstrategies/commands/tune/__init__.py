@@ -1,1 +1,1 @@
-"""``cnnstrategies tune`` and ``sweep``: settings that are tried."""
+"""``cnnstrategies tune``: settings that are tried."""

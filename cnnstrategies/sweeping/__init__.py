@@ -1,1 +1,0 @@
-"""``cnnstrategies sweep``: values of a configuration, searched for by training with them."""
