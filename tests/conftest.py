@@ -23,7 +23,7 @@ from torch import nn
 
 # Imported once: tests, and the programs that those marked `warm` start, are forked from here.
 from cnnstrategies import cli
-from cnnstrategies.callbacks import mistake_report, run_members, summary
+from cnnstrategies.callbacks import run_members, summary
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
@@ -242,10 +242,8 @@ def run_cli(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
     """Runs the command line in a forked process: `code, output = run_cli("fit", "--config", ...)`.
 
     Forked, because then Lightning is imported once. Without pictures, which take longer than most of these runs;
-    `test_training_callbacks.py` and `test_mistake_report.py` look at them.
+    `test_training_callbacks.py` looks at them.
     """
-    for name in ("draw_confusion", "draw_mistakes"):
-        monkeypatch.setattr(mistake_report, name, lambda *_: None)
     monkeypatch.setattr(summary, "draw_curves", lambda history, path: None)
     monkeypatch.setattr(run_members, "draw_membership", lambda events, path: None)
 

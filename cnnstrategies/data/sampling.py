@@ -1,6 +1,5 @@
 """Which rank sees which samples, in which batch."""
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -144,11 +143,6 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
         first, last = (self.size * r // self.num_replicas for r in (rank, rank + 1))
         count = last - first
         return list(range(*(first + count * b // self.batches for b in (batch, batch + 1))))
-
-    def of_all_ranks(self, batch: int) -> list[int]:
-        """The samples of a batch over all ranks: the first of each, then the second of each and so on."""
-        ranks = [self.samples(batch, rank) for rank in range(self.num_replicas)]
-        return [sample for same in itertools.zip_longest(*ranks) for sample in same if sample is not None]
 
 
 def block_permutation(size: int, block: int, generator: torch.Generator) -> list[int]:

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 
 from cnnstrategies import ConfigurationError, ImageClassifier
-from cnnstrategies.callbacks import MistakeReport, PredictionWriter
+from cnnstrategies.callbacks import PredictionWriter
 from cnnstrategies.data import ImageTableDataModule
 from cnnstrategies.data.shards.contents import contents_of
 
@@ -56,27 +55,16 @@ def test_columns_of_numbers_are_labels_or_values_and_parts_are_known_by_their_us
 
 
 @pytest.mark.parametrize("task", ["multilabel", "regression"])
-def test_it_is_evaluated_and_predicted(task, capsys):
+def test_it_is_evaluated_and_predicted(task):
     data = table(LABELS, task=task)
     torch.manual_seed(0)
     model = ImageClassifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2)), 2, task=task)
     trainer = Trainer(
-        accelerator="cpu", logger=CSVLogger("."), enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[MistakeReport(), PredictionWriter(Path("found.csv"))],
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[PredictionWriter(Path("found.csv"))],
     )  # fmt: skip
     (metrics,) = trainer.validate(model, data, verbose=False)
     assert f"val_{model.quality}" in metrics
-    with torch.no_grad():
-        outputs = model.network(data.eval_transform(data.val_source.fetch([0])[0]))[0]
-    values = outputs if task == "regression" else outputs.sigmoid()  # The targets are 0.
-    furthest = int(values.abs().argmax())
-    said = ["c.png", ["wet", "cold"][furthest], "0.000000", f"{values[furthest]:.6f}", f"{values[furthest].abs():.4f}"]
-    (written,) = Path("lightning_logs").rglob("val_mistakes.csv")
-    assert written.read_text().splitlines()[1:] == [",".join(said)]
-    assert written.with_suffix(".png").is_file()
-    out = capsys.readouterr().out
-    assert "val_mistakes.png" in out
-    assert "confusion" not in out, "labels and numbers are not taken for one another"
     trainer.predict(model, data, return_predictions=False)
     (row,) = csv.DictReader(Path("found.csv").read_text().splitlines())
     with torch.no_grad():

@@ -9,7 +9,6 @@ import test_checkpoint_io
 import test_checkpoint_words
 import test_export
 import test_graceful_stop
-import test_mistake_report
 import test_segmentation
 import test_trainer_on_gpu
 import torch.nn.functional as F
@@ -20,7 +19,6 @@ from torch import Tensor
 from cnnstrategies import ImageSegmenter
 from cnnstrategies._lightning_private import ask_of_sigterm
 from cnnstrategies.callbacks import GracefulStop
-from cnnstrategies.callbacks.worst import MOST, Mistakes
 from cnnstrategies.checkpoints.io import AtomicCheckpointIO
 from cnnstrategies.checkpoints.words import SameCheckpoint
 from cnnstrategies.deploy.export import Comparison
@@ -36,11 +34,6 @@ def the_loss_of_masks_depends_on_how_images_are_divided_over_processes(
     right: Callable[[ImageSegmenter, Any, Tensor], Tensor], self: ImageSegmenter, outputs: Any, targets: Tensor
 ) -> Tensor:
     return F.cross_entropy(main_logits(outputs), targets, ignore_index=self.ignore_index)
-
-
-@replaces(Mistakes.worst, killed_by=test_mistake_report.test_of_labels_and_numbers_those_furthest_off_are_kept)
-def the_first_mistakes_are_kept_and_not_the_worst(right: Callable[[Mistakes], Mistakes], self: Mistakes) -> Mistakes:
-    return Mistakes(self.indices[:MOST], self.rows[:MOST])
 
 
 @replaces(

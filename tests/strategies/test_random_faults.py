@@ -21,7 +21,7 @@ from conftest import leaves_no_sockets
 from digit_commands import COMMON, checkpoint, served
 from lightning.pytorch import Callback
 
-from cnnstrategies.callbacks import mistake_report, run_members, summary
+from cnnstrategies.callbacks import run_members, summary
 from cnnstrategies.runtime.processes import one_refusal
 
 pytestmark = [pytest.mark.cluster, pytest.mark.warm]  # They wait for time-outs, and train meanwhile.
@@ -129,7 +129,7 @@ class Marks(Callback):
     """Says by files how far each rank is, and has none draw pictures, which takes longer than most of these runs."""
 
     def setup(self, trainer, pl_module, stage):
-        mistake_report.draw_confusion = mistake_report.draw_mistakes = summary.draw_curves = lambda *_: None
+        summary.draw_curves = lambda *_: None
         run_members.draw_membership = lambda *_: None
 
     def on_train_epoch_start(self, trainer, pl_module):

@@ -15,7 +15,6 @@ from cnnstrategies.callbacks import (
     FirstBatch,
     FromConfiguration,
     GracefulStop,
-    MistakeReport,
     PredictionWriter,
     ProgressBar,
     RunMembers,
@@ -89,7 +88,6 @@ def all_callbacks(config: Namespace) -> list[Callback]:
         ServerTraffic(),
         RunMembers(),
         TrainingSummary(),
-        MistakeReport(),
         config.predictions,
         config.stop,
     ]

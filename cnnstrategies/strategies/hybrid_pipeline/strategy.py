@@ -116,7 +116,6 @@ class HybridPipelineStrategy(DDPStrategy):
             before processes are started.
     """
 
-    outputs_on_every_rank = True  # Of an evaluation, those of the whole batch.
     compiles_stages = True  # Nobody else is to compile the network.
 
     def __init__(
