@@ -11,7 +11,6 @@ from cnnstrategies.callbacks.curves import choose_panels, draw_curves
 from cnnstrategies.callbacks.peak_memory import in_words, peak_bytes
 from cnnstrategies.callbacks.tables import print_table, relative
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
-from cnnstrategies.callbacks.trained_on import trained_on
 from cnnstrategies.models.metric_names import less_is_better, worth_showing
 
 
@@ -19,16 +18,11 @@ class TrainingSummary(Callback):
     """Keeps every epoch's metrics; when fit ends, rank 0 prints a summary and draws ``curves.png``.
 
     The figure lies in the log directory; without a logger none is drawn. The history is part of the checkpoint, so
-    that the curves of a resumed run start at its first epoch; so are the strategy and the hardware, for model cards.
+    that the curves of a resumed run start at its first epoch.
     """
 
     def __init__(self) -> None:
         self.history: dict[int, dict[str, float]] = {}
-        self._trained_on: dict[str, str] = {}
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._trained_on = trained_on(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -72,7 +66,7 @@ class TrainingSummary(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"history": self.history, "trained_on": self._trained_on}
+        return {"history": self.history}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torchvision.transforms import v2
 
-from cnnstrategies.checkpoints.model_card import CARD, Origin, model_card
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.decoding import FILL
 from cnnstrategies.data.own_images import shorter_side
@@ -75,12 +74,11 @@ def export(
     kind: Format,
     int8: bool = False,
     calibration_batches: int = 16,
-    origin: Origin | None = None,
 ) -> Comparison:
     """Write a module's network and what belongs to it, and compare what was written with it.
 
-    Beside the network come ``export.json`` with the shape of an image, what is done to it before, and the names of the
-    classes, and a model card, ``README.md``.
+    Beside the network comes ``export.json`` with the shape of an image, what is done to it before, and the names of the
+    classes.
 
     Args:
         model: What maps its images to logits is exported; it is moved to the CPU and to eval mode.
@@ -89,7 +87,6 @@ def export(
         kind: ``safetensors`` for the weights alone, ``torch_export`` for ``torch.export.load``, or ``onnx``.
         int8: Quantise weights and activations before, as :func:`~cnnstrategies.deploy.quantize.quantize` does.
         calibration_batches: Training batches that set the ranges of the activations, with ``int8``.
-        origin: Where the network comes from, for the model card.
 
     Raises:
         ConfigurationError: A package is missing, the folder is there, the model has no network, the network cannot be
@@ -135,8 +132,6 @@ def export(
             compared = replace(compared, agreement=None)
         description = {"format": kind, "file": FILES[kind], "int8": int8, **describe(datamodule, batches[0])}
         (scratch / DESCRIPTION).write_text(json.dumps(description, indent=2, ensure_ascii=False), encoding="utf-8")
-        card = model_card(description, str(compared), network, datamodule, origin)
-        (scratch / CARD).write_text(card, encoding="utf-8")
         scratch.rename(output)
     return compared
 

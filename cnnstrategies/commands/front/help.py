@@ -59,7 +59,7 @@ EXPORT = (
     ("--ckpt_path FILE", "the trained checkpoint"),
     ("--format NAME", "safetensors (weights), torch_export (default) or onnx"),
     ("--int8 true", "quantise weights and activations before; --calibration_batches N as for quantize"),
-    ("--output FOLDER", "where the network, export.json and a model card go (default: exported)"),
+    ("--output FOLDER", "where the network and export.json go (default: exported)"),
 )
 JOINING = (
     ("--run RUN", "the run's folder, or its coordinator's address: tcp://HOST:PORT or ipc://PATH"),

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from cnnstrategies.checkpoints.check import check_weights
-from cnnstrategies.checkpoints.model_card import origin_of
 from cnnstrategies.checkpoints.words import WORDS, find_checkpoint
 from cnnstrategies.commands.front.refuse import write_anywhere
 from cnnstrategies.commands.run.quiet import quieten
@@ -85,15 +84,14 @@ class Trainer(LightningTrainer):
         Raises:
             ConfigurationError: The checkpoint is of another network, or the network cannot be exported.
         """
-        origin = origin_of(*self._load(model, ckpt_path))
-        found = export(model, datamodule, output, format, int8, calibration_batches, origin)
+        self._load(model, ckpt_path)
+        found = export(model, datamodule, output, format, int8, calibration_batches)
         console = Console(soft_wrap=True)
         console.print(str(found))
-        console.print(f"Saved: {found.file}, with export.json and a model card beside it")
+        console.print(f"Saved: {found.file}, with export.json beside it")
 
-    def _load(self, model: LightningModule, ckpt_path: Path) -> tuple[Path, dict[str, Any]]:
+    def _load(self, model: LightningModule, ckpt_path: Path) -> None:
         path = find_checkpoint(str(ckpt_path), self) if str(ckpt_path) in WORDS else ckpt_path
         check_weights(model, path, weights_only=True)
         checkpoint = self.strategy.checkpoint_io.load_checkpoint(path, weights_only=True)
         model.load_state_dict(checkpoint["state_dict"])
-        return path, checkpoint
