@@ -23,7 +23,7 @@ from torch import nn
 
 # Imported once: tests, and the programs that those marked `warm` start, are forked from here.
 from cnnstrategies import cli
-from cnnstrategies.callbacks import run_members, summary
+from cnnstrategies.callbacks import summary
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
@@ -245,7 +245,6 @@ def run_cli(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
     `test_training_callbacks.py` looks at them.
     """
     monkeypatch.setattr(summary, "draw_curves", lambda history, path: None)
-    monkeypatch.setattr(run_members, "draw_membership", lambda events, path: None)
 
     def run(*args: object) -> tuple[int, str]:
         def command() -> None:

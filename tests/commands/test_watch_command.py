@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from cnnstrategies.callbacks.membership_picture import bars
 from cnnstrategies.cli import main
 from cnnstrategies.commands import watch
 from cnnstrategies.commands.watch import table
@@ -20,15 +19,6 @@ from cnnstrategies.paramserver.security import KeyPair
 
 MEMBER = {"role": "worker", "id": 1, "life": 0, "process": 7, "host": "node1", "silent": 0.1, "takes_part": True}
 ANSWER = {"training": True, "missing": [], "waits": [], "faults": [], "losses": 0, "members": []}
-
-
-EVENTS = [
-    [9.0, "worker", 0, 0, "came"],
-    [9.0, "server", 0, 0, "came"],
-    [5.0, "worker", 0, 0, "lost"],
-    [3.0, "worker", 0, 1, "came"],
-    [1.0, "server", 0, 0, "left"],
-]
 
 
 def shown(before, now, capsys):
@@ -138,15 +128,3 @@ def test_a_run_is_watched_until_it_ends(tmp_path, capfd):
     serving.join()
     service.close()
     assert text.splitlines()[-1] == "The run is over: as planned"
-
-
-@pytest.mark.light
-def test_the_picture_has_a_bar_for_each_life():
-    assert bars(EVENTS) == {
-        ("server", 0): [(-9.0, -1.0, False)],
-        ("worker", 0): [(-9.0, -5.0, True), (-3.0, 0.0, False)],
-    }
-    assert bars(EVENTS[2:3]) == {("worker", 0): [(-5.0, -5.0, True)]}, "when it came was forgotten"
-    replaced = [[4.0, "server", 0, 0, "came"], [2.0, "server", 0, 1, "came"]]
-    assert bars(replaced) == {("server", 0): [(-4.0, -2.0, True), (-2.0, 0.0, False)]}
-    assert bars([]) == {}

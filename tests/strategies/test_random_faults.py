@@ -21,7 +21,7 @@ from conftest import leaves_no_sockets
 from digit_commands import COMMON, checkpoint, served
 from lightning.pytorch import Callback
 
-from cnnstrategies.callbacks import run_members, summary
+from cnnstrategies.callbacks import summary
 from cnnstrategies.runtime.processes import one_refusal
 
 pytestmark = [pytest.mark.cluster, pytest.mark.warm]  # They wait for time-outs, and train meanwhile.
@@ -130,7 +130,6 @@ class Marks(Callback):
 
     def setup(self, trainer, pl_module, stage):
         summary.draw_curves = lambda *_: None
-        run_members.draw_membership = lambda *_: None
 
     def on_train_epoch_start(self, trainer, pl_module):
         Path(f"epoch-{trainer.current_epoch}-{trainer.global_rank}").touch()

@@ -335,7 +335,6 @@ class Coordinator:
 
     def _go(self, now: float, member: Member) -> None:
         self.roster.remove(member, left=True)
-        self.history.left(now, member.peer)
         self._forget(now, member)
         if member.peer.role == WORKER:
             self._leave_group(now, member.peer.id)

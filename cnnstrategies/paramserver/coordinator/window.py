@@ -2,54 +2,33 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from cnnstrategies.paramserver.coordinator.roster import WORKER, Member, Roster
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.watchdog import Wait, named
-from cnnstrategies.paramserver.core.node import LARGEST, ControlError, Message, Peer
+from cnnstrategies.paramserver.core.node import LARGEST, ControlError, Message
 from cnnstrategies.paramserver.core.requests import DONE
 
-CAME, LEFT, LOST = "came", "left", "lost"
-MOST_EVENTS = 4096
+MOST_LOST = 4096  # of which it is known that they are
 MOST_FAULTS = 50
 LONGEST = 300  # characters of a fault
 FIGURES = ("step", "samples", "sent", "received", "waited", "staleness", "pushed", "needs")
 
 
-class Event(NamedTuple):
-    """A process has become a member, or is none any more.
-
-    Attributes:
-        at: When.
-        role: Its.
-        id: Its number.
-        life: How many processes had its place before.
-        what: It ``came``, ``left`` on purpose or was ``lost``.
-    """
-
-    at: float
-    role: str
-    id: int
-    life: int
-    what: str
-
-
 class History:
-    """The last events and faults.
+    """The last faults.
 
     Attributes:
-        events: Of members.
         faults: When and what: deaths, returns, restarts.
         losses: How many processes were lost, those included that are forgotten.
         restarts: How many of these were coordinators, each of which this one has followed.
     """
 
     def __init__(self) -> None:
-        self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self.faults: deque[tuple[float, str]] = deque(maxlen=MOST_FAULTS)
         self.losses = 0
         self.restarts = 0
+        self._lost: deque[tuple[str, int, int]] = deque(maxlen=MOST_LOST)
 
     def came(self, now: float, member: Member, returns: bool = True) -> None:
         """A process has become a member.
@@ -59,19 +38,14 @@ class History:
             member: It.
             returns: Whether one with a later life comes for another that was lost.
         """
-        self.events.append(Event(now, *member.peer[:3], CAME))
         if member.peer.life and returns:
             self._note(now, f"{member} has taken the place of the one before")
 
-    def left(self, now: float, peer: Peer) -> None:
-        """A member has gone on purpose."""
-        self.events.append(Event(now, *peer[:3], LEFT))
-
     def lost(self, now: float, member: Member, how: str) -> None:
         """A member was lost; what is said later of the same one adds nothing."""
-        if any(event[1:] == (*member.peer[:3], LOST) for event in self.events):
+        if member.peer[:3] in self._lost:
             return
-        self.events.append(Event(now, *member.peer[:3], LOST))
+        self._lost.append(member.peer[:3])
         self.losses += 1
         self._note(now, f"{member} {how}")
 
@@ -107,8 +81,7 @@ class Window:
 
         Args:
             now: The time.
-            question: How the run goes; with ``events`` the answer has all that has happened to members, too. Or for a
-                place in it.
+            question: How the run goes, or for a place in it.
             waits: Who waits for whom.
             ended: What the members were told if the run is over.
         """
@@ -130,8 +103,6 @@ class Window:
             "losses": history.losses,
             "faults": [[now - at, text] for at, text in history.faults],
         }
-        if question.flag("events"):
-            fields["events"] = [[now - event.at, *event[1:]] for event in history.events]
         return Message(DONE, fields, request=question.request)
 
     def _place(self, ended: Message | None) -> dict[str, object]:

@@ -5,7 +5,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Self
 
 import zmq
@@ -123,27 +123,26 @@ class Watcher:
         self._socket: zmq.Socket[bytes] | None = None
         self._asked = 0
 
-    def ask(self, seconds: float, events: bool = False) -> Message | None:
+    def ask(self, seconds: float) -> Message | None:
         """How the run goes; see :class:`~cnnstrategies.paramserver.coordinator.window.Window`.
 
         Args:
             seconds: To wait for an answer.
-            events: Ask for all that has happened to members, too.
 
         Returns:
             The answer; None if none came.
         """
-        return self._ask(WATCH, {"events": events}, seconds)
+        return self._ask(WATCH, seconds)
 
     def place(self, seconds: float) -> Message | None:
         """A place in the run for a worker that joins it; see :meth:`ask`."""
-        return self._ask(PLACE, {}, seconds)
+        return self._ask(PLACE, seconds)
 
-    def _ask(self, kind: str, fields: Mapping[str, object], seconds: float) -> Message | None:
+    def _ask(self, kind: str, seconds: float) -> Message | None:
         if self._socket is None:
             self._socket = connect(self._address, self._context, self._keys, self._keys)
         self._asked += 1
-        send(self._socket, self._peer, Message(kind, fields, request=self._asked))
+        send(self._socket, self._peer, Message(kind, request=self._asked))
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if not self._socket.poll(int(1000 * left) + 1):
