@@ -11,11 +11,7 @@ class ConfigurationError(ValueError):
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, and one after the other those that have led to it, each once: some have led to each other.
-
-    Args:
-        error: The last one.
-    """
+    """An error, and one after the other those that have led to it, each once: some have led to each other."""
     link: BaseException | None = error
     seen: list[BaseException] = []
     while link is not None and all(link is not one for one in seen):

@@ -253,14 +253,7 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _take_there(trainer: Trainer, config: LRSchedulerConfig, fresh: Any, past: Mapping[str, Any]) -> None:
-    """Begin a schedule anew and take it to where the run is; its optimizer has the groups that it begins with.
-
-    Args:
-        trainer: Knows where the run is.
-        config: The schedule, with the state of the checkpoint.
-        fresh: Its state at its beginning.
-        past: What was configured in its place.
-    """
+    """Begin a schedule anew and take it to where the run is; its optimizer has the groups that it begins with."""
     scheduler = config.scheduler
     if isinstance(scheduler, ReduceLROnPlateau):
         learned = {key: vars(scheduler)[key] for key in LEARNED}

@@ -82,12 +82,7 @@ def samples_of(loader: Any, datamodule: Any) -> int | None:
 
 
 def training_batch(trainer: Trainer, size: int | None) -> Row:
-    """The global batch and what it is made of, and the optimizer's steps in an epoch.
-
-    Args:
-        trainer: After its loaders are made.
-        size: Samples of a batch of one process; None where they are not known.
-    """
+    """The global batch and what it is made of, and the optimizer's steps in an epoch."""
     accumulated, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
     count = loading(trainer)
     factors = [
@@ -182,13 +177,7 @@ def results(trainer: Trainer) -> list[Row]:
 
 
 def differences(trainer: Trainer, module: LightningModule, size: int | None) -> list[str]:
-    """What is different from one device, a line each.
-
-    Args:
-        trainer: The trainer.
-        module: What is trained.
-        size: Samples of a batch of one process; None where they are not known.
-    """
+    """What is different from one device, a line each."""
     strategy = trainer.strategy
     if hasattr(strategy, "differences"):
         own: list[str] = strategy.differences(size)

@@ -14,9 +14,6 @@ def peak_bytes(trainer: Trainer) -> list[int]:
     """Of each rank, in their order; a collective.
 
     On a GPU what torch has allocated there, else what the process has held.
-
-    Args:
-        trainer: Gives the strategy and the device.
     """
     device = trainer.strategy.root_device
     if device.type == "cuda":

@@ -9,14 +9,7 @@ from cnnstrategies.callbacks.step_parts import TOTAL, StepParts
 
 
 def profile_table(parts: StepParts, names: Sequence[str], times: Tensor, title: str) -> Table:
-    """A row for each part: its mean, those of the stages or else the least and greatest of a rank, and its share.
-
-    Args:
-        parts: What the parts are.
-        names: Those that were measured.
-        times: Milliseconds (ranks, names).
-        title: Heading.
-    """
+    """A row for each part: its mean, those of the stages or else the least and greatest of a rank, and its share."""
     stages = stage_means(parts, names, times)
     columns = ["part", "ms", *([f"stage {stage}" for stage in range(len(stages))] or ["min", "max"]), "share", "what"]
     table = Table(*columns, title=title)
@@ -40,11 +33,5 @@ def profile_table(parts: StepParts, names: Sequence[str], times: Tensor, title: 
 
 
 def stage_means(parts: StepParts, names: Sequence[str], times: Tensor) -> list[Mapping[str, float]]:
-    """For each stage the mean of each part over its replicas.
-
-    Args:
-        parts: Knows the stages.
-        names: The parts that were measured.
-        times: Their times (ranks, names).
-    """
+    """For each stage the mean of each part over its replicas."""
     return [dict(zip(names, times[list(ranks)].mean(0).tolist(), strict=True)) for ranks in parts.stages]

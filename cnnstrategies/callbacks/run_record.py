@@ -17,9 +17,6 @@ class RunRecord(Callback):
 
     What is logged is on the disk when a checkpoint is: after a restart nothing is missing from before it, and lines of
     metrics.csv from after it, which will be written again, are removed.
-
-    Args:
-        name: The run's.
     """
 
     def __init__(self, name: str) -> None:

@@ -54,11 +54,7 @@ class StepParts:
 
 
 class PipelineParts(StepParts):
-    """The parts of a step of a pipeline, whose whole schedule runs within ``training_step``.
-
-    Args:
-        pipeline: The rank's pipeline.
-    """
+    """The parts of a step of a pipeline, whose whole schedule runs within ``training_step``."""
 
     actions: ClassVar[Mapping[str, str]] = {
         **StepParts.actions,
@@ -107,11 +103,7 @@ class PipelineParts(StepParts):
 
 
 class ServerParts(StepParts):
-    """The parts of a step of a worker, which waits for parameters in the middle of its forward.
-
-    Args:
-        strategy: Has the worker's counters once training has begun.
-    """
+    """The parts of a step of a worker, which waits for parameters in the middle of its forward."""
 
     explained: ClassVar[Mapping[str, str]] = {
         "data": "waiting for the loader",

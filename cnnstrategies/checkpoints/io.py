@@ -29,11 +29,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Save ``checkpoint`` at ``path``.
 
-        Args:
-            checkpoint: What to save.
-            path: Where; its directory is made if need be. A URL goes to Lightning's writer.
-            storage_options: Refused by Lightning's writer when not None.
-
         Raises:
             ConfigurationError: The disk is full, or cannot be written to.
         """
@@ -49,11 +44,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self, path: str | Path, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load the checkpoint at ``path``.
-
-        Args:
-            path: Where it is; what comes from a URL is not kept.
-            map_location: As for ``torch.load``.
-            weights_only: As for ``torch.load``.
 
         Raises:
             ConfigurationError: The file is no checkpoint, only a part of one, or not as it was written.
@@ -102,10 +92,6 @@ def _to_memory(storage: Any, location: str) -> Any:
 def check_sums(path: str | Path, content: BinaryIO) -> None:
     """Compare a file with the checksums that torch and others write into each archive, and nobody reads.
 
-    Args:
-        path: Where it is from.
-        content: What it holds; nothing is looked at where that is no archive.
-
     Raises:
         ConfigurationError: It is not what was written.
     """
@@ -124,13 +110,7 @@ def check_sums(path: str | Path, content: BinaryIO) -> None:
 
 
 def unreadable(path: str | Path, error: Exception, content: BinaryIO | None = None) -> ConfigurationError:
-    """The error that says why a file could not be loaded.
-
-    Args:
-        path: The file.
-        error: What loading has raised.
-        content: What is there; by default the file is opened.
-    """
+    """The error that says why a file could not be loaded."""
     with content or open(path, "rb") as file:
         return ConfigurationError(f"ckpt_path: {path} {_what_is_wrong(file, error)}")
 

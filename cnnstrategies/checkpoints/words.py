@@ -22,10 +22,6 @@ def find_once(word: str, trainer: Trainer) -> str:
     A rank that is started as a program reads the configuration again, and may be started again in the middle of the
     run; by then there can be a newer checkpoint, that of this run.
 
-    Args:
-        word: ``last`` or ``best``.
-        trainer: See there.
-
     Raises:
         ConfigurationError: There is none.
     """
@@ -38,10 +34,6 @@ def find_checkpoint(word: str, trainer: Trainer) -> Path:
     """The checkpoint that a word stands for.
 
     Lightning looks where the new run will write, which is a new version as a rule, and starts from scratch.
-
-    Args:
-        word: ``last`` or ``best``.
-        trainer: Its loggers and checkpoint callbacks say where the runs of this name write.
 
     Returns:
         ``last.ckpt`` or ``best.ckpt`` of the version whose checkpoints were written last.
@@ -88,9 +80,6 @@ class SameCheckpoint(Callback):
 
     Where a launcher starts the ranks, each looks for itself. One may see an older state of the file system, or another
     run of the same name may have written in between.
-
-    Args:
-        path: What this rank has found.
     """
 
     def __init__(self, path: Path | str | None) -> None:

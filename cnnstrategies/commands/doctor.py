@@ -15,11 +15,7 @@ from cnnstrategies.errors import ConfigurationError
 
 
 def main(args: Sequence[str]) -> None:
-    """Check the hosts, or this one alone, and exit with 0 if all is well, else with 1.
-
-    Args:
-        args: The command line from ``doctor`` on.
-    """
+    """Check the hosts, or this one alone, and exit with 0 if all is well, else with 1."""
     options = doctor_parser().parse_args(args[1:])
     if options.hosts:
         passed = [f"--shared={options.shared.absolute()}", f"--wait={options.wait:g}"]

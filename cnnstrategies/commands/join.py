@@ -17,9 +17,6 @@ from cnnstrategies.paramserver.places import RunAddress, find_place
 def main(args: Sequence[str]) -> None:
     """Join a run until it is over, or until told to leave.
 
-    Args:
-        args: The command line from ``join`` on.
-
     Raises:
         ConfigurationError: There is no such run, it lets nobody join, or the configuration is not its own.
         SystemExit: The run has failed; why has been said.

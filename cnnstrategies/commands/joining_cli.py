@@ -46,12 +46,7 @@ UNLIKE = {
 
 
 class JoiningCLI(CLI):
-    """``fit`` of a configuration as one worker that joins, and only trains.
-
-    Args:
-        address: Where the run's coordinator listens.
-        place: A place there.
-    """
+    """``fit`` of a configuration as one worker that joins, and only trains."""
 
     def __init__(self, address: RunAddress, place: Place) -> None:
         self.address = address
@@ -121,11 +116,6 @@ def strategy_of(strategy: Any) -> ParameterServerStrategy:
 
 def run(address: RunAddress, place: Place, words: Sequence[str]) -> None:
     """Train in a run.
-
-    Args:
-        address: Where its coordinator listens.
-        place: A place there.
-        words: Of the configuration.
 
     Raises:
         ConfigurationError: The configuration is not the run's.

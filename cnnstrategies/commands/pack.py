@@ -20,9 +20,6 @@ MOST_LISTED = 20  # Damaged images; the index has all of them.
 def main(args: Sequence[str]) -> None:
     """Pack images, or check packed ones, and say what was done.
 
-    Args:
-        args: The command line from ``pack`` on.
-
     Raises:
         ConfigurationError: A value is out of its range, the source cannot be read or the shards cannot be written, or
             a checked shard is damaged.

@@ -56,10 +56,6 @@ def main(args: Sequence[str] | None = None) -> None:
 def server_of(configs: Sequence[Path], index: int) -> ServerProcess:
     """The server that configurations describe.
 
-    Args:
-        configs: The files.
-        index: Which of the strategy's endpoints it is.
-
     Raises:
         ConfigurationError: They describe no such server.
     """

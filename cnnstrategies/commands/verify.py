@@ -65,9 +65,6 @@ class VerifiedCLI(lightning_cli.CLI):
 def main(args: Sequence[str]) -> None:
     """Train under the strategy and on one device, and say whether it comes to the same.
 
-    Args:
-        args: The command line from ``verify`` on.
-
     Raises:
         ConfigurationError: The strategy refuses the module, or the configuration has a mistake.
         SystemExit: With code 1 where the runs differ, or one of them fails; what differs has been said.

@@ -29,12 +29,7 @@ Answer = Mapping[str, Any]
 
 
 def table(before: Answer, now: Answer) -> RenderableType:
-    """What is shown.
-
-    Args:
-        before: An answer.
-        now: A later one.
-    """
+    """What is shown."""
     parts: list[RenderableType] = [_title(now), _members(before, now)]
     if now["missing"]:
         parts.append(Text(f"not here yet: {', '.join(now['missing'])}"))
@@ -130,9 +125,6 @@ class RunGoneError(Exception):
 
 def main(args: Sequence[str]) -> None:
     """Watch a run until it ends, or once.
-
-    Args:
-        args: The command line from ``watch`` on.
 
     Raises:
         ConfigurationError: No coordinator answers.

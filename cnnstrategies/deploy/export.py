@@ -137,12 +137,7 @@ def export(
 
 
 def describe(datamodule: LightningDataModule, images: Tensor) -> dict[str, Any]:
-    """What is done to an image before the network, and what the network's classes are called.
-
-    Args:
-        datamodule: As far as it says so.
-        images: A batch of it.
-    """
+    """What is done to an image before the network, and what the network's classes are called."""
     height, width = images.shape[2:]
     geometry: dict[str, Any] = {
         "resize_shorter_side": None,

@@ -15,10 +15,6 @@ from cnnstrategies.models.own_forward import has_own_forward, own_forward
 def network_of(module: LightningModule, purpose: str) -> nn.Module:
     """What maps images to logits: the ``network`` of this package's modules, else the module's own ``forward``.
 
-    Args:
-        module: Any module.
-        purpose: What it is for, in a message.
-
     Raises:
         ConfigurationError: It has neither.
     """

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def in_own_operators(graph: "GraphModule") -> "GraphModule":
-    """Replace the operators that torchao brings.
-
-    Args:
-        graph: What torchao has converted; it is changed.
-    """
+    """Replace the operators that torchao brings."""
     replaced = {
         torch.ops.quantized_decomposed.quantize_per_tensor.default: _quantize,
         torch.ops.quantized_decomposed.dequantize_per_tensor.default: _dequantize,

@@ -112,11 +112,6 @@ def int8_graph(
 ) -> tuple["torch.export.ExportedProgram", "GraphModule", Tensor]:
     """The graph of a network as it is, and as int8, and the batch with which both were traced.
 
-    Args:
-        network: On the CPU and in eval mode.
-        datamodule: Training batches calibrate.
-        calibration_batches: How many.
-
     Raises:
         ConfigurationError: torchao is not installed, there is no batch, or the network cannot be exported.
     """
@@ -207,12 +202,7 @@ class QuantizedNetwork(nn.Module):
 
 
 def accuracy(network: Network, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Share of the samples that ``network`` classifies rightly.
-
-    Args:
-        network: Maps images to logits.
-        batches: Images (N, C, H, W) and class indices (N,).
-    """
+    """Share of the samples that ``network`` classifies rightly."""
     right = total = 0
     with torch.no_grad():
         for images, targets in batches:
@@ -222,13 +212,7 @@ def accuracy(network: Network, batches: Iterable[tuple[Tensor, Tensor]]) -> floa
 
 
 def quality(network: Network, batches: Iterable[tuple[Tensor, Tensor]], model: NetworkModule) -> float:
-    """What a model measures its network by.
-
-    Args:
-        network: Maps images to logits.
-        batches: Images (N, C, H, W) and their targets.
-        model: Whose validation metric it is; that is left as it is.
-    """
+    """What a model measures its network by."""
     metric = copy.deepcopy(getattr(model.val_metrics, model.quality)).cpu()
     metric.reset()
     with torch.no_grad():
@@ -241,11 +225,6 @@ def milliseconds(networks: Sequence[Network], images: Tensor, repeats: int = 20)
     """Median time of each network's ``network(images)``, after three calls that are not counted.
 
     The networks take turns, so that whatever else the machine does slows all of them.
-
-    Args:
-        networks: What is timed.
-        images: One batch.
-        repeats: Calls of each network that are counted.
     """
     times: list[list[float]] = [[] for _ in networks]
     with torch.no_grad():
@@ -259,10 +238,6 @@ def milliseconds(networks: Sequence[Network], images: Tensor, repeats: int = 20)
 
 def exported_program(network: nn.Module, example: Tensor) -> "torch.export.ExportedProgram":
     """The graph of a network, for batches of any size.
-
-    Args:
-        network: In eval mode, or a graph of it.
-        example: A batch of at least two images.
 
     Raises:
         ConfigurationError: It cannot be exported.

@@ -26,11 +26,6 @@ def check_network(model: NetworkModule, datamodule: LightningDataModule | None, 
     What is not certain is left to the model's first step: a model of one's own, a network whose outputs depend on more
     than shapes, and outputs of a shape that real images might not give.
 
-    Args:
-        model: The model.
-        datamodule: Its ``image_shape`` is that of the images, if it has one.
-        training: Whether the network is to be trained.
-
     Raises:
         ConfigurationError: The numbers differ, or the network is for images of another number of channels.
     """
@@ -51,11 +46,6 @@ def outputs_without_data(network: nn.Module, image_shape: Sequence[int], trainin
     """Run a copy of a network on torch's meta device, where tensors have shapes and no contents.
 
     The network itself, its weights and the random numbers stay as they are.
-
-    Args:
-        network: The network.
-        image_shape: (C, H, W).
-        training: In which mode it runs.
 
     Returns:
         Its outputs for ``SAMPLES`` images; None where they depend on more than shapes, or the network cannot be copied.

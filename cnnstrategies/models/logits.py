@@ -17,11 +17,7 @@ def main_logits(outputs: Any) -> Tensor:
 
 
 class MainLogits(nn.Module):
-    """A network that returns its main logits and nothing beside them.
-
-    Args:
-        network: What returns both.
-    """
+    """A network that returns its main logits and nothing beside them."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -33,12 +29,7 @@ class MainLogits(nn.Module):
 
 
 def giving_logits(network: nn.Module, images: Tensor) -> nn.Module:
-    """A network as one that returns no dict, which what runs exported networks does not know.
-
-    Args:
-        network: In eval mode.
-        images: A batch.
-    """
+    """A network as one that returns no dict, which what runs exported networks does not know."""
     with torch.no_grad():
         return MainLogits(network) if isinstance(network(images), dict) else network
 

@@ -25,11 +25,7 @@ def less_is_better(name: str) -> bool:
 
 
 def worth_showing(names: Iterable[str]) -> list[str]:
-    """Which of the logged metrics a summary shows: those of the validation, the usual ones first; else all.
-
-    Args:
-        names: What was logged, in that order.
-    """
+    """Which of the logged metrics a summary shows: those of the validation, the usual ones first; else all."""
     epochs = [name for name in names if is_of_epochs(name)]
     usual = [name for name in USUAL if name in epochs]
     others = [name for name in epochs if name.lower().startswith("val") and name not in usual]
@@ -37,13 +33,7 @@ def worth_showing(names: Iterable[str]) -> list[str]:
 
 
 def not_logged(where: str, name: object, logged: Iterable[str]) -> str:
-    """What is said of a metric to follow that the module does not log.
-
-    Args:
-        where: What names it.
-        name: The metric.
-        logged: All that is logged.
-    """
+    """What is said of a metric to follow that the module does not log."""
     names = sorted(one for one in logged if is_of_epochs(one))
     close = difflib.get_close_matches(str(name), names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""

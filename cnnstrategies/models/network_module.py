@@ -104,9 +104,6 @@ class NetworkModule(LightningModule):
     def check_data(self, datamodule: LightningDataModule | None) -> None:
         """Refuse data with another number of classes.
 
-        Args:
-            datamodule: Its ``num_classes`` is compared, if it has one.
-
         Raises:
             ConfigurationError: It is not the model's.
         """

@@ -18,11 +18,7 @@ PLACE = "own_forward"  # Under this name the module has what takes its place.
 
 
 class OwnForward(nn.Module):
-    """What a module's ``forward`` uses, under the module's own names; all else that it asks for is the module's.
-
-    Args:
-        module: The module.
-    """
+    """What a module's ``forward`` uses, under the module's own names; all else that it asks for is the module's."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -59,12 +55,7 @@ class OwnForward(nn.Module):
         return any(now.get(name) is not part for name, part in _parts(self).items())
 
     def give_way(self, module: nn.Module, other: nn.Module) -> None:
-        """Have a module's ``forward`` be another module, whose children hooks find in the place of its own.
-
-        Args:
-            module: This one's.
-            other: What ``self(x)`` is to call.
-        """
+        """Have a module's ``forward`` be another module, whose children hooks find in the place of its own."""
         for name in _parts(self):
             delattr(module, name)
         module.add_module(PLACE, other)

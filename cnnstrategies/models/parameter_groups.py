@@ -65,11 +65,6 @@ def hold_back(optimizer: Optimizer, is_held: Callable[[int], bool], depths: Sequ
 
     They need gradients all the same. Were it taken from them and given back later, DDP would not notice, and their
     gradients would be each process's own.
-
-    Args:
-        optimizer: The optimizer.
-        is_held: Asked in each step whether layers of a depth are held back.
-        depths: Those of the groups.
     """
     rates: list[Any] = []
 

@@ -10,8 +10,5 @@ def count_samples(batch: Any) -> int:
     """By its first tensor with rows; 0 where there is none, as in a batch of a class of the user's own.
 
     Lightning's ``extract_batch_size`` takes the first thing that has a length, such as the name of a file.
-
-    Args:
-        batch: Tensors and other things in tuples, lists and dicts.
     """
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 0)

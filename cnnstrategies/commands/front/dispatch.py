@@ -17,9 +17,6 @@ VERSION = "--version"
 def run(words: Sequence[str]) -> None:
     """Run a command.
 
-    Args:
-        words: Those after the program's name.
-
     Raises:
         ConfigurationError: There is no such command, or its words are mistaken.
     """

@@ -78,9 +78,6 @@ def given(args: Sequence[str]) -> list[Given]:
 def check(args: Sequence[str]) -> None:
     """Look at a command line that gives a configuration.
 
-    Args:
-        args: From the command's name on.
-
     Raises:
         ConfigurationError: A key that does not exist, or a value that it cannot have.
     """
@@ -105,11 +102,6 @@ def check(args: Sequence[str]) -> None:
 
 def check_name(path: str, value: Any, names: Sequence[str]) -> None:
     """Refuse a strategy or accelerator that is not registered.
-
-    Args:
-        path: The key.
-        value: Only a name is checked.
-        names: The known ones.
 
     Raises:
         ConfigurationError: The name is unknown; the message lists the known ones.
@@ -224,12 +216,7 @@ def signature_of(owner: str | None) -> Signature | None:
 
 
 def unknown_key(path: str, owner: str | None) -> str:
-    """What is said of a key that does not exist.
-
-    Args:
-        path: The key, from the root.
-        owner: Import path or name of the class that has no such parameter; None at the root.
-    """
+    """What is said of a key that does not exist."""
     name = path.rpartition(".")[2]
     if owner is None:
         return f"unknown key {path}{accepted(name, list(ROOTS))}"

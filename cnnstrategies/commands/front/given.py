@@ -38,10 +38,6 @@ class Given:
 def given_keys(args: Sequence[str], roots: Mapping[str, str | None]) -> list[Given]:
     """Every key that was given; those of the command line, which are the likelier culprits, first.
 
-    Args:
-        args: The command line.
-        roots: The classes of the keys that have no ``class_path``, by their path.
-
     Raises:
         ConfigurationError: A file is not YAML, has no keys, or gives arguments of a class beside its ``class_path``.
     """

@@ -34,11 +34,7 @@ def doctor_parser() -> argparse.ArgumentParser:
 
 
 def parse_join(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of ``join``, and the words of the configuration.
-
-    Args:
-        words: Those after the command's name.
-    """
+    """The options of ``join``, and the words of the configuration."""
     result = argparse.ArgumentParser(prog="cnnstrategies join", allow_abbrev=False, add_help=False)
     result.add_argument("--run", required=True)
     result.add_argument("--key_file")

@@ -19,9 +19,6 @@ def names() -> list[str]:
 def find(given: str) -> Path:
     """The file that ``--config`` means: one that is there, or the recipe of this name.
 
-    Args:
-        given: A path or a name; a recipe's path from a clone of the project, too.
-
     Raises:
         ConfigurationError: There is neither.
     """
@@ -51,9 +48,6 @@ def with_files(args: Sequence[str]) -> list[str]:
 
 def main(args: Sequence[str]) -> None:
     """List the recipes, or print those that are named.
-
-    Args:
-        args: The command line from ``configs`` on.
 
     Raises:
         ConfigurationError: There is no recipe of this name.

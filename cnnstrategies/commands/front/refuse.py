@@ -10,11 +10,7 @@ DEBUG = "CNNSTRATEGIES_DEBUG"  # Environment variable: tracebacks in place of li
 
 
 def fail(message: str) -> NoReturn:
-    """Print one line on standard error and exit with code 2, as argparse does.
-
-    Args:
-        message: The line, without prefix.
-    """
+    """Print one line on standard error and exit with code 2, as argparse does."""
     print(f"cnnstrategies: error: {message}", file=sys.stderr)
     sys.exit(2)
 

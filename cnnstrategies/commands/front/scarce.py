@@ -25,11 +25,7 @@ LIMITS = (
 
 
 def scarce(error: BaseException) -> str | None:
-    """The line that names the limit; None where the error speaks of none that this process has.
-
-    Args:
-        error: What was raised.
-    """
+    """The line that names the limit; None where the error speaks of none that this process has."""
     said = "Cannot allocate memory" if type(error) is MemoryError else str(error)
     for words, limit, what, letter in LIMITS:
         most, _ = resource.getrlimit(limit)

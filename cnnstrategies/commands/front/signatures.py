@@ -103,12 +103,7 @@ def read_module(name: str) -> Module | None:
 
 
 def find(path: str, steps: int = 0) -> tuple[Definition | ast.Assign, Module] | None:
-    """The statement that defines what an import path names, and its module; None if it cannot be found.
-
-    Args:
-        path: Such as ``torch.optim.SGD``.
-        steps: How many imports have led here.
-    """
+    """The statement that defines what an import path names, and its module; None if it cannot be found."""
     name, _, attribute = path.rpartition(".")
     module = read_module(name) if name and steps < MOST_STEPS else None
     if module is None:
@@ -131,11 +126,7 @@ def find(path: str, steps: int = 0) -> tuple[Definition | ast.Assign, Module] | 
 
 
 def signature(path: str) -> Signature | None:
-    """The parameters of a class or function; None if it is not found.
-
-    Args:
-        path: Its import path.
-    """
+    """The parameters of a class or function; None if it is not found."""
     found = find(path)
     if found is None:
         return None

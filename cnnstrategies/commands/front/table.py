@@ -24,11 +24,7 @@ class Command:
     configured: bool = True
 
     def run(self, args: Sequence[str]) -> None:
-        """Run it; only now its code is imported.
-
-        Args:
-            args: The words from its name on.
-        """
+        """Run it; only now its code is imported."""
         # What imports make stays: to look for garbage among it, again and again, takes a sixth of a start.
         gc.disable()
         module = importlib.import_module(f"cnnstrategies.commands.{self.module}")

@@ -23,9 +23,6 @@ from cnnstrategies.planning.report import describe, ranking_table, stages_table,
 def main(args: Sequence[str]) -> None:
     """Print the strategies for a configuration, or for a profile on a cluster.
 
-    Args:
-        args: The command line from ``plan`` on.
-
     Raises:
         ConfigurationError: It cannot be planned for; the message says why.
     """

@@ -46,10 +46,6 @@ class PlanCLI(ModelAndData):
 def job_from_configuration(words: Sequence[str], cluster: Path | None) -> tuple[Job, PlanOptions]:
     """What to plan for, and the options that the words give.
 
-    Args:
-        words: The command line after ``plan``, without the cluster.
-        cluster: The file that describes it, if there is one.
-
     Raises:
         ConfigurationError: The configuration cannot be planned for; the message says why.
     """
@@ -64,14 +60,7 @@ def job_from_configuration(words: Sequence[str], cluster: Path | None) -> tuple[
 
 
 def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, options: PlanOptions) -> Job:
-    """Measure the model's network on this machine, or read its profile.
-
-    Args:
-        model: Its network is divided.
-        data: Gives the shape of the images and the batch size.
-        trainer: The trainer's arguments: devices, num_nodes, accelerator, precision, strategy.
-        options: What a plan needs beyond them.
-    """
+    """Measure the model's network on this machine, or read its profile."""
     named = getattr(getattr(trainer.strategy, "init_args", None), "network", None)
     network = network_at(model, find_network(model, named))
     device = device_of(trainer.accelerator)

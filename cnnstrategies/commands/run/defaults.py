@@ -30,11 +30,7 @@ from cnnstrategies.cluster.options import ClusterOptions
 
 
 def add_sections(parser: LightningArgumentParser) -> None:
-    """Add the sections of a configuration that are ours.
-
-    Args:
-        parser: That of a command.
-    """
+    """Add the sections of a configuration that are ours."""
     parser.add_class_arguments(BestCheckpoint, "checkpoint")
     parser.set_defaults(
         {
@@ -61,11 +57,7 @@ def add_sections(parser: LightningArgumentParser) -> None:
 
 
 def all_plugins(config: Namespace) -> list[Any]:
-    """The plugins of a configuration and the default ones.
-
-    Args:
-        config: With its classes instantiated.
-    """
+    """The plugins of a configuration and the default ones."""
     plugins = as_list(config.trainer.plugins)
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
         plugins.append(AtomicCheckpointIO())
@@ -73,11 +65,7 @@ def all_plugins(config: Namespace) -> list[Any]:
 
 
 def all_callbacks(config: Namespace) -> list[Callback]:
-    """The callbacks of a configuration, and the default ones of other classes.
-
-    Args:
-        config: With its classes instantiated.
-    """
+    """The callbacks of a configuration, and the default ones of other classes."""
     callbacks = as_list(config.trainer.callbacks)
     defaults: list[Callback] = [
         StartPanel(),

@@ -32,10 +32,6 @@ CHECKPOINT_WORDS = ("best", "last", "hpc")
 def check_trainer_names(strategy: Any, accelerator: Any) -> None:
     """Refuse a strategy or accelerator that is not registered.
 
-    Args:
-        strategy: ``trainer.strategy``.
-        accelerator: ``trainer.accelerator``.
-
     Raises:
         ConfigurationError: The name is unknown; the message lists the known ones.
     """
@@ -90,10 +86,6 @@ def _check_elsewhere(address: str) -> None:
 def check_callbacks(callbacks: Sequence[Callback], model: LightningModule) -> None:
     """Refuse callbacks of Lightning that need an attribute of the model which it has not.
 
-    Args:
-        callbacks: The trainer's.
-        model: The run's.
-
     Raises:
         ConfigurationError: It has not.
     """
@@ -114,12 +106,7 @@ def check_callbacks(callbacks: Sequence[Callback], model: LightningModule) -> No
 
 
 def explain_parse_error(message: str, args: Sequence[str]) -> str:
-    """The line that says why a configuration could not be parsed.
-
-    Args:
-        message: What jsonargparse says, over several lines.
-        args: The command line, which names the configuration files.
-    """
+    """The line that says why a configuration could not be parsed."""
     if match := re.search(r"ption '([\w.]+)'(?: is not accepted)?$", message):
         return _explain_unknown(match[1], args)
     if match := re.search(r"[Uu]nrecognized arguments: (?:--)?(\S*?)(?:[=\s]|$)", message):

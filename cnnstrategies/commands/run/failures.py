@@ -56,11 +56,7 @@ NOT_LOGGED = re.compile(
 
 
 def explain_build_error(error: BaseException) -> str:
-    """The line that says why an object could not be built.
-
-    Args:
-        error: What was raised while the classes were instantiated, perhaps wrapped by jsonargparse.
-    """
+    """The line that says why an object could not be built."""
     chain = list(causes(error))
     for link in chain:
         if isinstance(link, ConfigurationError):
@@ -84,11 +80,7 @@ def explain_build_error(error: BaseException) -> str:
 
 
 def missing_package(error: ImportError) -> str:
-    """What to install.
-
-    Args:
-        error: What its import has raised.
-    """
+    """What to install."""
     asked = re.search(r"pip install (?:-U )?'?([^'`]+)", str(error))
     name = asked[1] if asked else (error.name or "").partition(".")[0]
     remedy = f"pip install '{name}'" if name else str(error)
@@ -96,11 +88,7 @@ def missing_package(error: ImportError) -> str:
 
 
 def explain_reference(error: OmegaConfBaseException) -> str:
-    """The line that says why a reference, ``${...}``, could not be followed.
-
-    Args:
-        error: What following it has raised.
-    """
+    """The line that says why a reference, ``${...}``, could not be followed."""
     key = re.sub(rf"^({'|'.join(COMMANDS)})\.", "", str(error.full_key))
     said = in_one_line(str(error.msg).split("\n")[0])
     if found := _NOT_FOUND.match(said):
@@ -110,11 +98,7 @@ def explain_reference(error: OmegaConfBaseException) -> str:
 
 
 def explain_run_error(error: BaseException) -> str | None:
-    """The line that says why a run has failed, where that is the user's to mend; None where a traceback says more.
-
-    Args:
-        error: What a trainer's function has raised.
-    """
+    """The line that says why a run has failed, where that is the user's to mend; None where a traceback says more."""
     message = str(error)
     if found := NOT_LOGGED.search(message):
         who = "EarlyStopping" if found[1] == "Early stopping" else found[1]
@@ -145,11 +129,7 @@ def _in_other_words(message: str) -> str | None:
 
 
 def refusal_in(traceback: str) -> str | None:
-    """What :func:`explain_run_error` says of the error that ends a traceback.
-
-    Args:
-        traceback: The text in which torch reports what a spawned or forked process raised.
-    """
+    """What :func:`explain_run_error` says of the error that ends a traceback."""
     raised = list(re.finditer(r"^([A-Za-z_][\w.]*): ", traceback, re.MULTILINE))
     errors = [one for one in raised if one[1].endswith(("Error", "Exception"))]
     if not errors:

@@ -257,10 +257,6 @@ def leaves_out_classes(words: Sequence[str]) -> bool:
 def main(args: Sequence[str], kind: type[CLI] = CLI) -> None:
     """Run ``fit``, ``validate``, ``test``, ``predict``, ``quantize`` or ``export``.
 
-    Args:
-        args: The command line from the command's name on.
-        kind: What runs it.
-
     Raises:
         ConfigurationError: A mistake in the configuration.
         SystemExit: The run cannot go on; why has been said.

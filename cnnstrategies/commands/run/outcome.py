@@ -44,10 +44,6 @@ PATIENCE = 20.0  # Seconds in which a rank notices that another one has failed, 
 def ends_together(trainer: Trainer, network: Network) -> Iterator[None]:
     """When a trainer's function fails in this process, end the processes that it started, and say once what is wrong.
 
-    Args:
-        trainer: Its strategy has the launcher.
-        network: How the hosts of the run find each other.
-
     Raises:
         ConfigurationError: What this rank is the first to refuse, or to find wrong in a way that a line can say.
         RunEnded: A rank was killed, and this one has lost its connection to it.
@@ -133,11 +129,7 @@ class FirstToFail(Callback):
 
 
 def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """When a rank has failed and this process has not ended by itself within a time, kill all.
-
-    Args:
-        ranks: Those that this process has started as programs.
-    """
+    """When a rank has failed and this process has not ended by itself within a time, kill all."""
     while not any(rank.poll() for rank in ranks):
         if all(rank.returncode == 0 for rank in ranks):
             return

@@ -22,9 +22,6 @@ class Instantiator:
     jsonargparse puts what builds the model and the data into every factory that it makes. So whoever holds a factory,
     as a model holds that of its optimizer, holds the command line, with its trainer, processes and locks: weight
     averaging could not copy the model, and each process that is spawned would get all of it once more.
-
-    Args:
-        build: Takes a class, its arguments, and ``applied_instantiation_links``, values by their keys.
     """
 
     def __init__(self, build: Callable[..., Any]) -> None:

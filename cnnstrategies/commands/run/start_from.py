@@ -21,10 +21,6 @@ from cnnstrategies.runtime.processes import told_by_starter
 def check_fresh(fresh: bool, run: Run | None) -> None:
     """Refuse ``fresh`` where there is nothing to start anew, or where each restart would do it.
 
-    Args:
-        fresh: As given.
-        run: The run, if it has a name.
-
     Raises:
         ConfigurationError: The run has no name, or who starts it again does not say so.
     """
@@ -79,11 +75,7 @@ def checkpoint_of(
 
 
 def is_first(trainer: Trainer) -> bool:
-    """Whether this process is to be global rank 0, or starts it; known before any process starts.
-
-    Args:
-        trainer: Its strategy knows the launcher.
-    """
+    """Whether this process is to be global rank 0, or starts it; known before any process starts."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return local_rank() == 0 and (environment is None or environment.node_rank() == 0)
 
@@ -92,11 +84,6 @@ def check_trained(command: str, model: LightningModule, again: Callable[[], Ligh
     """Refuse to evaluate weights that nobody has trained.
 
     Those that a module gets where it is built, as of ``pretrained``, are the same each time; random ones are not.
-
-    Args:
-        command: What is about to run, without a checkpoint.
-        model: What the configuration says.
-        again: Builds it once more.
 
     Raises:
         ConfigurationError: Some of its weights are random.

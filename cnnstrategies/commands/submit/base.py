@@ -120,11 +120,7 @@ class Submission:
 
 
 def run_name(folder: PurePath) -> str:
-    """The name of the run whose folder this is; that of a sweep's task is its number.
-
-    Args:
-        folder: Of the run.
-    """
+    """The name of the run whose folder this is; that of a sweep's task is its number."""
     return f"{folder.parent.name}-{folder.name}" if folder.name.isdigit() else folder.name
 
 
@@ -190,9 +186,6 @@ class Target(ABC):
 
 def check(args: Sequence[str]) -> Submission:
     """Parse a configuration as ``fit`` does and refuse what cannot run; no process is started.
-
-    Args:
-        args: Options of ``fit``.
 
     Raises:
         ConfigurationError: It cannot run; the message says why.

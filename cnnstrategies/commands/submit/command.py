@@ -15,9 +15,6 @@ from cnnstrategies.errors import ConfigurationError
 def main(args: Sequence[str]) -> None:
     """Check a configuration and submit it; print what was queued and where its logs will be.
 
-    Args:
-        args: The command line from ``submit`` on.
-
     Raises:
         ConfigurationError: The configuration cannot run, or the target does not take the job.
     """

@@ -85,12 +85,7 @@ target = SlurmTarget
 
 
 def write(submission: Submission, folder: Path) -> None:
-    """Write the configuration that a job reads.
-
-    Args:
-        submission: What is to run.
-        folder: Of the run.
-    """
+    """Write the configuration that a job reads."""
     options = submission.options
     signal = {"stop.warning_signal": options.signal, "stop.warning_grace": float(options.grace)}
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,11 +94,7 @@ def write(submission: Submission, folder: Path) -> None:
 
 
 def run_folder(options: ClusterOptions) -> Path:
-    """A new folder's path; two submissions in one second get different ones.
-
-    Args:
-        options: The ``cluster`` section.
-    """
+    """A new folder's path; two submissions in one second get different ones."""
     stem = f"{options.job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
     return next(path for name in names if not (path := options.folder.resolve() / name).exists())

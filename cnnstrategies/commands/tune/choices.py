@@ -76,13 +76,7 @@ def communication(trainer: Any, model: nn.Module, allow: Collection[str]) -> lis
 
 
 def loading(config: Any, data: type, device: torch.device) -> list[Setting]:
-    """Other numbers of processes that load, and pinned memory where a device needs it.
-
-    Args:
-        config: The parsed configuration.
-        data: The data module's class: it must have arguments for them.
-        device: Of the kind that will train.
-    """
+    """Other numbers of processes that load, and pinned memory where a device needs it."""
     arguments = inspect.signature(data).parameters
     if "num_workers" not in arguments or not hasattr(config.data, "init_args"):
         return []
@@ -101,13 +95,7 @@ def loading(config: Any, data: type, device: torch.device) -> list[Setting]:
 
 
 def decoding(config: Any, data: type, allow: Collection[str]) -> list[Setting]:
-    """The other decoders of JPEG files that are installed; each rounds in its own way, so other pixels are learned.
-
-    Args:
-        config: The parsed configuration.
-        data: The data module's class: it must have an argument for the decoder.
-        allow: What may be changed although it changes what is learned.
-    """
+    """The other decoders of JPEG files that are installed; each rounds in its own way, so other pixels are learned."""
     if "decoder" not in allow or "decoder" not in inspect.signature(data).parameters:
         return []
     own = chosen(config.data.init_args.get("decoder", "auto"))
@@ -147,12 +135,7 @@ def choices(config: Any, model: type, device: torch.device, allow: Collection[st
 
 
 def compilers(config: Any, model: type) -> list[Setting]:
-    """What is tried on top of the fastest of these: to compile each combination would take most of the time.
-
-    Args:
-        config: The parsed configuration.
-        model: The module's class.
-    """
+    """What is tried on top of the fastest of these: to compile each combination would take most of the time."""
     own, arguments = _arguments(config, model)
     if "compile_backend" in arguments:
         given = own.get("compile_backend")

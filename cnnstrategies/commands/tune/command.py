@@ -44,9 +44,6 @@ class TuneCLI(ModelAndData):
 def main(args: Sequence[str]) -> None:
     """Find the fastest settings, print them and write them.
 
-    Args:
-        args: The command line from ``tune`` on.
-
     Raises:
         ConfigurationError: The configuration cannot be run as it is.
     """
@@ -80,14 +77,6 @@ def main(args: Sequence[str]) -> None:
 class Search:
     """Tries one kind of settings after the other, each on top of what the ones before have found.
 
-    Args:
-        words: The command line of ``fit``.
-        folder: For the trials' files.
-        config: The parsed configuration.
-        device: Of the kind that trains.
-        options: The command's.
-        status: Shows what is being done.
-
     Attributes:
         contests: What was tried, by kind.
         chosen: What is faster; None where nothing is.
@@ -112,9 +101,6 @@ class Search:
 
     def run(self, phases: Mapping[str, Sequence[Setting]]) -> None:
         """Try them.
-
-        Args:
-            phases: Settings by kind.
 
         Raises:
             TrialError: The configuration itself does not run.
@@ -218,11 +204,7 @@ def _tell(console: Console, search: Search, options: TuneOptions) -> None:
 
 
 def without_own_options(words: Sequence[str]) -> list[str]:
-    """A command line without what ``tune`` alone takes.
-
-    Args:
-        words: With it, as ``--minutes 5`` or ``--minutes=5``.
-    """
+    """A command line without what ``tune`` alone takes."""
     own = {f"--{one.name}" for one in fields(TuneOptions)}
     kept: list[str] = []
     skips = False

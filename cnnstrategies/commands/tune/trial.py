@@ -33,12 +33,7 @@ DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 
 
 class OneBatch(Dataset[Any]):
-    """A batch that is there already, again and again.
-
-    Args:
-        batch: As the loader's collation has made it.
-        size: Samples in it.
-    """
+    """A batch that is there already, again and again."""
 
     def __init__(self, batch: Any, size: int) -> None:
         self.batch = batch
