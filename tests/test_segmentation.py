@@ -15,8 +15,7 @@ from PIL import Image
 from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageSegmenter
-from cnnstrategies.callbacks import mask_pictures
-from cnnstrategies.callbacks.mask_pictures import palette
+from cnnstrategies.callbacks.predictions import palette, write_masks
 from cnnstrategies.data import SegmentationFolderDataModule
 from cnnstrategies.data.own_images import own_images
 from cnnstrategies.deploy import export, quantize
@@ -156,7 +155,7 @@ def test_images_of_ones_own_are_fitted_whole_and_masks_have_their_names():
     own = own_images(data, Path("mine"))
     data.predict_source = own
     assert torch.equal(own.fetch([0])[0], data.val_source.fetch([0])[0])
-    mask_pictures.write_masks(Path("masks"), data, [0], torch.ones(1, 16, 16))
+    write_masks(Path("masks"), data, [0], torch.ones(1, 16, 16))
     with Image.open("masks/a/x.png") as picture:
         assert picture.size == (24, 20)
     shutil.copy("data/train/images/1.png", "mine/a/x.jpg")

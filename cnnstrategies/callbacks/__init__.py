@@ -10,12 +10,11 @@ from cnnstrategies.callbacks.pipeline_timeline import PipelineTimeline
 from cnnstrategies.callbacks.predictions import PredictionWriter
 from cnnstrategies.callbacks.progress_bar import ProgressBar
 from cnnstrategies.callbacks.pruning import Pruning
-from cnnstrategies.callbacks.run_members import RunMembers
 from cnnstrategies.callbacks.start_panel import StartPanel
 from cnnstrategies.callbacks.step_profile import StepProfile
 from cnnstrategies.callbacks.summary import TrainingSummary
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
-from cnnstrategies.callbacks.traffic import ServerTraffic
+from cnnstrategies.callbacks.traffic import RunMembers, ServerTraffic
 
 __all__ = [
     "BestCheckpoint",

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from cnnstrategies.callbacks import panel_rows as panel
+from cnnstrategies.callbacks.start_panel import loading, samples_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
 
@@ -40,8 +40,8 @@ class FirstBatch(Callback):
             self._compared = True
             return
         self._compared = True
-        size = panel.samples_of(trainer.train_dataloader, getattr(trainer, "datamodule", None))
-        expected = None if size is None else size * panel.loading(trainer)
+        size = samples_of(trainer.train_dataloader, getattr(trainer, "datamodule", None))
+        expected = None if size is None else size * loading(trainer)
         strategy = trainer.strategy
         # A pipeline's ranks all count the whole batch, and its sum is their mean.
         found = int(
@@ -54,7 +54,7 @@ class FirstBatch(Callback):
         check_lengths(of_all[:, 1].tolist())
         if expected is not None and found != expected and _is_full(trainer):
             rank_zero_warn(
-                f"The first global batch has {found} samples, and not {expected} ({panel.loading(trainer)} processes x "
+                f"The first global batch has {found} samples, and not {expected} ({loading(trainer)} processes x "
                 f"{size}): look at the loader's sampler, which may deal to another number of processes"
             )
         if alike is not None:

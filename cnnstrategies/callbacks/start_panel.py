@@ -1,13 +1,37 @@
 """What a run is about to do, in a few lines."""
 
+import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    Strategy,
+    StrategyRegistry,
+)
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from typing_extensions import override
 
-from cnnstrategies.callbacks import panel_rows as panel
 from cnnstrategies.callbacks.tables import print_table, relative
+from cnnstrategies.data.module import ImageDataModule
+from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
+
+SHARDED = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+PARTS = {
+    TrainerFn.FITTING: "train",
+    TrainerFn.VALIDATING: "val",
+    TrainerFn.TESTING: "test",
+    TrainerFn.PREDICTING: "predict",
+}
+Row = tuple[str, str]
 
 
 class StartPanel(Callback):
@@ -28,7 +52,7 @@ class StartPanel(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # The whole network is here only before the strategy divides it.
-        self._before = panel.count_parameters(pl_module)
+        self._before = count_parameters(pl_module)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -51,22 +75,183 @@ class StartPanel(Callback):
         if trainer.is_global_zero:
             print_table(title, self._rows(trainer, module, loader))
 
-    def _rows(self, trainer: Trainer, module: LightningModule, loader: Any) -> list[panel.Row]:
+    def _rows(self, trainer: Trainer, module: LightningModule, loader: Any) -> list[Row]:
         strategy, training = trainer.strategy, trainer.state.fn == TrainerFn.FITTING
-        size = panel.samples_of(loader, getattr(trainer, "datamodule", None))
-        batch = panel.training_batch if training else panel.evaluation_batch
+        size = samples_of(loader, getattr(trainer, "datamodule", None))
+        batch = training_batch if training else evaluation_batch
         rows = [
-            ("strategy", panel.strategy_name(strategy)),
-            ("devices", panel.devices(trainer)),
-            *panel.images(trainer),
+            ("strategy", strategy_name(strategy)),
+            ("devices", devices(trainer)),
+            *images(trainer),
             batch(trainer, size),
             *(strategy.describe(size) if hasattr(strategy, "describe") else []),
-            ("parameters", panel.parameters(trainer, panel.whole_network(trainer, module, self._before))),
-            ("precision", panel.precision(trainer, module)),
+            ("parameters", parameters(trainer, whole_network(trainer, module, self._before))),
+            ("precision", precision(trainer, module)),
         ]
         if trainer.ckpt_path is not None:
             rows.append(("checkpoint", relative(str(trainer.ckpt_path))))
-        rows += panel.results(trainer)
+        rows += results(trainer)
         if training:
-            rows.append(("unlike one device", "\n".join(panel.differences(trainer, module, size)) or "nothing"))
+            rows.append(("unlike one device", "\n".join(differences(trainer, module, size)) or "nothing"))
         return rows
+
+
+def count_parameters(module: nn.Module) -> tuple[int, int]:
+    """Number of parameters, and of those that are trained; lazy ones have no number yet."""
+    known = [p for p in module.parameters() if not isinstance(p, nn.UninitializedParameter)]
+    return sum(p.numel() for p in known), sum(p.numel() for p in known if p.requires_grad)
+
+
+def whole_network(trainer: Trainer, module: LightningModule, before: tuple[int, int]) -> tuple[int, int] | None:
+    """What :func:`count_parameters` gives for the whole network; None where it was never together in one process.
+
+    Args:
+        trainer: After its strategy was set up.
+        module: The module, whose network may be divided.
+        before: The same before the strategy was set up; 0 where the module makes its network in ``configure_model``.
+    """
+    if before[0]:
+        return before
+    return None if isinstance(trainer.strategy, SHARDED) else count_parameters(module)
+
+
+def strategy_name(strategy: Strategy) -> str:
+    """Its own ``strategy_name``, else the shortest under which its class is registered, else the class's."""
+    kind = type(strategy)
+    own = {**vars(kind), **vars(strategy)}.get("strategy_name")
+    registered = [name for name, entry in StrategyRegistry.items() if entry["strategy"] is kind]
+    return own or min(registered, key=len, default=kind.__name__)
+
+
+def devices(trainer: Trainer) -> str:
+    """How many processes of which kind, and on how many nodes."""
+    kind = trainer.strategy.root_device.type
+    world, nodes = trainer.world_size, trainer.num_nodes
+    if kind == "cpu":
+        what = "CPU process" if world == 1 else "CPU processes"
+    else:
+        what = {"cuda": "GPU"}.get(kind, kind.upper()) + ("" if world == 1 else "s")
+    model = f" ({torch.cuda.get_device_name(trainer.strategy.root_device)})" if kind == "cuda" else ""
+    return f"{world} {what}{model} on {nodes} node{'' if nodes == 1 else 's'}"
+
+
+def samples_of(loader: Any, datamodule: Any) -> int | None:
+    """Samples of a batch of one process, as its loader or else the data module says; None if neither does."""
+    for holder in (loader, getattr(loader, "batch_sampler", None), datamodule):
+        size = getattr(holder, "batch_size", None)
+        if isinstance(size, int):
+            return size
+    return None
+
+
+def training_batch(trainer: Trainer, size: int | None) -> Row:
+    """The global batch and what it is made of, and the optimizer's steps in an epoch."""
+    accumulated, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+    count = loading(trainer)
+    factors = [
+        f"{count} {_processes(trainer)} x " if count > 1 else "",
+        "one batch of each" if size is None else str(size),
+        f" x {accumulated} accumulated" if accumulated > 1 else "",
+    ]
+    text = "".join(factors)
+    if size is not None:
+        whole = f"{size * count * accumulated} images"
+        text = f"{whole} = {text}" if count * accumulated > 1 else whole
+    if count == 1 < trainer.world_size:
+        text += ", loaded by one process"
+    if batches != float("inf"):
+        text += f"; {math.ceil(batches / accumulated)} steps an epoch"
+    return "global batch", text
+
+
+def evaluation_batch(trainer: Trainer, size: int | None) -> Row:
+    """The batches that are evaluated at once."""
+    count = loading(trainer)
+    of = f"{count} {_processes(trainer)} x " if count > 1 else ""
+    return "batch", f"{of}{'one batch' if size is None else f'{size} images'}"
+
+
+def images(trainer: Trainer) -> list[Row]:
+    """How many images of how many classes there are, where, and what is left out."""
+    data = getattr(trainer, "datamodule", None)
+    if not isinstance(data, ImageDataModule):
+        return []
+    part = PARTS[trainer.state.fn or TrainerFn.FITTING]
+    lines = [data.describe(part), *([f"validation: {data.describe('val')}"] if part == "train" else [])]
+    if left_out := [f"{count:,} {reason}" for reason, count in data.left_out.items() if count]:
+        lines.append(f"left out: {', '.join(left_out)}")
+    rows = [("images", "\n".join(lines))]
+    if data.preprocessing is not None:
+        resized = f"{getattr(data, 'resize', None)} to {data.image_shape[1]} pixels"
+        rows.append(("preprocessing", f"{resized}, {data.preprocessing}"))
+    elif data.not_prepared_as is not None:
+        own = f"that of {type(data).__name__}; the network's weights were trained with"
+        rows.append(("preprocessing", f"{own} {data.not_prepared_as.image_size} pixels, {data.not_prepared_as}"))
+    return rows
+
+
+def loading(trainer: Trainer) -> int:
+    """Processes that load: with pipeline stages, those of the first one."""
+    sampling = trainer.distributed_sampler_kwargs
+    return 1 if sampling is None else int(sampling["num_replicas"])
+
+
+def _processes(trainer: Trainer) -> str:
+    return "processes" if loading(trainer) == trainer.world_size else "loading processes"
+
+
+def parameters(trainer: Trainer, whole: tuple[int, int] | None) -> str:
+    """The parameters of the whole network, and of each device.
+
+    Args:
+        trainer: After its strategy was set up.
+        whole: Number of parameters of the whole module, and of those that are trained; None where they were never
+            together in one process.
+    """
+    if whole is None:
+        text = "not counted"
+    else:
+        text = f"{whole[0]:,}" if whole[0] == whole[1] else f"{whole[0]:,}, of which {whole[1]:,} are trained"
+    world = trainer.world_size
+    held: Sequence[int] | None = getattr(trainer.strategy, "device_parameters", None)
+    if held is not None:
+        least, most = min(held), max(held)
+        return f"{text}; {f'{least:,}' if least == most else f'{least:,} to {most:,}'} on a device"
+    if isinstance(trainer.strategy, SHARDED):
+        return f"{text}; divided over {world} devices"
+    return text if world == 1 else f"{text}; all of them on each device"
+
+
+def precision(trainer: Trainer, module: nn.Module) -> str:
+    """Precision, and how images and weights are laid out in memory."""
+    last = any(p.ndim == 4 and not p.is_contiguous() and _channels_last(p) for p in module.parameters())
+    return f"{trainer.precision}, {'channels_last' if last else 'contiguous'}"
+
+
+def results(trainer: Trainer) -> list[Row]:
+    """Where a run writes."""
+    folders = [getattr(logger, "log_dir", None) or logger.save_dir for logger in trainer.loggers[:1]]
+    rows = [("results", str(folder)) for folder in folders if folder is not None]
+    for callback in trainer.checkpoint_callbacks:
+        folder = str(callback.dirpath) if isinstance(callback, ModelCheckpoint) and callback.dirpath else None
+        if folder and not any(_inside(folder, other) for _, other in rows):
+            rows.append(("checkpoints", folder))
+    return [(name, relative(folder)) for name, folder in rows]
+
+
+def differences(trainer: Trainer, module: LightningModule, size: int | None) -> list[str]:
+    """What is different from one device, a line each."""
+    strategy = trainer.strategy
+    if hasattr(strategy, "differences"):
+        own: list[str] = strategy.differences(size)
+        return own
+    statistics = RANK_ZERO if isinstance(strategy, DDPStrategy) else "each process's own"
+    return differences_of_replicas(module, trainer.world_size, size, statistics)
+
+
+def _channels_last(parameter: nn.Parameter) -> bool:
+    return parameter.is_contiguous(memory_format=torch.channels_last)
+
+
+def _inside(folder: str, other: str) -> bool:
+    return Path(folder).resolve().is_relative_to(Path(other).resolve())

@@ -1,19 +1,18 @@
 """Where a training step's time goes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from cnnstrategies._torch_private import communication_seconds, measure_every_step, measure_rarely
-from cnnstrategies.callbacks.part_clock import ActionTap, PartClock
-from cnnstrategies.callbacks.profile_table import profile_table, stage_means
-from cnnstrategies.callbacks.step_parts import TOTAL, StepParts, parts_under
+from cnnstrategies.callbacks.step_parts import TOTAL, ActionTap, PartClock, StepParts, parts_under
 from cnnstrategies.errors import ConfigurationError
 
 
@@ -214,3 +213,32 @@ class StepProfile(Callback):
             self._parts.end()
             if self._ddp is not None:
                 measure_rarely(self._ddp)
+
+
+def profile_table(parts: StepParts, names: Sequence[str], times: Tensor, title: str) -> Table:
+    """A row for each part: its mean, those of the stages or else the least and greatest of a rank, and its share."""
+    stages = stage_means(parts, names, times)
+    columns = ["part", "ms", *([f"stage {stage}" for stage in range(len(stages))] or ["min", "max"]), "share", "what"]
+    table = Table(*columns, title=title)
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    means = dict(zip(names, times.mean(0).tolist(), strict=True))
+    for index, name in enumerate(names):
+        if name not in parts.explained:
+            continue
+        spread = [stage[name] for stage in stages] or [float(times[:, index].min()), float(times[:, index].max())]
+        share = f"{means[name] / means[TOTAL]:.0%}"
+        table.add_row(name, *(f"{figure:.2f}" for figure in (means[name], *spread)), share, parts.explained[name])
+    if total := means.get("communication_total"):
+        hidden = 1 - means["communication"] / total
+        table.caption = f"All-reduce took {total:.2f} ms; backward hid {hidden:.0%} of it."
+    if stages:
+        waits = [sum(stage.get(name, 0.0) for name in parts.waiting) / stage[TOTAL] for stage in stages]
+        each = ", ".join(f"stage {stage} {share:.0%}" for stage, share in enumerate(waits))
+        table.caption = f"Waiting for other ranks: {each}. The others wait for the stage that waits least."
+    return table
+
+
+def stage_means(parts: StepParts, names: Sequence[str], times: Tensor) -> list[Mapping[str, float]]:
+    """For each stage the mean of each part over its replicas."""
+    return [dict(zip(names, times[list(ranks)].mean(0).tolist(), strict=True)) for ranks in parts.stages]

@@ -1,17 +1,31 @@
 """A short summary and the curves of loss and accuracy at the end of fit."""
 
+import resource
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from typing_extensions import override
 
-from cnnstrategies.callbacks.curves import choose_panels, draw_curves
-from cnnstrategies.callbacks.peak_memory import in_words, peak_bytes
 from cnnstrategies.callbacks.tables import print_table, relative
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
-from cnnstrategies.models.metric_names import less_is_better, worth_showing
+from cnnstrategies.models.metric_names import is_of_epochs, less_is_better, worth_showing
+
+MOST = 8  # Devices that are named one by one.
+History = Mapping[int, Mapping[str, float]]
+STYLES: dict[str, dict[str, Any]] = {
+    "train": {"color": "#8a8f98", "linestyle": "--"},
+    "val": {"color": "#1f6feb", "linestyle": "-"},
+}
+LABELS = {"train": "training", "val": "validation"}
+PANELS = {"loss": "Loss", "acc": "Accuracy"}  # A word in a metric's name, and the title.
 
 
 class TrainingSummary(Callback):
@@ -40,7 +54,7 @@ class TrainingSummary(Callback):
         if (bar := trainer.progress_bar_callback) is not None:
             bar.teardown(trainer, pl_module, "fit")  # Else the terminal shows its last state once more, below.
         rows = self._rows(trainer)
-        rows.append(("peak memory", in_words(held, trainer.strategy.root_device.type == "cuda")))
+        rows.append(("peak memory", memory_in_words(held, trainer.strategy.root_device.type == "cuda")))
         if log_dir is not None and choose_panels(self.history):
             path = Path(log_dir) / "curves.png"
             draw_curves(self.history, path)
@@ -71,3 +85,77 @@ class TrainingSummary(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = state_dict["history"]
+
+
+def peak_bytes(trainer: Trainer) -> list[int]:
+    """Of each rank, in their order; a collective.
+
+    On a GPU what torch has allocated there, else what the process has held.
+    """
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        held = torch.cuda.max_memory_allocated(device)
+    else:
+        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    of_all: list[int] = trainer.strategy.all_gather(torch.tensor([held], device=device)).flatten().tolist()
+    return of_all
+
+
+def memory_in_words(held: Sequence[int], gpus: bool) -> str:
+    """What :func:`peak_bytes` gives, in a line."""
+    megabytes = [f"{one / 1e6:,.0f}" for one in held]
+    many = f"{min(held) / 1e6:,.0f} to {max(held) / 1e6:,.0f} MB"
+    if len(held) == 1:
+        return f"{megabytes[0]} MB of the {'GPU' if gpus else 'process'}"
+    numbers = many if len(held) > MOST else f"{' and '.join(megabytes) if len(held) == 2 else ', '.join(megabytes)} MB"
+    return f"{numbers} of {len(held)} {'GPUs' if gpus else 'processes'}"
+
+
+def draw_curves(history: History, path: Path) -> None:
+    """Draw losses on the left, accuracies in per cent on the right; where there are neither, whatever there is.
+
+    Args:
+        history: Metrics by epoch, of which there are some. ``train_loss``, ``val_loss``, ``train_acc`` and ``val_acc``
+            are drawn where they are known, or else losses and accuracies with other names.
+        path: The PNG file; its directory is made if need be.
+    """
+    panels = choose_panels(history)
+    figure = Figure(figsize=(4.5 * len(panels), 3.6), layout="constrained")
+    for axes, (title, names) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        _draw(axes, history, names, percent=title == PANELS["acc"])
+        axes.set(title=title, xlabel="epoch")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def choose_panels(history: History) -> dict[str, list[str]]:
+    """The titles of the panels, and the metrics that each shows; none where nothing was logged."""
+    logged = list(dict.fromkeys(name for metrics in history.values() for name in metrics if is_of_epochs(name)))
+    panels = {}
+    for word, title in PANELS.items():
+        usual = [f"{stage}_{word}" for stage in STYLES]
+        names = [name for name in usual if name in logged] or [name for name in logged if word in name.lower()]
+        if names:
+            panels[title] = names
+    return panels or ({"Metrics": logged} if logged else {})
+
+
+def _draw(axes: Axes, history: History, names: list[str], percent: bool) -> None:
+    # Some modules log per cent.
+    shares = percent and all(metrics.get(name, 0) <= 1 for metrics in history.values() for name in names)
+    for name in names:
+        epochs = [epoch for epoch in sorted(history) if name in history[epoch]]
+        values = [history[epoch][name] * (100 if shares else 1) for epoch in epochs]
+        stage = name.split("_")[0]
+        usual = name in (f"{stage}_loss", f"{stage}_acc") and stage in STYLES
+        label, style = (LABELS[stage], STYLES[stage]) if usual else (name, {})
+        (line,) = axes.plot(epochs, values, label=label, **style)
+        axes.plot(epochs[-1:], values[-1:], marker="o", markersize=4, color=line.get_color())
+    if percent:
+        axes.set(ylabel="%")
+    elif all(values >= 0 for metrics in history.values() for name, values in metrics.items() if name in names):
+        axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)

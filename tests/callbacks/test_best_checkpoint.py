@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.callbacks import BestCheckpoint, TrainingSummary
-from cnnstrategies.callbacks.curves import choose_panels, draw_curves
+from cnnstrategies.callbacks.summary import choose_panels, draw_curves
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.models.metric_names import worth_showing
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from cnnstrategies import ImageClassifier
-from cnnstrategies.callbacks import StartPanel, panel_rows
+from cnnstrategies.callbacks import StartPanel, start_panel
 from cnnstrategies.callbacks.tables import print_table
 from cnnstrategies.data import SyntheticDataModule
 from cnnstrategies.data.preprocessing import IMAGENET
@@ -133,12 +133,12 @@ def test_results_are_named_from_the_working_directory(tmp_path):
     logger = SimpleNamespace(log_dir=str(tmp_path / "runs/version_0"), save_dir="runs")
     inside, outside = ModelCheckpoint(tmp_path / "runs/version_0/checkpoints"), ModelCheckpoint("/elsewhere")
     trainer = SimpleNamespace(loggers=[logger], checkpoint_callbacks=[inside])
-    assert panel_rows.results(trainer) == [("results", "runs/version_0")]
+    assert start_panel.results(trainer) == [("results", "runs/version_0")]
     trainer.checkpoint_callbacks = [inside, outside]
-    assert panel_rows.results(trainer) == [("results", "runs/version_0"), ("checkpoints", "/elsewhere")]
+    assert start_panel.results(trainer) == [("results", "runs/version_0"), ("checkpoints", "/elsewhere")]
     bucket = SimpleNamespace(loggers=[SimpleNamespace(save_dir="s3://bucket/run")], checkpoint_callbacks=[])
-    assert panel_rows.results(bucket) == [("results", "s3://bucket/run")]
-    assert panel_rows.results(SimpleNamespace(loggers=[], checkpoint_callbacks=[])) == []
+    assert start_panel.results(bucket) == [("results", "s3://bucket/run")]
+    assert start_panel.results(SimpleNamespace(loggers=[], checkpoint_callbacks=[])) == []
 
 
 def test_a_long_path_stays_whole_in_a_file_and_in_a_terminal_is_folded(capsys, monkeypatch):
@@ -172,9 +172,9 @@ def test_the_global_batch_is_what_a_step_is_made_of():
         (None, 4, 4, 1, f"4 processes x one batch of each{steps}"),
     ):
         trainer = trainer_like(None, world, loading, accumulate_grad_batches=accumulated)
-        assert panel_rows.training_batch(trainer, size) == ("global batch", expected)
+        assert start_panel.training_batch(trainer, size) == ("global batch", expected)
     endless = trainer_like(None, num_training_batches=float("inf"))
-    assert panel_rows.training_batch(endless, 8) == ("global batch", "8 images")
+    assert start_panel.training_batch(endless, 8) == ("global batch", "8 images")
 
 
 def test_images_that_chose_the_checkpoint_are_not_called_those_of_the_test():
@@ -182,30 +182,30 @@ def test_images_that_chose_the_checkpoint_are_not_called_those_of_the_test():
     data.setup("test")
     data.left_out[".gif"], data.left_out["hidden"] = 2, 0
     trainer = trainer_like(None, state=SimpleNamespace(fn=TrainerFn.TESTING), datamodule=data)
-    ((name, text),) = panel_rows.images(trainer)
+    ((name, text),) = start_panel.images(trainer)
     assert name == "images"
     first, second, third = text.splitlines()
     assert first == "2" or first.startswith("2, "), "without a folder"
     assert second == "the validation images, by which best.ckpt was chosen: there are none for the test alone"
     assert third == "left out: 2 .gif"
     data.test_source = data.train_source
-    assert "best.ckpt" not in panel_rows.images(trainer)[0][1]
+    assert "best.ckpt" not in start_panel.images(trainer)[0][1]
     data.prepare_as(IMAGENET)
     how = "bilinear, mean 0.485 0.456 0.406, deviation 0.229 0.224 0.225"
     own = "that of SyntheticDataModule; the network's weights were trained with 224 pixels"
-    assert panel_rows.images(trainer)[1] == ("preprocessing", f"{own}, {how}")
+    assert start_panel.images(trainer)[1] == ("preprocessing", f"{own}, {how}")
     data.preprocessing, data.resize, data.image_shape = IMAGENET, 37, (3, 32, 32)
-    assert panel_rows.images(trainer)[1] == ("preprocessing", f"37 to 32 pixels, {how}")
+    assert start_panel.images(trainer)[1] == ("preprocessing", f"37 to 32 pixels, {how}")
 
 
 def test_the_size_of_a_batch_is_the_loaders_or_else_the_data_modules():
     images = TensorDataset(torch.zeros(20, 1))
     module = SimpleNamespace(batch_size=7)
-    assert panel_rows.samples_of(DataLoader(images, 5), module) == 5
+    assert start_panel.samples_of(DataLoader(images, 5), module) == 5
     sampled = DataLoader(images, batch_sampler=BatchSampler(RandomSampler(images), 3, drop_last=False))
-    assert panel_rows.samples_of(sampled, module) == 3
-    assert panel_rows.samples_of(DataLoader(images, batch_size=None), module) == 7
-    assert panel_rows.samples_of([DataLoader(images, 5)], None) is None
+    assert start_panel.samples_of(sampled, module) == 3
+    assert start_panel.samples_of(DataLoader(images, batch_size=None), module) == 7
+    assert start_panel.samples_of([DataLoader(images, 5)], None) is None
 
 
 def test_a_strategy_has_the_name_that_users_write():
@@ -217,19 +217,19 @@ def test_a_strategy_has_the_name_that_users_write():
         "hybrid_pipeline": HybridPipelineStrategy(),
         "MyOwn": type("MyOwn", (DDPStrategy,), {})(),
     }
-    assert {name: panel_rows.strategy_name(strategy) for name, strategy in strategies.items()} == {
+    assert {name: start_panel.strategy_name(strategy) for name, strategy in strategies.items()} == {
         name: name for name in strategies
     }
 
 
 def test_what_a_strategy_divides_is_said_of_the_whole_network():
     module = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(5))
-    assert panel_rows.count_parameters(module) == (16, 16), "lazy ones have no number yet"
+    assert start_panel.count_parameters(module) == (16, 16), "lazy ones have no number yet"
     sharded = trainer_like(FSDPStrategy(), 4)
-    assert panel_rows.parameters(sharded, (1600, 1600)) == "1,600; divided over 4 devices"
+    assert start_panel.parameters(sharded, (1600, 1600)) == "1,600; divided over 4 devices"
     # Made in configure_model, which runs on each device, and divided before anything could count it.
-    assert panel_rows.whole_network(sharded, module, (0, 0)) is None
-    assert panel_rows.parameters(sharded, None) == "not counted; divided over 4 devices"
-    assert panel_rows.whole_network(trainer_like(DDPStrategy(), 2), module, (0, 0)) == (16, 16)
+    assert start_panel.whole_network(sharded, module, (0, 0)) is None
+    assert start_panel.parameters(sharded, None) == "not counted; divided over 4 devices"
+    assert start_panel.whole_network(trainer_like(DDPStrategy(), 2), module, (0, 0)) == (16, 16)
     pipeline = SimpleNamespace(device_parameters=[1000, 600, 1000])
-    assert panel_rows.parameters(trainer_like(pipeline, 3), (2600, 2600)) == "2,600; 600 to 1,000 on a device"
+    assert start_panel.parameters(trainer_like(pipeline, 3), (2600, 2600)) == "2,600; 600 to 1,000 on a device"

@@ -18,8 +18,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
 from cnnstrategies import ImageClassifier
-from cnnstrategies.callbacks import StepProfile, part_clock, step_profile
-from cnnstrategies.callbacks.part_clock import PartClock
+from cnnstrategies.callbacks import StepProfile, step_parts, step_profile
+from cnnstrategies.callbacks.step_parts import PartClock
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.paramserver.worker.connections import Counters
@@ -50,7 +50,7 @@ def classifier(cls=ImageClassifier):
 def spend(monkeypatch):
     """A clock that goes forward only when told to: ``spend(seconds)``."""
     now = [0.0]
-    monkeypatch.setattr(part_clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(step_parts, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def spend(seconds):
         now[0] += seconds
@@ -183,7 +183,7 @@ class Ranks:
         self._lock = multiprocessing.Lock()  # A rank that goes to another part reads the clock and says so at once.
         self._profiling = False
         clock = lambda: self._now.value  # noqa: E731
-        monkeypatch.setattr(part_clock, "time", SimpleNamespace(perf_counter=clock))
+        monkeypatch.setattr(step_parts, "time", SimpleNamespace(perf_counter=clock))
         monkeypatch.setattr(step_module, "time", SimpleNamespace(time=clock))
         for name in ("start", "begin", "end", "stop"):
             monkeypatch.setattr(PartClock, name, self._telling(getattr(PartClock, name)))

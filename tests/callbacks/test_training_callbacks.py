@@ -9,8 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.callbacks import Pruning, StepProfile, summary
-from cnnstrategies.callbacks.curves import draw_curves
-from cnnstrategies.callbacks.peak_memory import in_words
+from cnnstrategies.callbacks.summary import draw_curves, memory_in_words
 
 
 def test_one_run_with_all_of_them(run_cli, quick, monkeypatch):
@@ -96,6 +95,6 @@ def test_pruning_after_the_last_epoch_is_refused(run_cli, quick):
 
 @pytest.mark.light
 def test_the_memory_of_many_devices_is_a_range():
-    assert in_words([2_000_000], gpus=False) == "2 MB of the process"
-    assert in_words([1_000_000, 2_000_000, 3_000_000], gpus=True) == "1, 2, 3 MB of 3 GPUs"
-    assert in_words([number * 10**9 for number in range(1, 65)], gpus=True) == "1,000 to 64,000 MB of 64 GPUs"
+    assert memory_in_words([2_000_000], gpus=False) == "2 MB of the process"
+    assert memory_in_words([1_000_000, 2_000_000, 3_000_000], gpus=True) == "1, 2, 3 MB of 3 GPUs"
+    assert memory_in_words([number * 10**9 for number in range(1, 65)], gpus=True) == "1,000 to 64,000 MB of 64 GPUs"
