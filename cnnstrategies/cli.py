@@ -40,8 +40,7 @@ def main(args: Sequence[str] | None = None) -> None:
             raise
         fail(in_one_line(str(error)))
     except ImportError as error:
-        from cnnstrategies.commands.front.refuse import fail
-        from cnnstrategies.commands.front.scarce import scarce
+        from cnnstrategies.commands.front.refuse import fail, scarce
 
         if (line := scarce(error)) is None:
             raise

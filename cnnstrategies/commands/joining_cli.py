@@ -19,11 +19,11 @@ from typing_extensions import override
 
 from cnnstrategies.checkpoints.io import AtomicCheckpointIO
 from cnnstrategies.commands.front.refuse import shows_tracebacks
-from cnnstrategies.commands.run.defaults import as_list
 from cnnstrategies.commands.run.errors import check_trainer_names
 from cnnstrategies.commands.run.failures import explain_run_error
 from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.commands.run.quiet import quieten
+from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
 from cnnstrategies.paramserver.places import Place, RunAddress

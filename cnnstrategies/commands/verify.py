@@ -14,8 +14,8 @@ from typing_extensions import override
 from cnnstrategies.commands.front.options import VerifyOptions
 from cnnstrategies.commands.front.refuse import show
 from cnnstrategies.commands.run import lightning_cli
-from cnnstrategies.commands.run.defaults import as_list
 from cnnstrategies.commands.run.errors import check_trainer_names
+from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.verifying.recorder import Recorder, Role, replay, settle
 from cnnstrategies.verifying.runs import QUIET, TrainingError, epochs_for, keeper, verdict_of
 

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import own_values
-from cnnstrategies.callbacks import panel_rows as panel
+from cnnstrategies.callbacks.start_panel import differences, samples_of
 from cnnstrategies.verifying.batches import GlobalBatches, Keeps
 
 DROPPING = ("drop", "stochasticdepth")  # In the names of classes of layers that drop at random.
@@ -75,8 +75,8 @@ class Recorder(Checkpoint):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        size = panel.samples_of(trainer.train_dataloader, getattr(trainer, "datamodule", None))
-        self._notes["unlike one device"] = panel.differences(trainer, pl_module, size)
+        size = samples_of(trainer.train_dataloader, getattr(trainer, "datamodule", None))
+        self._notes["unlike one device"] = differences(trainer, pl_module, size)
         self._begun = {name: parameter.detach().clone() for name, parameter in pl_module.named_parameters()}
         self._notes["parameters"] = list(self._begun)
         batches = trainer.num_training_batches

@@ -14,7 +14,7 @@ from cluster.two_hosts import missing
 from conftest import ROOT
 
 from cnnstrategies.cluster.kubernetes import manifests
-from cnnstrategies.commands.submit.base import check
+from cnnstrategies.commands.submit.command import check
 from cnnstrategies.commands.submit.kubernetes import KubernetesTarget
 from cnnstrategies.paramserver.security import KeyPair
 

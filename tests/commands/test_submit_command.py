@@ -9,8 +9,7 @@ import yaml
 from conftest import ROOT
 
 from cnnstrategies.cluster.run_folder import write_record
-from cnnstrategies.commands.submit.base import check
-from cnnstrategies.commands.submit.command import main
+from cnnstrategies.commands.submit.command import check, main
 from cnnstrategies.commands.submit.slurm import write
 from cnnstrategies.errors import ConfigurationError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from cnnstrategies.commands.submit.base import check
+from cnnstrategies.commands.submit.command import check
 from cnnstrategies.commands.submit.ray import RayTarget
 from cnnstrategies.errors import ConfigurationError
 

@@ -25,8 +25,7 @@ from mutants.faulty import replaces
 
 from cnnstrategies.commands.front.early import accepted_by, check_value
 from cnnstrategies.commands.front.given import Given
-from cnnstrategies.commands.front.refuse import fail
-from cnnstrategies.commands.front.scarce import scarce
+from cnnstrategies.commands.front.refuse import fail, scarce
 from cnnstrategies.commands.front.signatures import Parameter
 from cnnstrategies.commands.front.table import Command
 from cnnstrategies.commands.run.failures import explain_run_error, refusal_in

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from cnnstrategies.commands.front.options import PlanOptions
-from cnnstrategies.commands.run.model_and_data import ModelAndData, device_of
+from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
 from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.module import share

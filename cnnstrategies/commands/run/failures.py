@@ -9,8 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
 
-from cnnstrategies.commands.front.refuse import in_one_line
-from cnnstrategies.commands.front.scarce import scarce
+from cnnstrategies.commands.front.refuse import in_one_line, scarce
 from cnnstrategies.commands.front.table import COMMANDS
 from cnnstrategies.errors import ConfigurationError, causes
 from cnnstrategies.models.metric_names import not_logged

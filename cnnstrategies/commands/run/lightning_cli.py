@@ -5,8 +5,10 @@ import pydoc
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -22,14 +24,13 @@ from cnnstrategies.cluster.run_folder import place
 from cnnstrategies.cluster.run_name import Run, configuration_hash, find_run
 from cnnstrategies.commands.front.early import given, signature_of
 from cnnstrategies.commands.front.refuse import fail, shows_tracebacks
-from cnnstrategies.commands.run.defaults import add_sections, all_callbacks, all_plugins
 from cnnstrategies.commands.run.errors import CHECKPOINT_WORDS, check_callbacks, check_checkpoint, check_trainer_names
 from cnnstrategies.commands.run.failures import explain_build_error, explain_reference, refusal_in
 from cnnstrategies.commands.run.outcome import ends_together
 from cnnstrategies.commands.run.parser import ArgumentParser
 from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.run.start_from import check_fresh, check_trained, checkpoint_of
-from cnnstrategies.commands.run.trainer import Trainer
+from cnnstrategies.commands.run.trainer import Trainer, add_sections, all_callbacks, all_plugins
 from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
 from cnnstrategies.data.own_images import own_images
 from cnnstrategies.deploy.inference import give_predict_step
@@ -40,6 +41,9 @@ from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersU
 from cnnstrategies.pretrained import trained_with
 from cnnstrategies.runtime.processes import ended_by
 
+NUM_CLASSES = "model.init_args.num_classes"
+FROM_WEIGHTS = ("quantize", "export")  # Subcommands that take a checkpoint's file, and run nothing.
+
 
 class SavedConfiguration(SaveConfigCallback):
     """Lightning's, which fails where the first logger has no folder, as that of an MLflow server."""
@@ -48,10 +52,6 @@ class SavedConfiguration(SaveConfigCallback):
     def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
         self.save_to_log_dir = self.save_to_log_dir and trainer.log_dir is not None  # A broadcast: every rank asks.
         super().setup(trainer, pl_module, stage)
-
-
-NUM_CLASSES = "model.init_args.num_classes"
-FROM_WEIGHTS = ("quantize", "export")  # Subcommands that take a checkpoint's file, and run nothing.
 
 
 class CLI(LightningCLI):
@@ -288,3 +288,40 @@ def main(args: Sequence[str], kind: type[CLI] = CLI) -> None:
 
 def _with_notes(error: Exception, words: str = "") -> str:
     return "; ".join((words or str(error), *getattr(error, "__notes__", ())))
+
+
+class ModelAndData(CLI):
+    """Parses what ``fit`` parses, and builds model and data but no trainer."""
+
+    def __init__(self) -> None:
+        super().__init__(run=False)
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        parser.add_argument("--ckpt_path", type=Path | None, default=None, help="A checkpoint to start from.")
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        """Nothing to check: no trainer is built."""
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        return None
+
+
+def device_of(accelerator: Any) -> torch.device:
+    """The device that a configuration's accelerator means on this machine.
+
+    Raises:
+        ConfigurationError: It is not there, so that nothing can be measured on it.
+    """
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator == "cpu" or (accelerator == "auto" and found is None):
+        return torch.device("cpu")
+    if found is None:
+        raise ConfigurationError(
+            f"trainer.accelerator={accelerator}: this machine has none, and this command measures on the real device: "
+            "run it there, or give --trainer.accelerator cpu"
+        )
+    return found

@@ -5,11 +5,235 @@ import itertools
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import PurePath
+from typing import Any, Literal
 
-from cnnstrategies.commands.submit.base import Target, check
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from typing_extensions import override
+
+from cnnstrategies.cluster.job import Size, job_size
+from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.cluster.run_folder import CHECKPOINTS, checkpoint_arguments, keep_version
+from cnnstrategies.cluster.run_name import checked
+from cnnstrategies.commands.run.errors import check_checkpoint, check_trainer_names
+from cnnstrategies.commands.run.lightning_cli import ModelAndData
+from cnnstrategies.data import ImageDataModule
+from cnnstrategies.data.module import share
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.models.own_forward import network_at
+from cnnstrategies.strategies.hybrid_pipeline import HybridPipelineStrategy
+from cnnstrategies.strategies.hybrid_pipeline.contract import check_module
+from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
+
+# By the word after --to: the module of this package whose `target` makes it.
+TARGETS = ("slurm", "kubernetes", "ray")  # Each has a module here.
+EVERYWHERE = ("job_name", "setup", "python", "folder")  # Keys of `cluster` that count there, too.
+
+
+class SubmitCLI(ModelAndData):
+    """A configuration whose devices are elsewhere."""
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        parser.add_argument("--dry_run", "--dry-run", action="store_true", help="Print the job and submit nothing.")
+        parser.add_argument("--to", type=Literal[*TARGETS], default="slurm", help="Where the run is sent.")
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        check_trainer_names(self.config.trainer.strategy, self.config.trainer.accelerator)
+        check_checkpoint(self.config.ckpt_path, words=())
+        if self.config.fresh:
+            raise ConfigurationError(
+                "fresh: a job has this option at each restart; leave it out: without run_name each submission is a new "
+                "run, and with one, another name is"
+            )
+        if self.config.run_name is not None:
+            checked(self.config.run_name)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One configuration that can run.
+
+    Attributes:
+        cli: Its parser and configuration.
+        options: The ``cluster`` section.
+        size: Nodes, tasks and GPUs.
+        parameter_server: The strategy, if it is that one.
+    """
+
+    cli: SubmitCLI
+    options: ClusterOptions
+    size: Size
+    parameter_server: ParameterServerStrategy | None
+
+    @property
+    def checkpoints(self) -> str | None:
+        """Where the configuration wants its checkpoints; None where it leaves that open."""
+        directory: str | None = checkpoint_arguments(self.cli.config)[0].dirpath
+        return directory
+
+    def refuse_without_checkpoints(self, what: str, remedy: str) -> None:
+        """Refuse what could never go on where it was.
+
+        Args:
+            what: That starts again.
+            remedy: How it does not.
+
+        Raises:
+            ConfigurationError: It writes no checkpoints.
+        """
+        trainer = self.cli.config.trainer
+        if trainer.enable_checkpointing is False or trainer.fast_dev_run:
+            raise ConfigurationError(
+                f"trainer.enable_checkpointing=false or fast_dev_run: without checkpoints {what} would start from the "
+                f"beginning each time; {remedy}"
+            )
+
+    def text(self, folder: PurePath, changes: Mapping[str, Any]) -> str:
+        """The whole configuration, so that later changes of the files do not reach a job in the queue.
+
+        Args:
+            folder: Of the run, as its processes see it: checkpoints go there unless the configuration says otherwise.
+            changes: What the target decides, by key.
+        """
+        config = self.cli.config.clone()
+        for name in ("config", "dry_run", "to"):
+            config.pop(name, None)
+        for arguments in checkpoint_arguments(config):
+            if arguments.dirpath is None:
+                arguments.dirpath = str(folder / CHECKPOINTS)
+        config.run_name = run_name(folder)
+        keep_version(config.trainer, config.run_name)
+        for key, value in changes.items():
+            config[key] = value
+        return str(self.cli.parser.dump(config, skip_none=False))
+
+
+def run_name(folder: PurePath) -> str:
+    """The name of the run whose folder this is; that of a sweep's task is its number."""
+    return f"{folder.parent.name}-{folder.name}" if folder.name.isdigit() else folder.name
+
+
+class Target(ABC):
+    """Where runs are sent: a scheduler, or something like it.
+
+    Attributes:
+        READS: The keys of ``cluster`` that count there, beside those that count everywhere.
+
+    Args:
+        base: What is to run.
+        variants: The combinations of a sweep; empty without one.
+        command: The command line that asks for it, for the reader of what is made of it.
+        task: What is to run: ``fit``, or ``doctor``, which examines the machines that it would run on.
+
+    Raises:
+        ConfigurationError: It cannot run there.
+    """
+
+    READS: frozenset[str]
+
+    def __init__(self, base: Submission, variants: Sequence[Submission], command: str, task: str = "fit") -> None:
+        self.base = base
+        self.variants = variants
+        self.command = command
+        self.task = task
+        self.check()
+        if task == "doctor" and base.size.nodes + base.options.server_nodes == 1:
+            raise ConfigurationError(
+                "trainer.num_nodes=1: doctor checks what lies between nodes: give it as many as will train, two or more"
+            )
+
+    @property
+    def unread(self) -> list[str]:
+        """The keys of ``cluster`` that the configuration sets and that do not count here."""
+        options, default = self.base.options, ClusterOptions()
+        names = [one.name for one in fields(options) if one.name not in {*EVERYWHERE, *self.READS, *TARGETS}]
+        return [f"cluster.{name}" for name in names if getattr(options, name) != getattr(default, name)]
+
+    @abstractmethod
+    def check(self) -> None:
+        """Refuse what cannot run there, as far as this machine knows.
+
+        Raises:
+            ConfigurationError: Why it cannot.
+        """
+
+    @abstractmethod
+    def show(self) -> str:
+        """What would be submitted, for ``--dry_run``."""
+
+    @abstractmethod
+    def submit(self) -> str:
+        """Put it into the queue.
+
+        Returns:
+            What was queued, and where its logs and checkpoints will be, for the user.
+
+        Raises:
+            ConfigurationError: It is not taken; the message says why.
+        """
+
+
+def check(args: Sequence[str]) -> Submission:
+    """Parse a configuration as ``fit`` does and refuse what cannot run; no process is started.
+
+    Raises:
+        ConfigurationError: It cannot run; the message says why.
+    """
+    # What LightningCLI reads, and what errors are explained by.
+    sys.argv = ["cnnstrategies submit fit", *args]
+    cli = SubmitCLI()
+    options: ClusterOptions = cli.config_init.cluster
+    trainer = cli.config.trainer
+    size = job_size(trainer.num_nodes, trainer.devices, trainer.accelerator)
+    parameter_server = _check_strategy(cli, size, options.server_nodes)
+    return Submission(cli, options, size, parameter_server)
+
+
+def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterServerStrategy | None:
+    """Refuse a strategy that cannot run as the job; a parameter server that can is returned."""
+    asked = cli.config.trainer.strategy
+    if isinstance(asked, str):
+        arguments = StrategyRegistry[asked]["init_params"] if asked in StrategyRegistry else {}
+    else:
+        arguments = dict(getattr(asked, "init_args", None) or {})
+    method = arguments.get("start_method", "popen")
+    if method != "popen":
+        name = asked if isinstance(asked, str) else asked.class_path.rpartition(".")[2]
+        raise ConfigurationError(
+            f"trainer.strategy={name}: it starts its processes itself ({method}), and a job's are "
+            "started for it: use the name without _spawn, _fork or _notebook, or start_method: popen"
+        )
+    strategy = cli.config_init.trainer.strategy
+    if isinstance(strategy, str) and strategy in StrategyRegistry:
+        strategy = StrategyRegistry.get(strategy)
+    loading = size.tasks
+    if isinstance(strategy, Strategy) and isinstance(strategy, HybridPipelineStrategy):
+        network = network_at(cli.model, check_module(cli.model, strategy.network_path))
+        strategy.request.check(network, size.tasks)
+        loading = strategy.request.replicas_on(size.tasks)[0]
+    if isinstance(cli.datamodule, ImageDataModule) and cli.datamodule.global_batch_size is not None:
+        share(cli.datamodule.global_batch_size, loading, cli.config.trainer.accumulate_grad_batches)
+    if server_nodes and (isinstance(asked, str) or not isinstance(strategy, ParameterServerStrategy)):
+        name = asked if isinstance(asked, str) else asked.class_path.rpartition(".")[2]
+        raise ConfigurationError(
+            f"cluster.server_nodes={server_nodes} with trainer.strategy={name}: they are for a strategy that is "
+            "written as class_path: ParameterServerStrategy"
+        )
+    if not isinstance(strategy, ParameterServerStrategy):
+        return None
+    if server_nodes and strategy.options.endpoints:
+        raise ConfigurationError(
+            f"cluster.server_nodes={server_nodes} and endpoints={list(strategy.options.endpoints)}: the servers of "
+            "a job listen on the nodes that it is given; leave out endpoints"
+        )
+    return strategy
 
 
 def main(args: Sequence[str]) -> None:

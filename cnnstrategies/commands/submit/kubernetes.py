@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from cnnstrategies.cluster.kubernetes import manifests
 from cnnstrategies.cluster.kubernetes.run import MAIN_PORT, OWN_KEY, SERVER_PORT, SERVERS, TRAINER, Run, host
-from cnnstrategies.commands.submit.base import Target
+from cnnstrategies.commands.submit.command import Target
 from cnnstrategies.errors import ConfigurationError
 
 SECTION = "cluster.kubernetes"

@@ -15,7 +15,7 @@ from cnnstrategies.cluster.ray.driver import Driver
 from cnnstrategies.cluster.ray.node import PYTHON
 from cnnstrategies.cluster.ray.order import Lines, Order
 from cnnstrategies.cluster.run_folder import refuse_anothers
-from cnnstrategies.commands.submit.base import Target, run_name
+from cnnstrategies.commands.submit.command import Target, run_name
 from cnnstrategies.commands.submit.slurm import run_folder
 from cnnstrategies.errors import ConfigurationError
 

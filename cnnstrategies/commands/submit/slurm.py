@@ -12,7 +12,7 @@ from typing_extensions import override
 from cnnstrategies.cluster.job import sbatch_script, submit
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_folder import refuse_anothers
-from cnnstrategies.commands.submit.base import Submission, Target, run_name
+from cnnstrategies.commands.submit.command import Submission, Target, run_name
 from cnnstrategies.errors import ConfigurationError
 
 

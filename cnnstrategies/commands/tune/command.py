@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from cnnstrategies.commands.front.options import TuneOptions
 from cnnstrategies.commands.front.refuse import fail
-from cnnstrategies.commands.run.model_and_data import ModelAndData, device_of
+from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
 from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.tune.choices import choices, communication, compilers, decoding, loading
 from cnnstrategies.errors import ConfigurationError

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from cnnstrategies.callbacks.compute_settings import ComputeSettings
-from cnnstrategies.commands.run.defaults import as_list
 from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.commands.run.quiet import quieten
+from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.tune.trial import COMPARED_STEPS, LOADS, TRIAL
 
