@@ -9,7 +9,6 @@ from pathlib import Path
 
 import large_pages
 
-from cnnstrategies.commands.front import early
 from cnnstrategies.commands.run import lightning_cli
 
 CONFIG = f"--config={Path(__file__).parent.parent / 'configs/quickstart.yaml'}"
@@ -29,7 +28,7 @@ _read = 0  # of them, in this process or in the one that it was forked from
 
 
 def read(many: bool) -> None:
-    """Read configurations: jsonargparse keeps the parsers of classes, and `early` the sources that it has parsed.
+    """Read configurations: jsonargparse keeps the parsers of classes.
 
     Args:
         many: Whether there are tests enough that all of it is worth its seconds.
@@ -38,7 +37,6 @@ def read(many: bool) -> None:
     own = sys.argv
     for args in COMMON[_read : len(COMMON) if many else 1]:
         words = ["fit", CONFIG, *args]
-        early.check(words)
         sys.argv = ["", *words, "--print_config"]
         with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
             lightning_cli.CLI()

@@ -19,11 +19,14 @@ from torch import nn
 from torchvision.models import resnet18
 
 from cnnstrategies import ConfigurationError
+from cnnstrategies.commands.front.given import given
 from cnnstrategies.commands.run import lightning_cli
-from cnnstrategies.commands.run.errors import check_checkpoint, explain_parse_error
+from cnnstrategies.commands.run.errors import check_checkpoint, check_nulls, explain_parse_error
 from cnnstrategies.commands.run.failures import explain_build_error, explain_run_error, refusal_in
 from cnnstrategies.errors import causes
 from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
+
+QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
 
 
 def raised(function) -> Exception:
@@ -230,6 +233,57 @@ def test_a_strategy_with_arguments_is_told_its_class():
         "trainer.strategy: no class 'parameter_server_fork'; to give this strategy arguments write "
         "ParameterServerStrategy"
     )
+
+
+NULLS = {
+    "optimizer.init_args.lr": "float or Tensor",
+    "label_smoothing": "float",
+    "network.init_args.widths": "Sequence[int]",
+}
+TAKEN = [
+    *("model.init_args.lr_scheduler", "trainer.max_epochs", "trainer.logger.init_args.version", "trainer.callbacks"),
+    *("checkpoint.monitor", "model.init_args.compile_backend", "data.init_args.batch_size"),
+]
+
+
+@pytest.mark.light
+def test_null_is_refused_where_a_value_is_needed():
+    for key, types in NULLS.items():
+        with pytest.raises(ConfigurationError) as refusal:
+            check_nulls(given([QUICKSTART, f"--model.init_args.{key}=null"]))
+        assert str(refusal.value) == (
+            f"model.init_args.{key}: null is not accepted; it must be {types}, or be left out"
+        )
+    resnet = ["--model.init_args.network=torchvision.models.resnet18", "--model.init_args.network.init_args.weights="]
+    check_nulls(given([QUICKSTART, *(f"--{key}=null" for key in TAKEN), resnet[0], f"{resnet[1]}null"]))
+
+
+PLACES = {
+    "model: {class_path: ImageClassifier, num_classes: 3}": (
+        "run.yaml: model.num_classes stands beside class_path: ImageClassifier; arguments of a class go under "
+        "init_args: write model.init_args.num_classes"
+    ),
+    "trainer: {callbacks: [{class_path: EarlyStopping, monitor: val_loss}]}": (
+        "run.yaml: trainer.callbacks.monitor stands beside class_path: EarlyStopping; arguments of a class go under "
+        "init_args: write trainer.callbacks.init_args.monitor"
+    ),
+    "data: {class_path: DigitsDataModule, init_arg: {seed: 1}}": (
+        "run.yaml: data.init_arg stands beside class_path: DigitsDataModule; did you mean 'init_args'?"
+    ),
+    "trainer:\n  devices: [1\n": "config: run.yaml is not YAML: while parsing ",
+    "": "config: run.yaml is empty: a configuration has keys, as in ",
+    "# a": "config: run.yaml is empty: a configuration has keys, as in ",
+    "- a": "config: run.yaml holds a list alone: a configuration has keys, as in ",
+}
+
+
+@pytest.mark.light
+def test_a_file_that_cannot_be_meant_is_refused():
+    for text, line in PLACES.items():
+        Path("run.yaml").write_text(text)
+        with pytest.raises(ConfigurationError) as refusal:
+            given([QUICKSTART, "--config=run.yaml"])
+        assert str(refusal.value).startswith(line)
 
 
 def test_what_a_class_in_the_configuration_lacks_is_named_with_the_class():

@@ -11,7 +11,8 @@ from conftest import ROOT
 
 from cnnstrategies import ConfigurationError, commands
 from cnnstrategies.cli import main
-from cnnstrategies.commands.front import early, help, recipes
+from cnnstrategies.commands.front import help, recipes
+from cnnstrategies.commands.front.given import ROOTS
 from cnnstrategies.commands.front.table import COMMANDS, Command
 
 QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
@@ -76,28 +77,18 @@ def test_the_version_is_told(capsys):
     assert re.fullmatch(r"cnnstrategies \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
-def test_what_help_names_is_there():
-    for name, command in COMMANDS.items():
-        keys = re.findall(r"^  --([\w.]+)", help.of_command(name), re.MULTILINE)
-        if command.configured:
-            known = {*early.ROOTS, *early.OPTIONS, "model.init_args.network", "data.init_args.global_batch_size"}
-            sections = {
-                f"{root}.{one}"
-                for root, owner in {**early.ROOTS, **early.NESTED}.items()
-                if owner is not None
-                for one in early.signature_of(owner).parameters
-            }
-            assert set(keys) - known - sections == {"data.help"}
+def keys_of(text):
+    return set(re.findall(r"^  (?:-\w(?: \w+)?, )?--([\w.]+)", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.configured])
-def test_full_help_is_the_parsers_and_early_checks_know_its_keys(name, capsys):
-    text = help.in_full(name, "")
-    keys = set(re.findall(r"^  (?:-\w, )?--([\w.]+)", text, re.MULTILINE))
-    assert len(keys) > 60
-    assert {key for key in keys if "." not in key} <= {*early.ROOTS, *early.OPTIONS}
-    part = help.in_full(name, "stop")
-    assert set(re.findall(r"^  --([\w.]+)", part, re.MULTILINE)) == {
+def test_what_help_names_is_there_and_full_help_is_the_parsers():
+    of_class = {"model.init_args.network", "data.init_args.global_batch_size", "data.help", "help_full"}
+    for name in ("fit", "predict", "plan", "tune", "submit"):
+        known = keys_of(help.in_full(name, ""))
+        assert len(known) > 60
+        assert keys_of(help.of_command(name)) <= known | of_class
+    assert {key.partition(".")[0] for key in keys_of(help.in_full("fit", ""))} >= ROOTS.keys()
+    assert keys_of(help.in_full("fit", "stop")) == {
         "stop", "stop.grace", "stop.warning_signal", "stop.warning_grace", "stop.on_each_node"
     }  # fmt: skip
 

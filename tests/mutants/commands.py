@@ -12,7 +12,6 @@ from typing import Any, BinaryIO, NoReturn
 
 import test_cli
 import test_command_failures
-import test_early
 import test_front
 import test_predictions
 import test_processes
@@ -23,11 +22,10 @@ import test_tune_command
 import torch
 from mutants.faulty import replaces
 
-from cnnstrategies.commands.front.early import accepted_by, check_value
 from cnnstrategies.commands.front.given import Given
 from cnnstrategies.commands.front.refuse import fail, scarce
-from cnnstrategies.commands.front.signatures import Parameter
 from cnnstrategies.commands.front.table import Command
+from cnnstrategies.commands.run.errors import check_nulls
 from cnnstrategies.commands.run.failures import explain_run_error, refusal_in
 from cnnstrategies.commands.run.lightning_cli import leaves_out_classes
 from cnnstrategies.commands.run.quiet import show_unless_kept
@@ -82,12 +80,9 @@ def every_configuration_is_parsed_twice(right: Callable[[Sequence[str]], bool], 
     return True
 
 
-@replaces(check_value, killed_by=test_early.test_what_is_right_is_seen_without_the_source_of_torch)
-def all_types_of_a_value_are_found_before_it_is_looked_at(
-    right: Callable[[Given, Parameter], None], key: Given, parameter: Parameter
-) -> None:
-    accepted_by(parameter)
-    right(key, parameter)
+@replaces(check_nulls, killed_by=test_command_failures.test_null_is_refused_where_a_value_is_needed)
+def null_is_taken_for_a_value(right: Callable[[Sequence[Given]], None], keys: Sequence[Given]) -> None:
+    pass
 
 
 @replaces(

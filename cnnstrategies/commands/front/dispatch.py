@@ -5,7 +5,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cnnstrategies.commands.front import early, help, recipes
+from cnnstrategies.commands.front import help, recipes
+from cnnstrategies.commands.front.given import accepted
 from cnnstrategies.commands.front.refuse import show
 from cnnstrategies.commands.front.table import COMMANDS
 from cnnstrategies.errors import ConfigurationError
@@ -31,7 +32,7 @@ def run(words: Sequence[str]) -> None:
         show(f"cnnstrategies {importlib.metadata.version('cnnstrategies')}")
         return
     if name not in COMMANDS:
-        raise ConfigurationError(f"no command {name!r}{early.accepted(name, list(COMMANDS))}")
+        raise ConfigurationError(f"no command {name!r}{accepted(name, list(COMMANDS))}")
     if any(word in help.HELP_WORDS for word in words):
         show(help.of_command(name))
         return
@@ -44,6 +45,4 @@ def run(words: Sequence[str]) -> None:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         words = recipes.with_files(words)
-        if "LOCAL_RANK" not in os.environ:
-            early.check(words)
     command.run(words)

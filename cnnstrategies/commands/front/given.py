@@ -12,7 +12,28 @@ import yaml
 from cnnstrategies.commands.front.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 
+# The keys of a configuration, and what those configure that have no class_path.
+ROOTS: dict[str, str | None] = {
+    "trainer": "lightning.pytorch.Trainer",
+    "model": None,
+    "data": None,
+    "checkpoint": "lightning.pytorch.callbacks.ModelCheckpoint",
+    "predictions": "cnnstrategies.callbacks.PredictionWriter",
+    "stop": "cnnstrategies.callbacks.GracefulStop",
+    "cluster": "cnnstrategies.cluster.options.ClusterOptions",
+    "network": "cnnstrategies.cluster.hosts.Network",
+    "seed_everything": None,
+    "ckpt_path": None,
+    "run_name": None,
+    "fresh": None,
+}
+# And those below.
+NESTED = {
+    "cluster.kubernetes": "cnnstrategies.cluster.options.KubernetesOptions",
+    "cluster.ray": "cnnstrategies.cluster.options.RayOptions",
+}
 OF_CLASS = ("class_path", "init_args", "dict_kwargs")  # The keys of a class in a configuration.
+MOST_NAMES = 20  # that are listed beside a guess
 
 
 @dataclass(frozen=True)
@@ -29,13 +50,8 @@ class Given:
     value: Any
     owner: str | None
 
-    @property
-    def name(self) -> str:
-        """The last part of the path."""
-        return self.path.rpartition(".")[2]
 
-
-def given_keys(args: Sequence[str], roots: Mapping[str, str | None]) -> list[Given]:
+def given(args: Sequence[str]) -> list[Given]:
     """Every key that was given; those of the command line, which are the likelier culprits, first.
 
     Raises:
@@ -58,7 +74,7 @@ def given_keys(args: Sequence[str], roots: Mapping[str, str | None]) -> list[Giv
                 nested = {part: nested}
             _merge(tree, nested)
             flags.add(match[1])
-    return sorted(_walk(tree, "", None, roots), key=lambda given: given.path not in flags)
+    return sorted(_walk(tree, "", None), key=lambda one: one.path not in flags)
 
 
 def _read(file: Path) -> Mapping[str, Any]:
@@ -71,6 +87,17 @@ def _read(file: Path) -> Mapping[str, Any]:
         return content
     what = "is empty" if content is None else f"holds a {'list' if isinstance(content, list) else 'value'} alone"
     raise ConfigurationError(f"config: {file} {what}: a configuration has keys, as in `trainer: {{max_epochs: 3}}`")
+
+
+def accepted(value: str, names: Sequence[str]) -> str:
+    """The names that there are, and the one that may have been meant."""
+    if not names:
+        return ""
+    close = difflib.get_close_matches(value, names, n=1)
+    if close and len(names) > MOST_NAMES:
+        return f"; did you mean {close[0]!r}?"
+    hint = f"; did you mean {close[0]!r}?" if close else ";"
+    return f"{hint} accepted: {', '.join(names)}"
 
 
 def misspelt(name: str) -> str:
@@ -114,15 +141,15 @@ def _as_class(value: Any) -> dict[str, Any]:
     return {"class_path": value} if isinstance(value, str) else {}
 
 
-def _walk(tree: Any, path: str, owner: str | None, roots: Mapping[str, str | None]) -> Iterator[Given]:
+def _walk(tree: Any, path: str, owner: str | None) -> Iterator[Given]:
     if isinstance(tree, list):
         for item in tree:
-            yield from _walk(item, path, None, roots)
+            yield from _walk(item, path, None)
     if not isinstance(tree, Mapping):
         return
     for key, value in tree.items():
         inner = f"{path}.{key}" if path else str(key)
         # What stands beside a class, without init_args between, is an argument of it.
         yield Given(inner, value, owner if key in OF_CLASS else tree.get("class_path", owner))
-        below = tree.get("class_path") if key == "init_args" else roots.get(inner)
-        yield from _walk(value, inner, below, roots)
+        below = tree.get("class_path") if key == "init_args" else {**ROOTS, **NESTED}.get(inner)
+        yield from _walk(value, inner, below)

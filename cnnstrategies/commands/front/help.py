@@ -11,7 +11,7 @@ from typing import Any
 import docstring_parser
 
 from cnnstrategies.cluster.options import ClusterOptions, KubernetesOptions, RayOptions
-from cnnstrategies.commands.front.early import ROOTS
+from cnnstrategies.commands.front.given import ROOTS
 from cnnstrategies.commands.front.options import PlanOptions, TuneOptions, VerifyOptions
 from cnnstrategies.commands.front.options import doctor_parser as doctor_parser
 from cnnstrategies.commands.front.options import pack_parser as pack_parser

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from cnnstrategies.commands.front.early import accepted
+from cnnstrategies.commands.front.given import accepted
 from cnnstrategies.commands.front.refuse import show
 from cnnstrategies.errors import ConfigurationError
 

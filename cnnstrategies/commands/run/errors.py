@@ -1,12 +1,15 @@
 """One readable line for a mistake in a configuration: the key, the value, and what is accepted."""
 
+import contextlib
 import difflib
 import importlib
 import inspect
+import pydoc
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -16,8 +19,7 @@ from lightning.pytorch.utilities.parsing import lightning_hasattr
 from torch import nn
 
 from cnnstrategies._lightning_private import rate_names
-from cnnstrategies.commands.front.early import ACCELERATORS, check_name, given, signature_of, unknown_key
-from cnnstrategies.commands.front.given import misspelt
+from cnnstrategies.commands.front.given import OF_CLASS, ROOTS, Given, accepted, given, misspelt
 from cnnstrategies.commands.front.refuse import in_one_line
 from cnnstrategies.commands.run.failures import missing_package
 from cnnstrategies.errors import ConfigurationError, causes
@@ -27,6 +29,14 @@ _OTHER_TYPES = re.compile(r"\n\s*-? ?(?:Expected an? <class|Given value)")
 SECTIONS = {"model", "data"}  # Without which no run can be.
 SHARDED = (".metadata", "meta.pt", "checkpoint")  # One of these is in a folder that is a checkpoint.
 CHECKPOINT_WORDS = ("best", "last", "hpc")
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
+# Where the classes are that a configuration may name without their module.
+HOMES = (
+    *("cnnstrategies", "cnnstrategies.data", "cnnstrategies.callbacks", "cnnstrategies.strategies"),
+    *("lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lightning.pytorch.strategies"),
+    *("torch.optim", "torch.optim.lr_scheduler"),
+)
+FROM_ELSEWHERE = ("params", "optimizer")  # Arguments that no configuration gives: the caller does.
 
 
 def check_trainer_names(strategy: Any, accelerator: Any) -> None:
@@ -35,8 +45,57 @@ def check_trainer_names(strategy: Any, accelerator: Any) -> None:
     Raises:
         ConfigurationError: The name is unknown; the message lists the known ones.
     """
-    check_name("trainer.strategy", strategy, ["auto", *StrategyRegistry.available_strategies()])
-    check_name("trainer.accelerator", accelerator, ACCELERATORS)
+    known = {"strategy": ("auto", *StrategyRegistry.available_strategies()), "accelerator": ACCELERATORS}
+    for what, value in (("strategy", strategy), ("accelerator", accelerator)):
+        if isinstance(value, str) and value not in known[what] and re.fullmatch(r"\w+", value):
+            raise ConfigurationError(f"trainer.{what}: no {what} {value!r}{accepted(value, known[what])}")
+
+
+def located(name: Any) -> Any:
+    """What a configuration names by its import path or, where it is well known, by its name; None if there is none."""
+    paths = [] if not isinstance(name, str) else [name] if "." in name else [f"{home}.{name}" for home in HOMES]
+    with contextlib.suppress(pydoc.ErrorDuringImport):
+        return next((found for path in paths if (found := pydoc.locate(path)) is not None), None)
+    return None
+
+
+def parameters_of(kind: Any) -> dict[str, inspect.Parameter]:
+    """What a class or function takes, with what it hands on to its bases; nothing of what cannot be called."""
+    found: dict[str, inspect.Parameter] = {}
+    for one in kind.__mro__ if isinstance(kind, type) else (kind,):
+        function = vars(one).get("__init__") if isinstance(kind, type) else one
+        if not callable(function):
+            continue
+        try:
+            own = inspect.signature(function).parameters
+        except ValueError:  # It is written in C.
+            break
+        found = {**own, **found}
+        if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in own.values()):
+            break
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {name: one for name, one in found.items() if name != "self" and one.kind not in variable}
+
+
+def check_nulls(keys: Sequence[Given]) -> None:
+    """Refuse null where a class needs a value: jsonargparse hands it on, and what comes of it is anyone's guess.
+
+    Raises:
+        ConfigurationError: It does; the message says what it may be.
+    """
+    for key in keys:
+        if key.value not in (None, "null"):
+            continue
+        parameter = parameters_of(located(key.owner)).get(key.path.rpartition(".")[2])
+        if parameter is None or parameter.default is None:
+            continue
+        kind = parameter.annotation
+        options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        needed = all(one is not object and isinstance(get_origin(one) or one, type) for one in options)
+        if not needed or NoneType in options or (key.value == "null" and str in options):
+            continue
+        names = " or ".join(re.sub(r"[\w.]+\.", "", inspect.formatannotation(one)) for one in options)
+        raise ConfigurationError(f"{key.path}: null is not accepted; it must be {names}, or be left out")
 
 
 def check_checkpoint(path: Any, words: Sequence[str] = CHECKPOINT_WORDS) -> None:
@@ -145,10 +204,23 @@ def _explain_unknown(key: str, args: Sequence[str]) -> str:
     """Name the whole key and the parameters that its class has."""
     for one in given(args):
         if one.path == key or one.path.endswith("." + key):
-            return unknown_key(one.path, one.owner)
+            return _unknown_key(one.path, one.owner)
     if hint := misspelt(key.partition(".")[0]):
         return f"unknown option {key}: {hint}"
     return f"unknown option {key}; `cnnstrategies fit --help` lists the options"
+
+
+def _unknown_key(path: str, owner: str | None) -> str:
+    """What is said of a key that does not exist."""
+    parts = path.split(".")
+    for place, part in enumerate(parts, start=1):
+        if part not in OF_CLASS and (hint := misspelt(part)):
+            return f"unknown key {'.'.join(parts[:place])}: {hint}"
+    if owner is None:
+        return f"unknown key {path}{accepted(parts[-1], list(ROOTS))}"
+    names = [one for one in parameters_of(located(owner)) if one not in FROM_ELSEWHERE]
+    label = owner if len(parts) > 2 else owner.rpartition(".")[2]
+    return f"unknown key {path}: {label} has no {parts[-1]!r}{accepted(parts[-1], names)}"
 
 
 def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
@@ -166,8 +238,7 @@ def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
         )
     needs = f"needs {missing}"
     for one in keys:
-        signature = signature_of(one.value)
-        if signature is not None and set(names) <= signature.parameters.keys():
+        if set(names) <= parameters_of(located(one.value)).keys():
             key = one.path.removesuffix(".class_path")
             return f"{key}: {one.value} {needs}: give {' and '.join(f'--{key}.{name}' for name in names)}"
     return f"a class in the configuration {needs}: give that among its init_args"

@@ -1,7 +1,6 @@
 """The command line: LightningCLI with the package's defaults, and errors of one line."""
 
 import os
-import pydoc
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,15 +15,22 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
-import cnnstrategies
 from cnnstrategies.checkpoints.check import check_weights
 from cnnstrategies.checkpoints.words import WORDS
 from cnnstrategies.cluster.environment import check_world, local_rank
 from cnnstrategies.cluster.run_folder import place
 from cnnstrategies.cluster.run_name import Run, configuration_hash, find_run
-from cnnstrategies.commands.front.early import given, signature_of
+from cnnstrategies.commands.front.given import given
 from cnnstrategies.commands.front.refuse import fail, shows_tracebacks
-from cnnstrategies.commands.run.errors import CHECKPOINT_WORDS, check_callbacks, check_checkpoint, check_trainer_names
+from cnnstrategies.commands.run.errors import (
+    CHECKPOINT_WORDS,
+    check_callbacks,
+    check_checkpoint,
+    check_nulls,
+    check_trainer_names,
+    located,
+    parameters_of,
+)
 from cnnstrategies.commands.run.failures import explain_build_error, explain_reference, refusal_in
 from cnnstrategies.commands.run.outcome import ends_together
 from cnnstrategies.commands.run.parser import ArgumentParser
@@ -102,6 +108,7 @@ class CLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         words = sys.argv[1:]
+        check_nulls(given(words))
         if leaves_out_classes(words):
             # Some number at first, which others may refer to: only what is parsed can be built.
             sys.argv[1:] = [*words, f"--{NUM_CLASSES}=2"]
@@ -242,16 +249,9 @@ def leaves_out_classes(words: Sequence[str]) -> bool:
     keys = {key.path: key.value for key in given(words)}
     if any("${" in str(keys.get(path)) for path in ("data.init_args.num_classes", "data.num_classes")):
         return False
-    kinds = {"model": (cnnstrategies, NetworkModule), "data": (cnnstrategies.data, ImageDataModule)}
-    for section, (home, kind) in kinds.items():
-        name = str(keys.get(f"{section}.class_path") or keys.get(section))
-        found = pydoc.locate(name) if "." in name else getattr(home, name, None)
-        takes = signature_of(name)
-        if not isinstance(found, type) or not issubclass(found, kind) or takes is None:
-            return False
-        if section == "model" and "num_classes" not in takes.parameters:
-            return False
-    return True
+    model, data = (located(keys.get(f"{section}.class_path") or keys.get(section)) for section in ("model", "data"))
+    ours = isinstance(model, type) and issubclass(model, NetworkModule) and "num_classes" in parameters_of(model)
+    return ours and isinstance(data, type) and issubclass(data, ImageDataModule)
 
 
 def main(args: Sequence[str], kind: type[CLI] = CLI) -> None:
