@@ -1,7 +1,6 @@
 """What ``tune`` can try with a configuration."""
 
 import importlib
-import inspect
 import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import nn
 
+from cnnstrategies.commands.run.errors import parameters_of
 from cnnstrategies.data.shards.jpeg import DECODERS, chosen, is_installed
 from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.planning.candidates import Effect
@@ -77,7 +77,7 @@ def communication(trainer: Any, model: nn.Module, allow: Collection[str]) -> lis
 
 def loading(config: Any, data: type, device: torch.device) -> list[Setting]:
     """Other numbers of processes that load, and pinned memory where a device needs it."""
-    arguments = inspect.signature(data).parameters
+    arguments = parameters_of(data)
     if "num_workers" not in arguments or not hasattr(config.data, "init_args"):
         return []
     own = config.data.init_args
@@ -96,7 +96,7 @@ def loading(config: Any, data: type, device: torch.device) -> list[Setting]:
 
 def decoding(config: Any, data: type, allow: Collection[str]) -> list[Setting]:
     """The other decoders of JPEG files that are installed; each rounds in its own way, so other pixels are learned."""
-    if "decoder" not in allow or "decoder" not in inspect.signature(data).parameters:
+    if "decoder" not in allow or "decoder" not in parameters_of(data):
         return []
     own = chosen(config.data.init_args.get("decoder", "auto"))
     return [
@@ -146,7 +146,7 @@ def compilers(config: Any, model: type) -> list[Setting]:
 
 def _arguments(config: Any, model: type) -> tuple[Any, Collection[str]]:
     """What a module's arguments are set to, and which it has."""
-    arguments = {name for name in inspect.signature(model).parameters if hasattr(config.model, "init_args")}
+    arguments = {name for name in parameters_of(model) if hasattr(config.model, "init_args")}
     return config.model.init_args if arguments else {}, arguments
 
 
