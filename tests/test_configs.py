@@ -1,4 +1,4 @@
-"""Every file under configs/ trains for a step or two, whole, or together with others as parts of the quickstart."""
+"""Every file under configs/ is built, whole, or together with others as parts of the quickstart, and trains."""
 
 import pickle
 from pathlib import Path
@@ -12,6 +12,8 @@ from PIL import Image
 from torchvision import datasets
 from torchvision.models import shufflenet_v2_x0_5
 
+from cnnstrategies.cli import main
+from cnnstrategies.commands.run.trainer import Trainer
 from cnnstrategies.data.shards.contents import contents_of
 from cnnstrategies.data.shards.packing import pack
 from cnnstrategies.data.shards.shard_file import Options
@@ -160,27 +162,44 @@ TOGETHER = [
     ("strategy/single.yaml", "model/small_cnn.yaml", "data/synthetic.yaml"),
     ("cluster/kubernetes_gpu_nodes.yaml", "model/timm_convnext.yaml"),
 ]
+FSDP = ("strategy/fsdp.yaml",)
 RUNS = [*TOGETHER, *((file,) for file in FILES if not any(file in parts for parts in TOGETHER))]
 
 
+def words_of(files):
+    whole = files[0] == "quickstart.yaml" or files[0].startswith("experiments/")
+    configs = [f"--config={CONFIGS / name}" for name in (files if whole else ["quickstart.yaml", *files])]
+    return ["fit", *configs, *HERE, *(arg for file in files for arg in ARGS.get(file, []))]
+
+
+def is_dear(files):
+    """Whether the network is large, or several processes train."""
+    return files[0].startswith(LARGE) or not {*TWO, *FOUR}.isdisjoint(words_of(files))
+
+
 def with_marks(files):
-    """Large networks take long; `make test-cluster` runs them."""
     names = "-".join(file.removesuffix(".yaml") for file in files)
-    return pytest.param(files, marks=[pytest.mark.cluster] * files[0].startswith(LARGE), id=names)
+    return pytest.param(files, marks=[pytest.mark.cluster] * is_dear(files), id=names)
 
 
 @pytest.mark.warm
-@pytest.mark.parametrize("files", [with_marks(files) for files in RUNS])
+@pytest.mark.parametrize("files", [with_marks(files) for files in RUNS if files != FSDP])
 def test_configs_train(run_cli, downloads, files):
-    whole = files[0] == "quickstart.yaml" or files[0].startswith("experiments/")
-    configs = [f"--config={CONFIGS / name}" for name in (files if whole else ["quickstart.yaml", *files])]
-    code, output = run_cli("fit", *configs, *HERE, *(arg for file in files for arg in ARGS.get(file, [])))
-    if files == ("strategy/fsdp.yaml",):
-        # Lightning has FSDP for GPUs only; here the refusal must be readable.
-        assert code == 2
-        assert "FSDP" in output.splitlines()[-1]
-    else:
-        assert code == 0, output
+    code, output = run_cli(*words_of(files))
+    assert code == 0, output
+
+
+def test_what_takes_several_processes_is_built(downloads, monkeypatch, capfd):
+    """Up to the first process that would be started."""
+    built = []
+    monkeypatch.setattr(Trainer, "fit", lambda trainer, *args, **kwargs: built.append(trainer))
+    dear = [files for files in RUNS if is_dear(files)]
+    for files in dear:
+        main(words_of(files))
+    assert len(built) == len(dear)
+    with pytest.raises(SystemExit, match="2"):
+        main(words_of(FSDP))
+    assert "FSDP" in capfd.readouterr().err.splitlines()[-1], "Lightning has it for GPUs only"
 
 
 def test_every_file_is_in_a_run():
@@ -219,10 +238,11 @@ def downloads(monkeypatch, request):
             folder.mkdir(parents=True)
             for index in range(4):
                 Image.fromarray(random.integers(256, size=(50, 40, 3), dtype=np.uint8)).save(folder / f"{index}.jpg")
-    files = request.node.callspec.params["files"]
-    if "_segmentation_" in files[0]:
+    callspec = getattr(request.node, "callspec", None)
+    files = FILES if callspec is None else callspec.params["files"]
+    if any("_segmentation_" in file for file in files):
         write_masked_images(Path("masks/train"), count=5)
-    if files[0].endswith("_finetune_gpu.yaml"):
+    if any(file.endswith("_finetune_gpu.yaml") for file in files):
         torch.save(shufflenet_v2_x0_5(num_classes=5).state_dict(), "weights.pth")
     if "data/shards.yaml" in files:
         pack(contents_of("./images", {}), Path("shards"), Options(None, None, 10**6), workers=1)
