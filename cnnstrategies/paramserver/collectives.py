@@ -174,7 +174,7 @@ class Collectives:
         fields = {"operation": operation, "seal": seal, "boundary": boundary, **more}
         message = self.membership.ask("collect", fields, encode(value))
         if seal or boundary:
-            self.membership.wait_newer(message.integer("view") - 1, self.membership.address.timeout)
+            self.membership.views.wait_newer(message.integer("view") - 1, self.membership.address.timeout)
         ids, sizes = message.fields["ids"], message.fields["sizes"]
         self.present = ids
         values, position = {}, 0

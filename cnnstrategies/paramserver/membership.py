@@ -93,7 +93,7 @@ def _drain(descriptor: int) -> None:
 
 
 class Membership:
-    """Runs a :class:`Participant` in a thread, and keeps the newest view: a ``ViewSource``.
+    """Runs a :class:`Participant` in a thread, and keeps the newest view.
 
     The thread has its own socket, so a long computation or a blocked step is not taken for a death; a stopped or
     killed process is.
@@ -107,6 +107,7 @@ class Membership:
         keys: This process's own CURVE keys: with them it speaks, and the views tell the others of them. None without
             encryption.
         participant: The role that runs in the thread.
+        views: Its own; see :meth:`source` for those of others.
     """
 
     def __init__(self, address: Address, endpoint: str = "", keys: KeyPair | None = None) -> None:
@@ -129,7 +130,7 @@ class Membership:
         self._wake_in, self._wake_out = os.pipe()
         for descriptor in (self._wake_in, self._wake_out):
             os.set_blocking(descriptor, False)
-        self._views = Views(self._newest, self._tell_seen)
+        self.views = Views(self._newest, self._tell_seen)
         self._sources: list[Views] = []
         self._thread = threading.Thread(target=self.run, name="heartbeats", daemon=True)
         self._thread.start()
@@ -144,22 +145,6 @@ class Membership:
         with self._changed:
             self._sources.append(Views(self._newest, self._tell_seen))
             return self._sources[-1]
-
-    def current(self) -> View:
-        """The newest view; see :class:`~cnnstrategies.paramserver.core.view.ViewSource`."""
-        return self._views.current()
-
-    def wait_newer(self, number: int, timeout: float) -> View:
-        """Wait for a view with a higher number; see :class:`~cnnstrategies.paramserver.core.view.ViewSource`.
-
-        Raises:
-            TimeoutError: None came.
-        """
-        return self._views.wait_newer(number, timeout)
-
-    def fileno(self) -> int:
-        """Readable when there is a view that :meth:`current` has not returned, or the run has ended."""
-        return self._views.fileno()
 
     def _newest(self) -> tuple[View, RunEnded | None]:
         view = self.participant.view
@@ -177,7 +162,7 @@ class Membership:
         Raises:
             RunEnded: It does not answer, or expects no such process.
         """
-        self.wait_newer(-1, self.address.appear + self.address.timeout)
+        self.views.wait_newer(-1, self.address.appear + self.address.timeout)
 
     def ask(self, kind: str, fields: Mapping[str, object], frames: Sequence[Buffer] = ()) -> Message:
         """Ask the coordinator, and wait for its answer.
@@ -251,7 +236,7 @@ class Membership:
         self._wake()
         self._thread.join(self.address.timeout + 1.0)
         if not self._thread.is_alive():
-            for views in (self._views, *self._sources):
+            for views in (self.views, *self._sources):
                 views.close()
             os.close(self._wake_in)
             os.close(self._wake_out)
@@ -297,7 +282,7 @@ class Membership:
     @property
     def _seen(self) -> int:
         with self._changed:
-            return max(0, min(views.seen for views in self._sources or [self._views]))
+            return max(0, min(views.seen for views in self._sources or [self.views]))
 
     def _take_result(self, result: Return) -> None:
         with self._changed:
@@ -315,7 +300,7 @@ class Membership:
                 self._changed.notify_all()
 
     def _announce(self) -> None:
-        for views in (self._views, *self._sources):
+        for views in (self.views, *self._sources):
             views.announce()
 
     def _wake(self) -> None:

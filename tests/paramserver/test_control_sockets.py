@@ -81,7 +81,7 @@ def every_collective(collectives: Collectives) -> dict[str, Any]:
         results[how] = collectives.reduce(tensor, how).tolist()
     results["integer"] = collectives.reduce(torch.tensor(rank), "sum").item()
     results["start"] = collectives.start().joined
-    results["view"] = [one.id for one in collectives.membership.current().workers]
+    results["view"] = [one.id for one in collectives.membership.views.current().workers]
     collectives.barrier()  # Nobody leaves before the others have looked.
     return results
 

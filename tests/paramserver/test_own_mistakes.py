@@ -100,7 +100,7 @@ def ends(member: Membership, failed: Handle) -> str:
     until(lambda: failed.poll() is not None)
     assert failed.poll() == 1
     with pytest.raises(RunEnded) as ended:
-        member.wait_newer(1 << 60, SOON)
+        member.views.wait_newer(1 << 60, SOON)
     return str(ended.value)
 
 
@@ -149,7 +149,7 @@ def test_a_member_whose_heartbeats_fail_hears_of_it(
     with processes(tmp_path, plain()) as (member, _, _):
         monkeypatch.setattr(Participant, "on_timer", slip(AttributeError))  # In this process alone.
         with pytest.raises(RunEnded, match="worker 0: the heartbeat thread failed: AttributeError: a slip of ours"):
-            member.wait_newer(1 << 60, TIMEOUT / 4)
+            member.views.wait_newer(1 << 60, TIMEOUT / 4)
     assert "Traceback" in capfd.readouterr().err
 
 

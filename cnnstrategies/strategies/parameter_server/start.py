@@ -140,7 +140,7 @@ def combined_worker(
     group.gather(None, "shared memory is open")
     memory.opened()
     boards = {rank: Board(shared[rank], parameters) for rank in sorted(shared)}
-    alive = Alive(group.membership.current, boards.keys())
+    alive = Alive(group.membership.views.current, boards.keys())
     return CombinedWorker(group.rank, boards, parameters, connect, alive, _pause, ladder(specification)[0])
 
 
