@@ -121,33 +121,6 @@ def test_training_equals_one_process_that_leaves_out_the_same(
                 torch.testing.assert_close(network[name], value, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.light
-@pytest.mark.parametrize("compression", ["topk", "onebit"])
-def test_a_servers_death_changes_no_bit(compression: str, tmp_path: Path) -> None:
-    """Its copy knows what workers have, and goes on with the same changes."""
-
-    def follow(run: Roles, dies: bool) -> list[Tensor]:
-        worker, values = run.joined()
-        torch.manual_seed(0)
-        for step in range(8):
-            if dies and step == 4:
-                run.lose(0)
-            run.step(worker, [torch.randn_like(value) for value in values])
-        before = [value.clone() for value in values]
-        worker.refresh()
-        assert not any(torch.equal(had, value) for had, value in zip(before, values, strict=True)), "nothing left out"
-        return [*before, *values]
-
-    options = {"servers": 2, "replication": 2, "pull_compression": compression, "compression_ratio": 0.1}
-    results = []
-    for dies in (False, True):
-        (tmp_path / str(dies)).mkdir()
-        with PlainRoles(tmp_path / str(dies), (40, 30), **options) as run:
-            assert {slice_.servers[0] for slice_ in cut(run.specification)} == {0, 1}
-            results.append(follow(run, dies))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
 def encodings_by_step(worker: Worker, rungs: Sequence[int]) -> None:
     """Have a worker use the rungs of its ladder in this order: nothing, a half, and one bit a value."""
     assert worker.chooser is not None

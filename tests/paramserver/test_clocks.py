@@ -1,7 +1,5 @@
 """The state machines of the modes, on random histories, and what a vote costs."""
 
-import random
-
 import pytest
 
 from cnnstrategies.paramserver.server.clocks import PATIENCE_SECONDS, RollCall, StaleClock, SyncClock
@@ -33,28 +31,6 @@ def test_a_newcomer_counts_from_its_first_step_on() -> None:
     assert clock.step == 3, "the same decision twice counts once"
 
 
-@pytest.mark.parametrize("staleness", [1, 4])
-def test_random_workers_stay_within_the_staleness_and_never_all_wait(staleness: int) -> None:
-    chance = random.Random(staleness)
-    clock = StaleClock(staleness)
-    clocks = dict.fromkeys(range(4), 0)
-    for worker in clocks:
-        clock.join(worker)
-    for _ in range(2000):
-        if chance.random() < 0.01:
-            worker = chance.choice(list(clocks))
-            clock.leave(worker)
-            clocks.pop(worker)
-            clocks[worker] = clock.join(worker)
-            assert clocks[worker] == min(clocks.values())
-        able = [worker for worker, finished in clocks.items() if clock.may_start(finished)]
-        assert able, "somebody may always go on"
-        worker = chance.choice(able)
-        clocks[worker] += 1
-        clock.finished(worker, clocks[worker])
-        assert clocks[worker] - 1 - clock.slowest <= staleness
-
-
 @pytest.mark.parametrize("staleness", [0, 3])
 def test_a_worker_may_be_as_far_ahead_as_the_staleness_says_and_no_farther(staleness: int) -> None:
     clock = StaleClock(staleness)
@@ -66,14 +42,6 @@ def test_a_worker_may_be_as_far_ahead_as_the_staleness_says_and_no_farther(stale
     assert not clock.may_start(staleness + 1)
     clock.finished(1, 1)
     assert clock.may_start(staleness + 1)
-
-
-def test_async_never_waits() -> None:
-    clock = StaleClock(None)
-    clock.join(0)
-    clock.join(1)
-    clock.finished(0, 10**6)
-    assert clock.may_start(10**6)
 
 
 def test_workers_that_have_not_come_yet_are_waited_for() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from cable import Cable
 from ranks import run_apart
 from roles import PlainRoles, Roles, until
@@ -76,31 +75,6 @@ def test_with_two_copies_a_servers_death_changes_nothing(options: dict[str, Any]
         results = run.train(trained, shares, deaths)
     for network in results:
         assert_same(network, expected)
-
-
-@pytest.mark.light
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_server_that_learns_of_a_failover_after_the_worker(mode: str, tmp_path: Path) -> None:
-    with PlainRoles(tmp_path, (40, 30), servers=2, replication=2, mode=mode) as run:
-        worker, values = run.joined()
-        run.step(worker)
-        run.step(worker)
-        run.kill(0)
-        after = dataclasses.replace(run.view, number=2, servers=run.view.servers[1:], lost=(0,))
-        run.show("worker-0", after)
-        told = threading.Event()
-
-        def tell() -> None:
-            told.set()
-            run.show("server-1", after)
-
-        late = threading.Timer(0.3, tell)
-        late.start()
-        run.step(worker)
-        assert told.is_set(), "it cannot go on before"
-        late.join()
-    for value in values:
-        torch.testing.assert_close(value, torch.full_like(value, -0.5 * (1 + 1.5 + 1.75)))
 
 
 @pytest.mark.light

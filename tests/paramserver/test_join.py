@@ -271,18 +271,6 @@ def test_who_comes_back_counts_among_those_for_whom_something_must_be_left():
     assert not dispatcher.can_spare((0, 1), others=True)
 
 
-def test_what_was_taken_before_it_was_known_in_which_epoch_the_others_are_is_given_out_again():
-    dispatcher = Dispatcher()
-    dispatcher.begin(0, 4, 1)
-    early = dispatcher.take(1, 0, 0, (0,), 0, 0.0)
-    dispatcher.begin(1, 4, 1)
-    dispatcher.give_back(1, before=1)
-    assert dispatcher.take(0, 1, 0, (0, 1), 0, 0.0) == early
-    mine = dispatcher.take(1, 1, 0, (0, 1), 0, 0.0)
-    dispatcher.give_back(1, before=1)  # The same message comes again, late.
-    assert dispatcher.take(0, 1, 1, (0, 1), 1, 0.0) != mine
-
-
 def test_what_one_leaves_behind_that_dies_when_the_next_epoch_has_begun_comes_in_that():
     dispatcher = Dispatcher()
     dispatcher.begin(0, 2, 1)

@@ -7,13 +7,12 @@ import pytest
 import torch
 from training import specify
 
-from cnnstrategies.paramserver.core.view import ServerInfo, ServersUnreachableError, View, WorkerInfo
+from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.messages import SERVER, Header, Kind, Parcel, pack_json, unpack_json
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut
-from cnnstrategies.paramserver.worker.connections import Connections
-from cnnstrategies.paramserver.worker.worker import PROBE_SECONDS, Wait, WorkerRole
+from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
 
 pytestmark = pytest.mark.light
 
@@ -57,18 +56,6 @@ class Joining:
         self._go_on()
 
 
-def test_the_answer_to_a_probe_is_not_taken_for_that_to_a_question() -> None:
-    joining = Joining()
-    joining.answer(joining.hears(0.1)[-1])  # The servers are there.
-    joining.hears(PROBE_SECONDS / 2)
-    question, probe = joining.hears(PROBE_SECONDS / 2)
-    joining.answer(probe)  # The question is lost.
-    assert joining.role.step == 0
-    assert [one.header.kind for one in joining.hears(0.1)] == [Kind.HELLO], "it asks again, and pulls nothing yet"
-    joining.answer(question)
-    assert joining.role.step == 7
-
-
 def test_a_server_that_leads_no_more_does_not_say_from_which_step_on_a_worker_counts() -> None:
     """It has said that it leads; then the view has changed, or it was replaced."""
     joining = Joining()
@@ -78,21 +65,6 @@ def test_a_server_that_leads_no_more_does_not_say_from_which_step_on_a_worker_co
     for _ in range(2):  # Who is there, and again from which step on.
         joining.answer(joining.hears(0.1)[-1])
     assert joining.role.step == 7
-
-
-def test_a_server_that_others_do_not_hear_is_cut_off_from_them_only_if_it_is_heard_here() -> None:
-    """Else it may be dead, and nobody has noticed it yet."""
-    specification = specify({"name": "SGD", "lr": 0.5}, 1, servers=2)
-    connections = Connections(specification, 0, 0)
-    connections.follow(0.0, View(1, (ServerInfo(0, "0"), ServerInfo(1, "1")), (WorkerInfo(0),)))
-    connections.begin_waiting(0.0)
-    now = specification.deaf_after + 1.0
-    connections.check_deaf(now, 0, [1])
-    connections.begin_waiting(now)  # For the next parameter: none has come yet.
-    connections.check_deaf(now, 0, [1])
-    connections.heard(now, 1, Header(Kind.PING, SERVER + 1, specification.session, 1))
-    with pytest.raises(ServersUnreachableError, match="server 0 has heard nothing from server 1"):
-        connections.check_deaf(now, 0, [1])
 
 
 class Pair:

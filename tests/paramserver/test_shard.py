@@ -73,15 +73,6 @@ def test_a_server_says_when_it_has_filled_another_that_came_late() -> None:
     assert run.said.count(filled) == 1
 
 
-def test_a_worker_waits_for_the_version_that_it_asks_for() -> None:
-    run = fresh(specify(PLAIN, 1, servers=2))
-    pull(run, 2)
-    for step in range(2):
-        assert pulled(run) == set()
-        run.push(step)
-    assert pulled(run) == keys(run)
-
-
 def test_a_copy_is_no_copy_of_its_primary_before_that_has_sent_it() -> None:
     """Its values may be first ones of a worker, which are others of that version."""
     run = fresh(specify(PLAIN, 1, servers=2, replication=2))
@@ -123,21 +114,6 @@ def test_a_first_value_is_taken_with_all_of_its_optimizers_state() -> None:
     run.send(Kind.VALUE, bytes(as_bytes(ones)), **value)
     assert store.versions[slice_.key] == 0
     assert torch.equal(store.values[slice_.key], ones)
-
-
-@pytest.mark.parametrize("mode", [{"mode": "sync"}, *ALONE], ids=["sync", "async", "ssp"])
-def test_a_push_that_comes_twice_counts_once(mode: dict[str, Any]) -> None:
-    """Applied while others of the step are missing, or when it was applied."""
-    run = fresh(specify(PLAIN, 1, **mode))
-    first, *rest, last = keys(run)
-    for _ in range(2):
-        run.push(0, keys=[first])
-    run.push(0, keys=rest)
-    assert mode["mode"] != "sync" or run.versions(0) == {0}, "a slice is missing"
-    run.push(0, keys=[last])
-    run.push(0)
-    assert run.versions(0) == {1}
-    assert run.values(0) == {-0.5}
 
 
 @pytest.mark.parametrize("mode", ALONE, ids=["async", "ssp"])
@@ -222,14 +198,3 @@ def test_numbers_go_on_over_a_new_connection_and_begin_anew_with_a_new_life() ->
         outbox.to_server(1, Kind.PING)
         numbers += [effect.header.sequence for effect in outbox.take() if isinstance(effect, Parcel)]
     assert numbers == [1, 2, 1]
-
-
-def test_what_was_for_a_server_that_is_gone_is_not_sent() -> None:
-    """Its driver has no connection to it any more, or one to another process."""
-    stays, goes, renewed = (ServerInfo(one, f"ipc://{one}", since=1) for one in (1, 2, 3))
-    outbox = Outbox(0, session=1)
-    outbox.follow(View(1, (stays, goes, renewed), ()))
-    for server in (1, 2, 3):
-        outbox.to_server(server, Kind.PING)
-    outbox.follow(View(2, (stays, ServerInfo(3, "ipc://3", since=2)), ()))
-    assert [effect.to for effect in outbox.take() if isinstance(effect, Parcel)] == [1]
