@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from cnnstrategies.codec import CodecError, from_bytes, to_bytes
 from cnnstrategies.errors import ConfigurationError
@@ -28,8 +28,8 @@ class Header(NamedTuple):
     """What a replica of the first stage tells the others of its part of a batch."""
 
     rows: int
-    shape: Any
-    dtype: Any
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
     specs: list[Spec]
     form: Any
 
@@ -41,8 +41,8 @@ class Batch:
     Attributes:
         split: Its microbatches.
         images: The rank's own images (n, C, H, W) in the first stage; None elsewhere.
-        image_shape: Shape of one image; of several, where the network takes several.
-        image_dtype: Type of the images; likewise.
+        image_shapes: Shape of one image, for each tensor that the network takes.
+        image_dtypes: Their types.
         rest: What the batch holds besides images, over all replicas and in the order of one process: targets (N, ...)
             for training.
         forms: What each replica of the first stage has sent along; None from those without samples.
@@ -50,8 +50,8 @@ class Batch:
 
     split: Split
     images: Images | None
-    image_shape: tuple[Any, ...]
-    image_dtype: torch.dtype | tuple[torch.dtype, ...]
+    image_shapes: tuple[tuple[int, ...], ...]
+    image_dtypes: tuple[torch.dtype, ...]
     rest: tuple[Tensor, ...]
     forms: tuple[Any, ...]
 
@@ -94,19 +94,20 @@ def share_batch(
     forms = tuple(None if one is None else one.form for one in headers)
     split = Split(rows, microbatches, usual)
     if not split.samples:
-        return Batch(split, None, (), torch.float32, (), forms)
+        return Batch(split, None, (), (), (), forms)
     like = next(one for one in headers if one is not None)
     for what, found in (
-        ("sizes", {one.shape for one in headers if one is not None}),
-        ("types", {one.dtype for one in headers if one is not None}),
+        ("sizes", {one.shapes for one in headers if one is not None}),
+        ("types", {one.dtypes for one in headers if one is not None}),
     ):
         if len(found) > 1:
+            listed = sorted(str(one[0] if len(one) == 1 else one) for one in found)
             raise ConfigurationError(
                 f"the replicas of the first stage have images of different {what} in one step, "
-                f"[{', '.join(sorted(map(str, found)))}]: give all the same, which may be another in the next step"
+                f"[{', '.join(listed)}]: give all the same, which may be another in the next step"
             )
     whole = _bring_everywhere(rest, like.specs, split, transport)
-    return Batch(split, own, like.shape, like.dtype, whole, forms)
+    return Batch(split, own, like.shapes, like.dtypes, whole, forms)
 
 
 def _header(images: Images, rest: Sequence[Tensor], form: Any) -> Header:
@@ -119,8 +120,8 @@ def _header(images: Images, rest: Sequence[Tensor], form: Any) -> Header:
                 f"a batch of {rows} images comes with {shape}: everything in a batch must be a tensor with one row "
                 "per image"
             )
-    shape, dtype = tree_map(_row_shape, images), tree_map(lambda tensor: tensor.dtype, images)
-    return Header(rows, shape, dtype, [(_row_shape(one), one.dtype) for one in rest], form)
+    shapes, dtypes = tuple(map(_row_shape, several)), tuple(one.dtype for one in several)
+    return Header(rows, shapes, dtypes, [(_row_shape(one), one.dtype) for one in rest], form)
 
 
 def _row_shape(tensor: Tensor) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ class Channels:
         self._reached_now: dict[tuple[str, int], list[bool]] = {}
         self._awaited: deque[tuple[Order, Task, Hashable]] = deque()
         self._prepared: list[tuple[Order, Pending]] = []
-        self._coming: dict[Task, list[_Arriving]] = {}
+        self._coming: dict[Task, list[Pending | Tensor]] = {}
         self._leaving: dict[int, list[Pending]] = {}
         self._gradients_leaving: dict[int, deque[list[Pending]]] = {}
 
@@ -115,13 +115,11 @@ class Channels:
         leaves: dict[int, list[Tensor]] = {}
         for source in self.sources:
             header = self._received_headers[source, self.placement.rank_of(source, microbatch), size]
-            tensors = [one.wait() for one in self._coming.pop(Task("forward", source, microbatch))]
+            tensors = self._arrived(Task("forward", source, microbatch))
             if torch.is_grad_enabled():
                 for tensor, spec in zip(tensors, header.tensors, strict=True):
                     tensor.requires_grad_(spec.needs_gradient)
-                leaves[source] = [
-                    tensor for tensor, spec in zip(tensors, header.tensors, strict=True) if spec.needs_gradient
-                ]
+                leaves[source] = header.wanted(tensors)
             values |= zip(self.names_from[source], header.unpack(tensors), strict=True)
         return values, leaves
 
@@ -154,9 +152,7 @@ class Channels:
                 leaving += self.transport.send_object((header, wires), rank, what)
             else:
                 leaving += [self._prepare(order, self.transport.send(wire, rank, FORWARD, what)) for wire in wires]
-            roots[target] = [
-                tensor for tensor, spec in zip(tensors, header.tensors, strict=True) if spec.needs_gradient
-            ]
+            roots[target] = header.wanted(tensors)
         self._leaving[microbatch] = leaving
         # In training two ranks could wait for each other: one for its activations to leave, one for its gradients.
         if not training and len(self._leaving) > EVALUATIONS_UNDER_WAY:
@@ -168,9 +164,7 @@ class Channels:
         roots = {}
         for target, names in self.names_to.items():
             header, tensors = pack(tuple(values[name] for name in names), self.ask_for_all)
-            roots[target] = [
-                tensor for tensor, spec in zip(tensors, header.tensors, strict=True) if spec.needs_gradient
-            ]
+            roots[target] = header.wanted(tensors)
         return roots
 
     def receive_backward(self, microbatch: int) -> dict[int, list[Tensor | None]]:
@@ -178,12 +172,12 @@ class Channels:
         gradients: dict[int, list[Tensor | None]] = {}
         for target in self.targets:
             rank = self.placement.rank_of(target, microbatch)
-            arriving = self._coming.pop(Task("backward", target, microbatch))
-            reached = [True] * len(arriving)
+            sender = Task("backward", target, microbatch)
+            reached = [True] * len(self._coming[sender])
             if ("from", rank) not in self._reached:
                 reached = self.transport.receive_object(rank, f"the gradients of microbatch {microbatch}")
                 self._note(("from", rank), reached)
-            tensors = [one.wait() for one in arriving]
+            tensors = self._arrived(sender)
             gradients[target] = [one if has else None for one, has in zip(tensors, reached, strict=True)]
         self._sent(microbatch)  # Who has sent its gradients has had the activations.
         return gradients
@@ -267,19 +261,23 @@ class Channels:
         for spec in specs:
             tensor = spec.empty(self.device)
             transfer = self.transport.receive(on_the_wire(tensor, spec.memory_format), rank, tag, what)
-            self._coming[sender].append(_Arriving(tensor, self._prepare(order, transfer)))
+            transfer.tensor = tensor  # Whose memory it is; on the wire it may be in another order.
+            self._coming[sender].append(self._prepare(order, transfer))
         return True
 
-    def _receive_first(self, place: tuple[int, int, Hashable], what: str) -> "list[_Arriving]":
+    def _receive_first(self, place: tuple[int, int, Hashable], what: str) -> list[Pending | Tensor]:
         """The first message of a size, which tells what the others will look like."""
         header, sent = self.transport.receive_object(place[1], what)
         header = self._received_headers[place] = header.on(self.device)
-        arrived = []
+        arrived: list[Pending | Tensor] = []
         for spec, wire in zip(header.tensors, sent, strict=True):
             tensor = spec.empty(self.device)
             on_the_wire(tensor, spec.memory_format).copy_(wire)
-            arrived.append(_Arriving(tensor, None))
+            arrived.append(tensor)
         return arrived
+
+    def _arrived(self, sender: Task) -> list[Tensor]:
+        return [one.wait() if isinstance(one, Pending) else one for one in self._coming.pop(sender)]
 
     def _prepare(self, order: Order, transfer: Pending) -> Pending:
         self._prepared.append((order, transfer))
@@ -288,17 +286,3 @@ class Channels:
     def _sent(self, microbatch: int) -> None:
         for one in self._leaving.pop(microbatch, []):
             one.wait()
-
-
-class _Arriving:
-    """A tensor that is being received; without a transfer it is there."""
-
-    def __init__(self, tensor: Tensor, pending: Pending | None) -> None:
-        self.tensor = tensor
-        self.pending = pending
-
-    def wait(self) -> Tensor:
-        """The tensor, when it is there."""
-        if self.pending is not None:
-            self.pending.wait()
-        return self.tensor

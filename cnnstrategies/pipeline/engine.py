@@ -350,7 +350,7 @@ class Pipeline:
         """What structure and types of the outputs depend on."""
         kind = self.device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        return self.module.training, batch.image_shape, batch.image_dtype, autocast
+        return self.module.training, batch.image_shapes, batch.image_dtypes, autocast
 
     def _stage_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
         """The replicas of this rank's stage; every rank takes part in making every group."""

@@ -286,7 +286,7 @@ class Step:
 
     @cached_property
     def _kind(self) -> tuple[Hashable, ...]:
-        return self.batch.image_shape, self.batch.image_dtype, self._autocast, torch.is_grad_enabled()
+        return self.batch.image_shapes, self.batch.image_dtypes, self._autocast, torch.is_grad_enabled()
 
     def _size(self, microbatch: int) -> Hashable:
         """What the shapes and types of a microbatch's values depend on."""

@@ -40,6 +40,10 @@ class Header:
         """The tensors of the message, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
+    def wanted(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Of the tensors of the message those whose gradients are sent back."""
+        return [tensor for tensor, spec in zip(tensors, self.tensors, strict=True) if spec.needs_gradient]
+
     def on(self, device: torch.device) -> "Header":
         """The same where it arrives: a device that the network has read off its tensors is there another one."""
         leaves = tuple(device if isinstance(leaf, torch.device) else leaf for leaf in self.leaves)

@@ -39,7 +39,7 @@ def in_parts(loss: Callable[[Outputs, Tensor], Tensor], kind: Any = None) -> dic
         return loss(outputs, TARGETS if microbatch is None else TARGETS[SPLIT.global_rows(microbatch)])
 
     parts = kind or WeighedLoss(part_of)
-    parts.begin(Batch(SPLIT, None, (), torch.float64, (TARGETS,), ()), range(5))
+    parts.begin(Batch(SPLIT, None, (), (), (TARGETS,), ()), range(5))
 
     def whole(leaves: Outputs) -> Tensor:
         rows = [SPLIT.global_rows(microbatch) for microbatch in range(5)]

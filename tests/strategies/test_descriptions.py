@@ -20,7 +20,7 @@ from cnnstrategies.strategies import (
     ParameterServerStrategy,
 )
 from cnnstrategies.strategies.differences import OWN_MEANS, RANK_ZERO, differences_of_replicas
-from cnnstrategies.strategies.hybrid_pipeline.description import differences_of_pipeline, warn_of_small_microbatches
+from cnnstrategies.strategies.hybrid_pipeline.layout import differences_of_pipeline, warn_of_small_microbatches
 from cnnstrategies.strategies.parameter_server.description import describe_servers, differences_of_servers
 
 NORMALISED = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.stage import divide_by_names
-from cnnstrategies.strategies.hybrid_pipeline import example
+from cnnstrategies.strategies.hybrid_pipeline import comparison
 from cnnstrategies.strategies.hybrid_pipeline.comparison import compare
 
 CPU = torch.device("cpu")
@@ -214,19 +214,19 @@ def test_an_example_is_taken_from_a_plain_loader_and_nothing_is_used_up(monkeypa
         (DataLoader(Stream()), None),
         (None, None),
     ):
-        monkeypatch.setattr(example, "train_loader", lambda trainer, given=given: given)
-        found = example.example_images(module, "net", 3)
+        monkeypatch.setattr(comparison, "train_loader", lambda trainer, given=given: given)
+        found = comparison.example_images(module, "net", 3)
         assert found is None if expected is None else torch.equal(found, expected.double())
     own = DataLoader(data, 4, collate_fn=lambda items: SimpleNamespace(images=torch.stack([one for _, one in items])))
-    monkeypatch.setattr(example, "train_loader", lambda trainer: own)
+    monkeypatch.setattr(comparison, "train_loader", lambda trainer: own)
     with pytest.raises(ConfigurationError, match=r"a batch is a SimpleNamespace, .* collate_fn return a tuple"):
-        example.example_images(module, "net", 3)
+        comparison.example_images(module, "net", 3)
     trainer.datamodule = SimpleNamespace(image_shape=(1, 5, 5))  # type: ignore[attr-defined]
-    found = example.example_images(module, "net", 3)
+    found = comparison.example_images(module, "net", 3)
     assert isinstance(found, Tensor)
     assert found.shape == (3, 1, 5, 5)
     assert torch.equal(generator.get_state(), before)
     assert torch.equal(torch.get_rng_state(), numbers)
     module.example_input_array = images[:1]
-    repeated = example.example_images(module, "net", 3)
+    repeated = comparison.example_images(module, "net", 3)
     assert torch.equal(repeated, images[:1].expand(3, 1, 1, 1)), "batch normalisation needs several"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.strategies.hybrid_pipeline.optimizer_trial import try_optimizer
+from cnnstrategies.strategies.hybrid_pipeline.contract import try_optimizer
 
 
 class Sharpness(torch.optim.SGD):

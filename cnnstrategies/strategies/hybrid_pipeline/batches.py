@@ -46,6 +46,12 @@ def flatten(batch: Any) -> tuple[list[Any], TreeSpec]:
     return tree_flatten(batch, is_leaf=_is_list_of_items)
 
 
+def as_given(images: Sequence[Any]) -> Images:
+    """Images as a network takes them: a tuple where it takes several."""
+    given: Images = images[0] if len(images) == 1 else tuple(images)
+    return given
+
+
 def take_apart(
     batch: Any, inputs: Sequence[int], computes: bool = False, draws: bool = False
 ) -> tuple[Images, tuple[Tensor, ...], Form]:
@@ -72,7 +78,7 @@ def take_apart(
         else:
             kinds.append(("items", leaf))
     images = tuple(leaves[index] for index in inputs)
-    return images[0] if len(images) == 1 else images, tuple(rest), Form(tree, tuple(kinds), draws)
+    return as_given(images), tuple(rest), Form(tree, tuple(kinds), draws)
 
 
 def seen(batch: Batch, microbatch: int | None, device: Any, none: bool = False) -> Any:
@@ -82,14 +88,11 @@ def seen(batch: Batch, microbatch: int | None, device: Any, none: bool = False) 
     """
     split = batch.split
     count = 0 if none else split.samples if microbatch is None else split.sizes[microbatch]
-    several = isinstance(batch.image_dtype, tuple)
-    shapes: Any = batch.image_shape if several else (batch.image_shape,)
-    dtypes: Any = batch.image_dtype if several else (batch.image_dtype,)
     form = form_of(batch)
 
     def fill(kind: Kind, value: Any) -> Any:
         if kind == "input":
-            return ImagesElsewhere.like(count, shapes[value], dtypes[value], device, value)
+            return ImagesElsewhere.like(count, batch.image_shapes[value], batch.image_dtypes[value], device, value)
         if kind == "source":
             shape, dtype = value
             return ImagesElsewhere.like(count, shape, dtype, device, computes=True)
@@ -109,12 +112,6 @@ def form_of(batch: Batch) -> Form:
     """What a batch with samples is made of, the same in all replicas."""
     form: Form = next(form for form in batch.forms if form is not None)
     return form
-
-
-def shapes_of_inputs(batch: Batch) -> list[tuple[int, ...]]:
-    """The shape of a row of each tensor that the network takes."""
-    several = isinstance(batch.image_dtype, tuple)
-    return [tuple(shape) for shape in (batch.image_shape if several else (batch.image_shape,))]
 
 
 def first_rows(batch: Any, count: int) -> Any:

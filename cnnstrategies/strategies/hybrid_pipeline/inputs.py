@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch, Images
 from cnnstrategies.pipeline.transport import broadcast_value
-from cnnstrategies.strategies.hybrid_pipeline.batches import Form, flatten, form_of, shapes_of_inputs, take_apart
+from cnnstrategies.strategies.hybrid_pipeline.batches import Form, as_given, flatten, form_of, take_apart
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
 from cnnstrategies.strategies.hybrid_pipeline.shadow import Draws, RandomNumbers, same_random_numbers
 from cnnstrategies.strategies.hybrid_pipeline.wiring import NetworkCalls, Wiring, arguments_of
@@ -58,7 +58,7 @@ class Inputs:
                 torch.empty((rows, *shape), dtype=dtype, device="meta")
                 for shape, dtype in self._promised(step, batch, dataloader)
             ]
-            images = promised[0] if len(promised) == 1 else tuple(promised)
+            images = as_given(promised)
         return images, rest, form
 
     def compute(
@@ -87,7 +87,7 @@ class Inputs:
             images = self._images(step, args, kwargs)
             drawn = Draws(start, RandomNumbers(self._device))
             _check(step, batch, images, not form.draws and start != drawn.at_call)
-            batch = replace(batch, images=images[0] if len(images) == 1 else tuple(images))
+            batch = replace(batch, images=as_given(images))
         if not form.draws:
             return batch, None
         pipeline = self._divided.pipeline
@@ -128,10 +128,8 @@ def with_batch(batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
 
 
 def _check(step: str, batch: Batch, images: Sequence[Any], draws: bool) -> None:
-    several = isinstance(batch.image_dtype, tuple)
-    dtypes: Any = batch.image_dtype if several else (batch.image_dtype,)
-    expected = [(torch.Size(shape), dtype) for shape, dtype in zip(shapes_of_inputs(batch), dtypes, strict=True)]
-    if [(one.shape[1:], one.dtype) for one in images] != expected:
+    expected = [*zip(batch.image_shapes, batch.image_dtypes, strict=True)]
+    if [(tuple(one.shape[1:]), one.dtype) for one in images] != expected:
         raise ConfigurationError(
             f"{step} gives the network tensors of other shapes or types in each step, computed from such of one: the "
             "stages agree on them before; do it in on_after_batch_transfer, which runs where the images are"

@@ -1,7 +1,7 @@
 """What steps and hooks find in a divided network's place: this rank's layers, and the others without parameters."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -122,11 +122,11 @@ class NetworkStandIn(Layers):
         self._signature = inspect.signature(network.forward)
         self.training = stage.training
         self._outputs: list[Any] = []
-        self._computed: list[tuple[int, ...]] | None = None
+        self._computed: Sequence[tuple[int, ...]] | None = None
         self._called: Callable[[], None] = _nothing
 
     def put(
-        self, outputs: Any, computed: list[tuple[int, ...]] | None = None, called: Callable[[], None] | None = None
+        self, outputs: Any, computed: Sequence[tuple[int, ...]] | None = None, called: Callable[[], None] | None = None
     ) -> None:
         """Hand over the outputs of the batch that the next step gets.
 

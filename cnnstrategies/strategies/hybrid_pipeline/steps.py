@@ -15,13 +15,13 @@ from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.losses import MeanLoss, PartialLoss, WeighedLoss
 from cnnstrategies.pipeline.step import RandomState
 from cnnstrategies.strategies.differences import has_mean_loss
-from cnnstrategies.strategies.hybrid_pipeline.batches import check_forms, form_of, seen, shapes_of_inputs
+from cnnstrategies.strategies.hybrid_pipeline.batches import check_forms, form_of, seen
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss
-from cnnstrategies.strategies.hybrid_pipeline.description import warn_of_small_microbatches
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
 from cnnstrategies.strategies.hybrid_pipeline.gradients import Overflow, hand_over
 from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
 from cnnstrategies.strategies.hybrid_pipeline.inputs import Inputs, with_batch
+from cnnstrategies.strategies.hybrid_pipeline.layout import warn_of_small_microbatches
 from cnnstrategies.strategies.hybrid_pipeline.shadow import (
     Draws,
     NoCollectives,
@@ -63,7 +63,7 @@ class StepLoss(WeighedLoss):
 
     def _run(self, outputs: Any, microbatch: int | None) -> Tensor:
         divided, draws = self._divided, self._draws
-        computed = shapes_of_inputs(self._batch) if form_of(self._batch).computes else None
+        computed = self._batch.image_shapes if form_of(self._batch).computes else None
         called = None if draws is None else partial(draws.at_call.restore, self._device)
         self._stand_in.put(outputs, computed, called)
         self._stand_in.training = divided.stand_in.training
@@ -235,7 +235,7 @@ class Steps:
         if not self._sees_batch:
             outputs = tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) else leaf, outputs)
         stand_in, run = self.divided.stand_in, getattr(self.divided.module, step)
-        computed = shapes_of_inputs(batch) if form_of(batch).computes else None
+        computed = batch.image_shapes if form_of(batch).computes else None
         if draws is None:
             stand_in.put(outputs, computed)
             return run(*args, **kwargs)

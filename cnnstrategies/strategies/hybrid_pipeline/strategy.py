@@ -41,22 +41,27 @@ from cnnstrategies.strategies.hybrid_pipeline.callbacks import (
     show_whole_network,
     summarise_whole,
 )
-from cnnstrategies.strategies.hybrid_pipeline.comparison import compare_on_rank_zero
+from cnnstrategies.strategies.hybrid_pipeline.comparison import (
+    compare_on_rank_zero,
+    example_images,
+    example_on_device,
+    is_attached,
+)
 from cnnstrategies.strategies.hybrid_pipeline.contract import (
     check_callbacks,
     check_module,
     check_optimizers,
     compile_backend_of,
 )
-from cnnstrategies.strategies.hybrid_pipeline.description import (
+from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
+from cnnstrategies.strategies.hybrid_pipeline.gradients import clip_by_joint_norm
+from cnnstrategies.strategies.hybrid_pipeline.layout import (
+    ChosenLayout,
+    LayoutRequest,
     describe_pipeline,
     differences_of_pipeline,
     stage_parameters,
 )
-from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
-from cnnstrategies.strategies.hybrid_pipeline.example import example_images, example_on_device, is_attached
-from cnnstrategies.strategies.hybrid_pipeline.gradients import clip_by_joint_norm
-from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch, StageLoader, stage_loader
 from cnnstrategies.strategies.hybrid_pipeline.lost_rank import after_the_lost_rank
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
