@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from torchvision.transforms import v2
 
 from cnnstrategies.data import ImageDataModule
@@ -23,8 +22,7 @@ from cnnstrategies.data.decoding import FILL
 from cnnstrategies.data.own_images import shorter_side
 from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.deploy.inference import network_of
-from cnnstrategies.deploy.portable_int8 import in_own_operators
-from cnnstrategies.deploy.quantize import Network, int8_graph, save_program
+from cnnstrategies.deploy.quantize import Network, save_program
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.logits import giving_logits, main_logits, name_of
 from cnnstrategies.runtime.whole_file import writing
@@ -35,7 +33,6 @@ NEEDS = {"safetensors": ("safetensors",), "torch_export": (), "onnx": ("onnx", "
 DESCRIPTION = "export.json"
 BATCHES = 4  # That the exported network is compared on.
 TOLERANCE = 1e-3  # Of the largest logit: another compiler adds up in another order.
-INT8_TOLERANCE = 0.05  # There a sum that is a little different may be rounded to the next of 256 steps.
 
 
 @dataclass(frozen=True)
@@ -72,8 +69,6 @@ def export(
     datamodule: LightningDataModule,
     output: Path,
     kind: Format,
-    int8: bool = False,
-    calibration_batches: int = 16,
 ) -> Comparison:
     """Write a module's network and what belongs to it, and compare what was written with it.
 
@@ -85,19 +80,12 @@ def export(
         datamodule: Whose validation images are compared, and whose preprocessing and classes are described.
         output: The folder to make.
         kind: ``safetensors`` for the weights alone, ``torch_export`` for ``torch.export.load``, or ``onnx``.
-        int8: Quantise weights and activations before, as :func:`~cnnstrategies.deploy.quantize.quantize` does.
-        calibration_batches: Training batches that set the ranges of the activations, with ``int8``.
 
     Raises:
         ConfigurationError: A package is missing, the folder is there, the model has no network, the network cannot be
-            exported, the format has no int8, or what was written gives other results.
+            exported, or what was written gives other results.
     """
     network = network_of(model, "export")
-    if int8 and kind == "safetensors":
-        raise ConfigurationError(
-            "export of int8 to safetensors: that file holds weights for the network's own code, which computes in "
-            "float32; use --format torch_export or onnx"
-        )
     if missing := [name for name in NEEDS[kind] if importlib.util.find_spec(name) is None]:
         raise ConfigurationError(f"export to {kind} needs packages that are not here: pip install {' '.join(missing)}")
     if output.exists():
@@ -108,8 +96,6 @@ def export(
     batches = [images for images, _ in itertools.islice(datamodule.val_dataloader(), BATCHES)]
     # Safetensors are for the network's own code.
     source = network if kind == "safetensors" else giving_logits(network, batches[0])
-    if int8:
-        source = int8_graph(source, datamodule, calibration_batches)[1]
     scratch = output.with_name(f"{output.name}.unfinished")
     shutil.rmtree(scratch, ignore_errors=True)  # Of an export that was killed.
     scratch.mkdir(parents=True)
@@ -120,17 +106,14 @@ def export(
             source, batches[0], scratch / FILES[kind]
         )
         compared = _compare(network, exported, batches, output / FILES[kind])
-        # What int8 costs is not the file's fault: that is measured by the graph which it was written from.
-        faithful = _compare(source, exported, batches, output / FILES[kind]) if int8 else compared
-        allowed = INT8_TOLERANCE * faithful.largest if int8 else TOLERANCE * max(1.0, faithful.largest)
-        if faithful.difference > allowed:
+        if compared.difference > TOLERANCE * max(1.0, compared.largest):
             raise ConfigurationError(
-                f"the network as {kind} gives other logits than the {'int8 network' if int8 else 'checkpoint'}, by up "
-                f"to {faithful.difference:.3g}: use another --format"
+                f"the network as {kind} gives other logits than the checkpoint, by up to {compared.difference:.3g}: "
+                "use another --format"
             )
         if getattr(model, "task", "classes") != "classes":
             compared = replace(compared, agreement=None)
-        description = {"format": kind, "file": FILES[kind], "int8": int8, **describe(datamodule, batches[0])}
+        description = {"format": kind, "file": FILES[kind], **describe(datamodule, batches[0])}
         (scratch / DESCRIPTION).write_text(json.dumps(description, indent=2, ensure_ascii=False), encoding="utf-8")
         scratch.rename(output)
     return compared
@@ -195,8 +178,6 @@ def to_torch_export(network: nn.Module, example: Tensor, file: Path) -> Network:
     """Write the network's graph with its weights; what the file computes."""
     # With one image, export would fix the batch size to one.
     example = example if len(example) > 1 else example.repeat(2, 1, 1, 1)
-    if isinstance(network, GraphModule):
-        network = in_own_operators(copy.deepcopy(network))
     try:
         program = torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     except Exception as error:

@@ -58,7 +58,6 @@ QUANTISATION = (
 EXPORT = (
     ("--ckpt_path FILE", "the trained checkpoint"),
     ("--format NAME", "safetensors (weights), torch_export (default) or onnx"),
-    ("--int8 true", "quantise weights and activations before; --calibration_batches N as for quantize"),
     ("--output FOLDER", "where the network and export.json go (default: exported)"),
 )
 JOINING = (

@@ -90,8 +90,6 @@ class Trainer(LightningTrainer):
         ckpt_path: Path,
         output: Path = Path("exported"),
         format: Format = "torch_export",
-        int8: bool = False,
-        calibration_batches: int = 16,
     ) -> None:
         """Write a trained checkpoint for use without this package, and print how far its logits are from it.
 
@@ -101,14 +99,12 @@ class Trainer(LightningTrainer):
             ckpt_path: The checkpoint, or ``best`` or ``last``.
             output: The folder to make.
             format: ``safetensors``, ``torch_export`` or ``onnx``.
-            int8: Quantise weights and activations to int8 before; not for ``safetensors``.
-            calibration_batches: Number of training batches that set the ranges of the activations, with ``int8``.
 
         Raises:
             ConfigurationError: The checkpoint is of another network, or the network cannot be exported.
         """
         self._load(model, ckpt_path)
-        found = export(model, datamodule, output, format, int8, calibration_batches)
+        found = export(model, datamodule, output, format)
         console = Console(soft_wrap=True)
         console.print(str(found))
         console.print(f"Saved: {found.file}, with export.json beside it")
