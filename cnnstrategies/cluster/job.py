@@ -60,7 +60,6 @@ def sbatch_script(
     folder: Path,
     python: str,
     command: str,
-    variants: int = 0,
     goes_on: bool = False,
 ) -> str:
     """The script of a job.
@@ -68,17 +67,15 @@ def sbatch_script(
     Args:
         options: The ``cluster`` section.
         size: Nodes, tasks and GPUs.
-        folder: The run folder, with ``config.yaml``; with variants, those lie in its folders 0, 1, ...
+        folder: The run folder, with ``config.yaml``.
         python: The interpreter, unless the options name one.
         command: The command line that made the job, for the reader.
-        variants: Number of combinations of a sweep; 0 for a single run.
         goes_on: Whether the run goes on without a rank that dies.
 
     Returns:
         Text for ``sbatch``.
     """
-    parts = [_header(options, size, folder, command, variants), setup_lines(options)]
-    run = shlex.quote(str(folder)) + ("/$SLURM_ARRAY_TASK_ID" if variants else "")
+    parts = [_header(options, size, folder, command), setup_lines(options)]
     interpreter = options.python or ("python" if options.venv or options.container else python)
     interpreter = shlex.join([*shlex.split(options.container or ""), interpreter])
     # Since 22.05 srun does not take over sbatch's CPUs per task.
@@ -86,7 +83,7 @@ def sbatch_script(
     # A rank that fails alone must not leave the others waiting. Not --kill-on-bad-exit: its SIGTERM reaches ranks that
     # end in order after a warning, and srun's status, the highest of all ranks', would not tell of the warning.
     srun = f"srun{cpus} --kill-on-bad-exit=0 --wait={UNLIMITED if goes_on else WAIT_SECONDS}"
-    parts.append(f"run={run}\n")
+    parts.append(f"run={shlex.quote(str(folder))}\n")
     config = '--config "$run/config.yaml"'
     if options.server_nodes:
         config += ' --config "$run/servers.yaml"'
@@ -101,12 +98,12 @@ status=$?
     if options.server_nodes:
         parts.append("if [[ $status -eq 0 ]]; then wait; fi # The servers end with the run.\n")
     if options.requeue:
-        parts.append(_requeue(options, variants))
+        parts.append(_requeue(options))
     parts.append("exit $status\n")
     return "\n".join(part for part in parts if part)
 
 
-def _header(options: ClusterOptions, size: Size, folder: Path, command: str, variants: int) -> str:
+def _header(options: ClusterOptions, size: Size, folder: Path, command: str) -> str:
     gpus = f"{options.gpu_type}:{size.gpus_per_node}" if options.gpu_type else str(size.gpus_per_node)
     lines = {
         "--job-name": options.job_name,
@@ -120,8 +117,7 @@ def _header(options: ClusterOptions, size: Size, folder: Path, command: str, var
         "--mem": options.memory,
         "--constraint": options.constraint,
         "--time": options.time,
-        "--array": f"0-{variants - 1}" if variants else None,
-        "--output": str(folder).replace("%", "%%") + ("/%A_%a.log" if variants else "/%j.log"),
+        "--output": str(folder).replace("%", "%%") + "/%j.log",
         "--open-mode": "append",
         "--signal": f"{options.signal}@{options.signal_seconds}" if options.requeue else None,
     }
@@ -167,15 +163,13 @@ srun --kill-on-bad-exit=0 --het-group=1 \\
 """
 
 
-def _requeue(options: ClusterOptions, variants: int) -> str:
-    job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if variants else "$SLURM_JOB_ID"
+def _requeue(options: ClusterOptions) -> str:
     # SLURM requeues a pre-empted job by itself only if it is still there when the partition's grace time ends.
     return f"""# Ended by the warning (after a step with a checkpoint, or while it was starting), or by a pre-emption:
-job={job}
 warned=$((128 + $(kill -l {options.signal})))
-if [[ $status -eq $warned ]] || [[ $status -ne 0 && $(scontrol show job "$job") =~ PreemptTime=[0-9] ]]; then
+if [[ $status -eq $warned ]] || [[ $status -ne 0 && $(scontrol show job "$SLURM_JOB_ID") =~ PreemptTime=[0-9] ]]; then
     if [[ ${{SLURM_RESTART_COUNT:-0}} -lt {options.max_requeues} ]]; then
-        scontrol requeue "$job"
+        scontrol requeue "$SLURM_JOB_ID"
     fi
 fi
 """

@@ -19,8 +19,7 @@ DECIDED = {
     "cluster.cpus_per_task": ("-c", "--cpus-per-task"),  # To srun it has to be said as well.
     "cluster.signal": ("--signal",),
     "cluster.requeue": ("--requeue", "--no-requeue"),
-    "cluster.sweep": ("-a", "--array"),
-    "cluster.folder": ("-o", "--output", "-e", "--error", "--open-mode"),
+    "cluster.folder": ("-o", "--output", "-e", "--error", "--open-mode", "-a", "--array"),
 }
 WITHOUT_VALUE = "HkOQsvW"  # Short options of sbatch behind which another may stand at once.
 # Lightning takes a job of one of these names for a shell and ignores what SLURM says about ranks.
@@ -189,7 +188,6 @@ class ClusterOptions:
             second part of a heterogeneous job, beside the nodes of the trainer. By default the trainer's nodes do.
         server_sbatch: Options of sbatch for these nodes, such as ``--partition=cpu`` and ``--mem=32G``; partition,
             account and time are otherwise the trainer's.
-        sweep: Values of keys of the configuration; each combination is a task of a job array.
         kubernetes: What only Kubernetes asks for. There job_name, folder, python, setup and server_nodes count too, and
             the rest is SLURM's.
         ray: For ``--to ray``: address, max_restarts, wait and autoscales.
@@ -220,7 +218,6 @@ class ClusterOptions:
     check_data: bool = True
     server_nodes: int = 0
     server_sbatch: list[str] = field(default_factory=list)
-    sweep: dict[str, list[Any]] = field(default_factory=dict)
     kubernetes: KubernetesOptions = field(default_factory=KubernetesOptions)
     ray: RayOptions = field(default_factory=RayOptions)
 
@@ -242,9 +239,6 @@ class ClusterOptions:
             for line in lines:
                 _check_extra(name, line)
         self._check_servers()
-        for key, values in self.sweep.items():
-            if not values:
-                raise ConfigurationError(f"cluster.sweep: {key} has no values; give a list, such as [0.1, 0.01]")
         if self.requeue:
             self._check_signal()
 
@@ -260,11 +254,6 @@ class ClusterOptions:
             raise ConfigurationError(
                 f"cluster.server_sbatch={self.server_sbatch} is for nodes that the job does not ask for: set "
                 "cluster.server_nodes, or leave it out"
-            )
-        if self.server_nodes and self.sweep:
-            raise ConfigurationError(
-                f"cluster.server_nodes={self.server_nodes} with cluster.sweep: SLURM has no arrays of heterogeneous "
-                "jobs; leave out server_nodes, and the trainer's nodes hold the parameters"
             )
 
     def _check_signal(self) -> None:

@@ -18,8 +18,8 @@ from cnnstrategies.errors import ConfigurationError
 FOLDER = Path("/shared/runs of ann/cnn-1")
 
 
-def script(options: ClusterOptions, size: Size, variants: int = 0) -> str:
-    text = sbatch_script(options, size, FOLDER, "/opt/python", "cnnstrategies submit fit --config a.yaml", variants)
+def script(options: ClusterOptions, size: Size) -> str:
+    text = sbatch_script(options, size, FOLDER, "/opt/python", "cnnstrategies submit fit --config a.yaml")
     checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
     assert checked.returncode == 0, checked.stderr
     return text
@@ -86,15 +86,6 @@ def test_what_is_left_out_is_left_to_the_cluster() -> None:
     ]
     assert "/opt/python -m cnnstrategies fit" in text
     assert "scontrol" not in text
-
-
-def test_the_tasks_of_an_array_have_folders_of_their_own() -> None:
-    text = script(ClusterOptions(), Size(1, 1, 0), variants=6)
-    assert "--array=0-5" in directives(text)
-    assert "--output='/shared/runs of ann/cnn-1/%A_%a.log'" in directives(text)
-    assert "run='/shared/runs of ann/cnn-1'/$SLURM_ARRAY_TASK_ID" in text
-    # The array's number alone would requeue all of its tasks.
-    assert "job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" in text
 
 
 def test_server_nodes_are_a_second_part_of_the_job() -> None:
@@ -262,11 +253,10 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str | None, seconds: int
             "container='apptainer exec a.sif' and cluster.python='python'",
         ),
         ({"sbatch": ["--gres=gpu:2"]}, "could disagree"),
-        ({"sweep": {"seed_everything": []}}, "has no values"),
+        ({"sbatch": ["--array=0-3"]}, "cluster.folder decides it"),
         ({"server_nodes": -1}, "server_nodes=-1"),
         ({"server_sbatch": ["--mem=8G"]}, "does not ask for"),
         ({"server_nodes": 1, "server_sbatch": ["--nodes=3"]}, "could disagree"),
-        ({"server_nodes": 1, "sweep": {"seed_everything": [1]}}, "no arrays of heterogeneous jobs"),
     ],
 )
 def test_options_that_cannot_be_right_are_refused(arguments: dict[str, object], message: str) -> None:

@@ -37,7 +37,7 @@ class Run:
         file = cluster.folder / f"{name}.yaml"
         file.write_text(SECTION)
         words = [QUICKSTART, f"--config={file}", f"--cluster.job_name={name}", "--trainer.enable_progress_bar=false"]
-        self.target = KubernetesTarget(check([*words, *args]), [], f"cnnstrategies submit {task}", task)
+        self.target = KubernetesTarget(check([*words, *args]), f"cnnstrategies submit {task}", task)
         self.cluster, self.keys = cluster, keys
         made = list(yaml.safe_load_all(manifests.text(self.target.run)))
         self.configuration = made[0]["data"]["config.yaml"]

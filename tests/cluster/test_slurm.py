@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from conftest import ROOT
 from slurm_cluster import CPUS, NODES, Slurm, missing, slurm_cluster
 
@@ -201,19 +200,6 @@ def test_the_doctor_examines_the_nodes(slurm, tmp_path):
     doctor = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=120)
     assert doctor.returncode == 0, doctor.stdout + doctor.stderr
     assert f"All 2 hosts agree, reach each other and share {tmp_path}" in doctor.stdout
-
-
-def test_each_combination_of_a_sweep_is_a_task_of_an_array(slurm, run_cli):
-    """Each task is told of its own configuration; what it is told is the whole point, so `echo` runs it."""
-    Path("sweep.yaml").write_text("cluster: {sweep: {seed_everything: [1, 2], trainer.max_epochs: [3]}}")
-    job = Job(slurm, run_cli, QUICKSTART, "--config=sweep.yaml", "--cluster.python=/bin/echo")
-    job.wait_for(lambda: not slurm.run("squeue", "-h", f"--jobs={job.number}", check=False).strip(), "the end of both")
-    for task, seed in enumerate((1, 2)):
-        config = job.folder / str(task) / "config.yaml"
-        log = (job.folder / f"{job.number}_{task}.log").read_text().splitlines()
-        assert log == [f"-m cnnstrategies fit --config {config}"] * 2, "once on each of the two nodes"
-        values = yaml.safe_load(config.read_text())
-        assert (values["seed_everything"], values["trainer"]["max_epochs"]) == (seed, 3)
 
 
 @pytest.mark.xdist_group("parts")

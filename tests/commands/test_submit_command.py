@@ -33,8 +33,6 @@ def test_one_file_serves_fit_and_submit(run_cli):
     """The file that a job reads is whole, names the job's own folder, and is accepted by `fit`."""
     submission = check([QUICKSTART, *TWO_NODES, "--cluster.account=biology", "--trainer.max_epochs=7"])
     folder = Path("cnn-1").resolve()
-    write(submission, folder / "0")
-    assert yaml.safe_load((folder / "0/config.yaml").read_text())["run_name"] == "cnn-1-0"  # Of a sweep's task.
     write(submission, folder)
     code, output = run_cli("fit", f"--config={folder / 'config.yaml'}", "--print_config")
     assert code == 0, output
@@ -89,14 +87,6 @@ REFUSED = {
     "own processes": ([QUICKSTART, "--trainer.strategy=ddp_spawn"], "starts its processes itself"),
     "no checkpoints": ([QUICKSTART, "--trainer.enable_checkpointing=false"], "from the beginning each time"),
     "unknown number of devices": ([QUICKSTART, "--trainer.devices=auto"], "trainer.devices=auto"),
-    "sweep into one folder": (
-        [QUICKSTART, "--checkpoint.dirpath=here", '--cluster.sweep={"seed_everything": [1, 2]}'],
-        "overwrite each other's checkpoints",
-    ),
-    "sweep of sizes": (
-        [QUICKSTART, '--cluster.sweep={"trainer.devices": [1, 2]}'],
-        "tasks of an array are of one size",
-    ),
 }
 
 
@@ -130,7 +120,6 @@ REFUSED_BY_KUBERNETES = {
     ),
     "no keys": ([VOLUME, *PS], "kubectl create secret generic run-key --from-file=run.key"),
     "keys of nothing": ([VOLUME, "--cluster.kubernetes.key_secret=run-key"], "is for a ParameterServerStrategy"),
-    "sweep": ([VOLUME, '--cluster.sweep={"seed_everything": [1, 2]}'], "no arrays of jobs"),
 }  # fmt: skip
 
 

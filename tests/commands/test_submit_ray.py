@@ -24,21 +24,20 @@ def test_what_each_node_is_asked_for_is_shown_and_what_cannot_run_is_refused(mon
 
     def refused(words: str, **options: object) -> None:
         with pytest.raises(ConfigurationError, match=words):
-            RayTarget(replace(base, options=replace(base.options, **options)), [], "")
+            RayTarget(replace(base, options=replace(base.options, **options)), "")
 
     refused("make a key file with")
-    refused("cluster.sweep with --to ray", sweep={"seed_everything": [1, 2]})
     refused("cluster.server_nodes=1 with --to ray", server_nodes=1)
     base = replace(base, parameter_server=None)
     options = replace(base.options, setup=["ulimit -n 4096"], venv=Path("/home/me/venv"))
-    shown = RayTarget(replace(base, options=options), [], "submit").show()
+    shown = RayTarget(replace(base, options=options), "submit").show()
     assert "(STRICT_SPREAD) of 2 nodes with 6 CPUs each" in shown
     lines = "source /home/me/venv/bin/activate\nexport OMP_NUM_THREADS=3\nulimit -n 4096\nexec python -m cnnstrategies "
     assert f"{lines}fit --config {Path.cwd()}/ray/cnnstrategies-" in shown
-    doctor = RayTarget(base, [], "submit", "doctor").show()
+    doctor = RayTarget(base, "submit", "doctor").show()
     assert f" -m cnnstrategies doctor --shared {Path.cwd()}/ray/cnnstrategies-" in doctor
     with pytest.raises(ConfigurationError, match=r"pip install '\.\[ray\]'"):
-        RayTarget(base, [], "submit").submit()
+        RayTarget(base, "submit").submit()
     base.cli.config.trainer.fast_dev_run = True
     refused("set cluster.ray.max_restarts to 0")
     assert not list(Path().iterdir())

@@ -26,17 +26,16 @@ from cnnstrategies.cluster.torchrun import own_store
     killed_by=test_job.test_a_job_is_requeued_when_it_was_warned_or_preempted_and_not_when_it_failed,
 )
 def a_job_is_requeued_more_often_than_was_allowed(
-    right: Callable[[ClusterOptions, Size, Path, str, str, int, bool], str],
+    right: Callable[[ClusterOptions, Size, Path, str, str, bool], str],
     options: ClusterOptions,
     size: Size,
     folder: Path,
     python: str,
     command: str,
-    variants: int = 0,
     goes_on: bool = False,
 ) -> str:
     options = replace(options, max_requeues=options.max_requeues + 1)
-    return right(options, size, folder, python, command, variants, goes_on)
+    return right(options, size, folder, python, command, goes_on)
 
 
 @replaces(refuse_anothers, killed_by=test_run_folder.test_another_runs_checkpoint_is_not_gone_on_from)

@@ -1,12 +1,10 @@
 """``cnnstrategies submit fit``: a job from a configuration, for SLURM or another target."""
 
 import importlib
-import itertools
-import json
 import shlex
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import PurePath
 from typing import Any, Literal
@@ -108,16 +106,11 @@ class Submission:
         for arguments in checkpoint_arguments(config):
             if arguments.dirpath is None:
                 arguments.dirpath = str(folder / CHECKPOINTS)
-        config.run_name = run_name(folder)
+        config.run_name = folder.name
         keep_version(config.trainer, config.run_name)
         for key, value in changes.items():
             config[key] = value
         return str(self.cli.parser.dump(config, skip_none=False))
-
-
-def run_name(folder: PurePath) -> str:
-    """The name of the run whose folder this is; that of a sweep's task is its number."""
-    return f"{folder.parent.name}-{folder.name}" if folder.name.isdigit() else folder.name
 
 
 class Target(ABC):
@@ -128,7 +121,6 @@ class Target(ABC):
 
     Args:
         base: What is to run.
-        variants: The combinations of a sweep; empty without one.
         command: The command line that asks for it, for the reader of what is made of it.
         task: What is to run: ``fit``, or ``doctor``, which examines the machines that it would run on.
 
@@ -138,9 +130,8 @@ class Target(ABC):
 
     READS: frozenset[str]
 
-    def __init__(self, base: Submission, variants: Sequence[Submission], command: str, task: str = "fit") -> None:
+    def __init__(self, base: Submission, command: str, task: str = "fit") -> None:
         self.base = base
-        self.variants = variants
         self.command = command
         self.task = task
         self.check()
@@ -247,9 +238,8 @@ def main(args: Sequence[str]) -> None:
             f"submit {' '.join(args[1:2])}: submit takes fit, as in: cnnstrategies submit fit --config ..., or doctor"
         )
     base = check(args[2:])
-    variants = [check([*args[2:], *overrides]) for overrides in _combinations(base.options.sweep)]
     module = importlib.import_module(f"cnnstrategies.commands.submit.{base.cli.config.to}")
-    target: Target = module.target(base, variants, shlex.join(["cnnstrategies", *args]), args[1])
+    target: Target = module.target(base, shlex.join(["cnnstrategies", *args]), args[1])
     if target.unread:
         print(
             f"Note: with --to {base.cli.config.to} these keys do not count: {', '.join(target.unread)}", file=sys.stderr
@@ -258,13 +248,3 @@ def main(args: Sequence[str]) -> None:
         print(target.show(), end="")
         return
     print(target.submit())
-
-
-def _combinations(sweep: dict[str, list[Any]]) -> Iterator[list[str]]:
-    """The overrides of each combination of a sweep; none without one."""
-    if sweep:
-        for values in itertools.product(*sweep.values()):
-            yield [
-                f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
-                for key, value in zip(sweep, values, strict=True)
-            ]

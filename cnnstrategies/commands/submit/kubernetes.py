@@ -31,10 +31,6 @@ class KubernetesTarget(Target):
                 f"cluster.job_name={options.job_name!r}: Kubernetes takes small letters, digits and -, a letter first, "
                 f"and at most {LONGEST_NAME} of them"
             )
-        if self.variants:
-            raise ConfigurationError(
-                "cluster.sweep: Kubernetes has no arrays of jobs on several pods; submit the runs one by one"
-            )
         if self.base.cli.config.fresh:
             raise ConfigurationError(
                 "fresh: a pod has this option at each restart, and would begin anew each time; leave it out: without "

@@ -15,7 +15,7 @@ from cnnstrategies.cluster.ray.driver import Driver
 from cnnstrategies.cluster.ray.node import PYTHON
 from cnnstrategies.cluster.ray.order import Lines, Order
 from cnnstrategies.cluster.run_folder import refuse_anothers
-from cnnstrategies.commands.submit.command import Target, run_name
+from cnnstrategies.commands.submit.command import Target
 from cnnstrategies.commands.submit.slurm import run_folder
 from cnnstrategies.errors import ConfigurationError
 
@@ -31,11 +31,6 @@ class RayTarget(Target):
     @override
     def check(self) -> None:
         base, options = self.base, self.base.options
-        if options.sweep:
-            raise ConfigurationError(
-                "cluster.sweep with --to ray: a sweep is an array of SLURM's: submit the runs one by one, or use "
-                "Ray Tune in a script"
-            )
         if options.server_nodes:
             raise ConfigurationError(
                 f"cluster.server_nodes={options.server_nodes} with --to ray: dedicated servers are for SLURM and "
@@ -50,7 +45,7 @@ class RayTarget(Target):
         name = base.cli.config.run_name
         self.folder = run_folder(options) if name is None else options.folder.resolve() / name
         if base.checkpoints is not None:
-            refuse_anothers(Path(base.checkpoints) / "last.ckpt", run_name(self.folder))
+            refuse_anothers(Path(base.checkpoints) / "last.ckpt", self.folder.name)
         self.order = self._order()
 
     def _order(self) -> Order:
@@ -70,7 +65,7 @@ class RayTarget(Target):
             script=f"{setup}exec {interpreter} -m cnnstrategies {words}",
             probe=f"{setup}exec {interpreter} -c {shlex.quote(find)}",
             config=config,
-            name=run_name(folder),
+            name=folder.name,
             directory=os.getcwd(),
             variables=variables | {"NNODES": str(size.nodes)} if doctor else variables,
             max_restarts=0 if doctor else options.ray.max_restarts,

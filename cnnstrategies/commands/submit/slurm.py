@@ -12,59 +12,45 @@ from typing_extensions import override
 from cnnstrategies.cluster.job import sbatch_script, submit
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_folder import refuse_anothers
-from cnnstrategies.commands.submit.command import Submission, Target, run_name
+from cnnstrategies.commands.submit.command import Submission, Target
 from cnnstrategies.errors import ConfigurationError
 
 
 class SlurmTarget(Target):
-    """A job, or with a sweep an array of jobs; the run folder holds its script and configurations."""
+    """A job; the run folder holds its script and its configuration."""
 
     READS = frozenset(one.name for one in fields(ClusterOptions))
 
     @override
     def check(self) -> None:
-        base, variants = self.base, self.variants
+        base = self.base
         if self.task == "doctor":
             raise ConfigurationError(
                 "submit doctor is for --to kubernetes and --to ray; on a SLURM cluster: srun --nodes 2 "
                 "--ntasks-per-node 1 cnnstrategies doctor"
             )
-        for variant in variants:
-            if variant.size != base.size:
-                raise ConfigurationError(
-                    f"cluster.sweep: the tasks of an array are of one size, and it makes {base.size} and "
-                    f"{variant.size}: submit them one by one"
-                )
-        if variants and base.checkpoints is not None:
-            raise ConfigurationError(
-                f"checkpoint.dirpath={base.checkpoints}: the runs of a sweep would overwrite each other's checkpoints; "
-                "leave it out, and each has a folder of its own"
-            )
-        for one in (base, *variants):
-            if one.options.requeue:
-                one.refuse_without_checkpoints("a requeued job", "set cluster.requeue to false")
-            if one.parameter_server is not None and one.size.nodes + one.options.server_nodes > 1:
-                one.parameter_server.options.encrypted("tcp://first-node:15000")  # It says what is missing.
-            if one.options.check_data and one.cli.datamodule is not None:
-                one.cli.datamodule.prepare_data()
+        if base.options.requeue:
+            base.refuse_without_checkpoints("a requeued job", "set cluster.requeue to false")
+        if base.parameter_server is not None and base.size.nodes + base.options.server_nodes > 1:
+            base.parameter_server.options.encrypted("tcp://first-node:15000")  # It says what is missing.
+        if base.options.check_data and base.cli.datamodule is not None:
+            base.cli.datamodule.prepare_data()
         name = base.cli.config.run_name
         self.folder = run_folder(base.options) if name is None else base.options.folder.resolve() / name
         if base.checkpoints is not None:
-            refuse_anothers(Path(base.checkpoints) / "last.ckpt", run_name(self.folder))
+            refuse_anothers(Path(base.checkpoints) / "last.ckpt", self.folder.name)
 
     @override
     def show(self) -> str:
         base = self.base
-        goes_on, variants = base.parameter_server is not None, len(self.variants)
-        return sbatch_script(base.options, base.size, self.folder, sys.executable, self.command, variants, goes_on)
+        goes_on = base.parameter_server is not None
+        return sbatch_script(base.options, base.size, self.folder, sys.executable, self.command, goes_on)
 
     @override
     def submit(self) -> str:
-        base, folder, variants = self.base, self.folder, self.variants
+        base, folder = self.base, self.folder
         new = not folder.exists()
         write(base, folder)
-        for number, variant in enumerate(variants):
-            write(variant, folder / str(number))
         file = folder / "job.sh"
         file.write_text(self.show(), encoding="utf-8")
         try:
@@ -73,11 +59,10 @@ class SlurmTarget(Target):
             if new:
                 shutil.rmtree(folder)
             raise
-        logs = f"{job}_0.log to {job}_{len(variants) - 1}.log" if variants else f"{job}.log"
         servers = f", and {base.options.server_nodes} server nodes" if base.options.server_nodes else ""
         return (
             f"Submitted job {job}: {base.size.nodes} nodes x {base.size.tasks_per_node} tasks{servers}\n"
-            f"Logs, checkpoints and script: {folder} ({logs})"
+            f"Logs, checkpoints and script: {folder} ({job}.log)"
         )
 
 
