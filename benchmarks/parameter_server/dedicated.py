@@ -84,7 +84,7 @@ def push_and_pull(folder: Path, workers: int, rank: int, name: str) -> list[floa
     made, optimizer = specification(name, workers)
     values = [torch.zeros(NUMBERS) for _ in range(TENSORS)]
     gradients = [torch.ones(NUMBERS) for _ in range(TENSORS)]
-    worker = Worker(made, values, views(folder, workers, rank), rank, insecure=True)
+    worker = Worker(made, values, views(folder, workers, rank), rank)
     if rank == 0:
         worker.initialise()
     worker.join()

@@ -86,7 +86,7 @@ def our_worker(
     parameters = parameters_of(sum(info.numel for info in specification.parameters))
     optimizer = optimizer_of(parameters)
     own = keys[SERVERS + id] if keys else None
-    worker = Worker(specification, [p.data for p in parameters], views, id, keys=own, insecure=True)
+    worker = Worker(specification, [p.data for p in parameters], views, id, keys=own)
     worker.initialise()
     worker.join()
     gradients = [torch.ones_like(parameter) for parameter in parameters]

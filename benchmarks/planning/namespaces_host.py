@@ -204,7 +204,7 @@ def _server(title: str, own: Tensor, wanted: Tensor, folder: Path, stack: ExitSt
     process = multiprocessing.get_context("fork").Process(target=serve, daemon=True)
     process.start()
     stack.callback(process.terminate)
-    worker = Worker(specification, [one.data for one in model.parameters()], FileViews(file), rank, insecure=True)
+    worker = Worker(specification, [one.data for one in model.parameters()], FileViews(file), rank)
     if rank == 0:
         worker.initialise()
     worker.join()

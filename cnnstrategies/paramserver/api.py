@@ -44,7 +44,6 @@ class Worker:
         id: This worker's number in the views.
         incarnation: Its incarnation in the views.
         keys: CURVE keys; None for no encryption.
-        insecure: Allow `keys` None with servers on other machines.
         came: Called with the index of each parameter that has come, and its value in the host's memory.
 
     Attributes:
@@ -73,7 +72,6 @@ class Worker:
         id: int,
         incarnation: int = 0,
         keys: KeyPair | None = None,
-        insecure: bool = False,
         came: Callable[[int, Tensor], None] | None = None,
     ) -> None:
         given = [(tuple(parameter.shape), parameter.dtype) for parameter in parameters]
@@ -102,7 +100,6 @@ class Worker:
             views,
             self.role.heard,
             keys,
-            insecure,
         )
         self._ladder = ladder(specification)
         followed = specification.aggregates and specification.workers > 1

@@ -20,7 +20,7 @@ from cnnstrategies.paramserver.drivers.sockets import (
     reconnect,
 )
 from cnnstrategies.paramserver.messages import LARGEST_JSON, Bounds, Header, InvalidMessageError, Parcel, unpack
-from cnnstrategies.paramserver.security import KeyPair, check_endpoint
+from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.slicing import Slice, largest_payload
 from cnnstrategies.paramserver.specification import Specification
 
@@ -45,7 +45,6 @@ class Links:
         views: Tells of the membership.
         heard: Told of the time, server and header of each message when it comes; whether it is to be acted on.
         keys: CURVE keys; None for no encryption.
-        insecure: Allow `keys` None with servers on other machines.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class Links:
         views: ViewSource,
         heard: Callable[[float, int, Header], bool],
         keys: KeyPair | None,
-        insecure: bool,
     ) -> None:
         self._session = specification.session
         self._patience = specification.timeout
@@ -63,7 +61,6 @@ class Links:
         self._heard = heard
         self._bounds = Bounds(largest_payload(slices) + LARGEST_JSON, max(1, len(slices)))
         self._keys = keys
-        self._insecure = insecure
         self._context: Context = zmq.Context(io_threads=IO_THREADS)
         self._links: dict[int, Link] = {}
         self._arrived: deque[tuple[int, Header, memoryview]] = deque()
@@ -89,7 +86,6 @@ class Links:
                 self._arrived = deque(arrived for arrived in self._arrived if arrived[0] != server)
         for server, info in now.items():
             if server not in self._links:
-                check_endpoint(info.endpoint, self._keys is not None, self._insecure)
                 self._open(info)
 
     def _open(self, info: ServerInfo) -> None:

@@ -49,14 +49,12 @@ class WorkerGroup:
     Attributes:
         rank: This worker's.
         world_size: Workers of the run.
-        insecure: No encryption although other machines are reached.
         run_address: Where the run can be watched; None before :meth:`open`.
     """
 
     def __init__(self) -> None:
         self.rank = 0
         self.world_size = 1
-        self.insecure = False
         self.run_address: RunAddress | None = None
         self._membership: Membership | None = None
         self._collectives: Collectives | None = None
@@ -69,7 +67,7 @@ class WorkerGroup:
 
     def open(self, options: Options, place: Place, rank: int, world_size: int) -> None:
         """Register with the coordinator of a session."""
-        self.rank, self.world_size, self.insecure = rank, world_size, place.insecure
+        self.rank, self.world_size = rank, world_size
         self._alone = False
         self.run_address = RunAddress(place.coordinator, place.key_file and str(Path(place.key_file).resolve()))
         self._membership = Membership(worker_address(options, place, rank), keys=load_keys(place.key_file))

@@ -56,7 +56,6 @@ class JoinerGroup(WorkerGroup):
         super().__init__()
         self.world_size = place.workers
         self.run_address = address
-        self.insecure = address.key_file is None and options.security == "none"
         self._alone = True
         self._heartbeat = min(options.heartbeat, place.timeout / LEAST_BEATS)
 

@@ -22,7 +22,7 @@ from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.strategies.parameter_server.joiner import JoinerGroup, as_of_the_run, check_parameters, check_seed
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
 from cnnstrategies.strategies.parameter_server.options import Options
-from cnnstrategies.strategies.parameter_server.start import places
+from cnnstrategies.strategies.parameter_server.start import connection, places
 from cnnstrategies.strategies.parameter_server.state import restore_trainer
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
 
@@ -240,11 +240,7 @@ class JoiningStrategy(ParameterServerStrategy):
         specification = Specification.from_json(bytes(text).decode())
         check_parameters(specification, self.options.specification(module, optimizer, 1, self.group.world_size))
         started = run.start()
-        address = membership.address
-        worker = Worker(
-            specification, places(module, specification), membership.source(), address.id, address.incarnation,
-            membership.keys, self.group.insecure,
-        )  # fmt: skip
+        worker = connection(membership, specification, places(module, specification))
         state = started.values[started.leader]
         check_seed(state["seed"])
         self.options = as_of_the_run(self.options, specification)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -199,7 +199,8 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
         end_with_parent(starter.pid)
         os.environ[INCARNATION] = str(incarnation)
         try:
-            queue: Any = _ResultPipe(pipe, local_rank)
+            # In the place of the queue into which Lightning puts rank 0's result.
+            queue: Any = SimpleNamespace(put=lambda value: pipe.send(("result", local_rank, value)))
             self._wrapping_function(local_rank, trainer, function, args, kwargs, queue, state)
         except RunEnded as ended:
             print(f"Rank {local_rank} ends: {ended}", file=sys.stderr, flush=True)
@@ -288,15 +289,3 @@ class _News:
             if kind == "ended":
                 raise RunEnded(value)
         raise RunEnded("; ".join(deaths) or f"the ranks ended with exit code {code} and without a result")
-
-
-class _ResultPipe:
-    """Takes the place of the queue into which Lightning puts rank 0's result."""
-
-    def __init__(self, connection: Connection, rank: int) -> None:
-        self.connection = connection
-        self.rank = rank
-
-    def put(self, value: Any) -> None:
-        """Send a result to the process that watches."""
-        self.connection.send(("result", self.rank, value))

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -14,6 +15,7 @@ from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.board import Board, SharedMemory, open_shared, size_of
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.core.view import View
+from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.services import SPECIFICATION
 from cnnstrategies.paramserver.specification import Mode, Specification
 from cnnstrategies.paramserver.worker.codecs import ladder
@@ -62,20 +64,7 @@ def meet_servers(
     parameters = places(module, specification)
     # From here on the servers know this worker, and admit its keys.
     started = run.start(midway=options.comes_midway)
-    address = membership.address
-
-    def connect(came: Callable[[int, Tensor], None] | None = None) -> Worker:
-        return Worker(
-            specification,
-            parameters,
-            membership.source(),
-            address.id,
-            address.incarnation,
-            membership.keys,
-            group.insecure,
-            came,
-        )
-
+    connect = partial(connection, membership, specification, parameters)
     worker: Worker | CombinedWorker
     if options.combines(per_node):
         worker = combined_worker(group, per_node, specification, parameters, connect)
@@ -103,6 +92,19 @@ def meet_servers(
     if options.mode != "local":
         optimizer.state.clear()  # It is the servers' now.
     return Start(worker, specification, started.joined, own_steps)
+
+
+def connection(
+    membership: Membership,
+    specification: Specification,
+    parameters: Sequence[Tensor],
+    came: Callable[[int, Tensor], None] | None = None,
+) -> Worker:
+    """That of a member to the servers."""
+    address = membership.address
+    return Worker(
+        specification, parameters, membership.source(), address.id, address.incarnation, membership.keys, came
+    )
 
 
 def places(module: LightningModule, specification: Specification) -> list[Tensor]:
