@@ -40,9 +40,7 @@ def start(tmp_path, monkeypatch):
 
     def begin(*words):
         output = tmp_path / f"{len(programs)}.log"
-        programs.append(
-            Program([MODULE, *words], output, tmp_path / f"{len(programs)}", {"TOLD": "so", "PATH": ""}, forked=True)
-        )
+        programs.append(Program([MODULE, *words], output, tmp_path / f"{len(programs)}", {"TOLD": "so", "PATH": ""}))
         return programs[-1]
 
     yield begin

@@ -94,7 +94,6 @@ class Program:
         output: The file for what it prints.
         listen_at: The socket to make.
         variables: Its environment.
-        forked: Whether to fork it from a process that has imported the module, which is worth it for several runs.
 
     Attributes:
         output: That file.
@@ -102,26 +101,12 @@ class Program:
         listener: Where its ranks connect.
     """
 
-    def __init__(
-        self, words: Sequence[str], output: Path, listen_at: Path, variables: Mapping[str, str], forked: bool = False
-    ) -> None:
+    def __init__(self, words: Sequence[str], output: Path, listen_at: Path, variables: Mapping[str, str]) -> None:
         self.output = output
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(str(listen_at))
         self.listener.listen(64)
-        self.process: Forked | subprocess.Popen[bytes]
-        if forked:
-            self.process = Forked(words[0], words[1:], output, variables)
-            return
-        with output.open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *words],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=dict(variables),
-                start_new_session=True,
-            )
+        self.process = Forked(words[0], words[1:], output, variables)
 
     def close(self, patience: float = 5.0) -> None:
         """End it and all its processes.

@@ -38,7 +38,7 @@ class Trial:
         self._ranks: list[Any] = []
         path = folder / f"{name}.sock"
         variables = {**os.environ, TRIAL: str(path), **({LOADS: "1"} if loads else {})}
-        self._program = Program([COMMAND, *words], folder / f"{name}.log", path, variables, forked=True)
+        self._program = Program([COMMAND, *words], folder / f"{name}.log", path, variables)
 
     def wait_until_ready(self) -> None:
         """Wait for all ranks.
