@@ -182,11 +182,12 @@ class CoordinatedStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self._start == "popen":
-            self._launcher = WatchingScriptLauncher(self, self.options, self._layout)
+            self._launcher = WatchingScriptLauncher(self)
         else:
-            self._launcher = WatchingProcessLauncher(self, self._start, self.options, self._layout)
+            self._launcher = WatchingProcessLauncher(self, self._start)
 
-    def _layout(self) -> Layout:
+    def layout(self) -> Layout:
+        """The nodes."""
         environment = self.cluster_environment
         assert environment is not None
         address, port = environment.main_address, environment.main_port
@@ -207,9 +208,9 @@ class CoordinatedStrategy(DDPStrategy):
         assert self.lightning_module is not None
         self._interrupted = False
         training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        place = SESSIONS.open(self.options, self._layout, training)
+        place = SESSIONS.open(self.options, self.layout(), training)
         if not place.supervised and self.local_rank == 0:
-            self._services = open_supervision(self.options, self._layout(), place, training, "program")
+            self._services = open_supervision(self.options, self.layout(), place, training, "program")
         self.group.open(self.options, place, self.global_rank, self.world_size)
 
     def stop_signal(self, received: int | None) -> int | None:

@@ -80,16 +80,15 @@ def forwarding(supervision: Supervision) -> Iterator[None]:
 class _Watching:
     """What both launchers have in common: the ranks of this node, watched."""
 
-    options: Options
-    layout: Callable[[], Layout] | None
+    _strategy: Any
     _supervision: Supervision | None = None
 
     def check(self, trainer: Trainer | None, returns: bool) -> bool:
         """Refuse what cannot be done here; whether there is something to train."""
         if trainer is None:
             return False
-        check_callbacks(trainer.callbacks, self.options, returns)  # type: ignore[attr-defined]
-        check_dispatch(trainer, self.options)
+        check_callbacks(trainer.callbacks, self._strategy.options, returns)  # type: ignore[attr-defined]
+        check_dispatch(trainer, self._strategy.options)
         return trainer.state.fn == TrainerFn.FITTING
 
     def watch(
@@ -107,13 +106,12 @@ class _Watching:
             start: Starts a rank, given its number on this node and how often it was started before.
             tick: Called many times a second.
         """
-        assert self.layout is not None, "a rank launches nothing"
-        layout = self.layout()
-        with supervised(self.options, layout, training, method) as supervision:
+        options, layout = self._strategy.options, self._strategy.layout()
+        with supervised(options, layout, training, method) as supervision:
             self._supervision = supervision
             for local_rank in range(layout.processes):
                 rank = layout.node * layout.processes + local_rank
-                supervision.start(Watched(WORKER, rank, partial(start, local_rank), self.options.max_restarts))
+                supervision.start(Watched(WORKER, rank, partial(start, local_rank), options.max_restarts))
             with forwarding(supervision):
                 supervision.watch(tick)
         self._supervision = None
@@ -127,11 +125,6 @@ class _Watching:
 
 class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
     """Starts the ranks by fork or spawn and watches them."""
-
-    def __init__(self, strategy: Any, start_method: Any, options: Options, layout: Callable[[], Layout]) -> None:
-        super().__init__(strategy, start_method=start_method)
-        self.options = options
-        self.layout = layout
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -217,16 +210,15 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_supervision": None, "layout": None}
+        return {**super().__getstate__(), "_supervision": None}
 
 
 class WatchingScriptLauncher(_Watching, ScriptLauncher):
     """Starts this program once for each rank and watches them; where something else starts the ranks, does nothing."""
 
-    def __init__(self, strategy: Any, options: Options, layout: Callable[[], Layout]) -> None:
+    def __init__(self, strategy: Any) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        self.options = options
-        self.layout = layout
+        self._strategy = strategy
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:

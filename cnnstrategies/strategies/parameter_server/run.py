@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -275,7 +274,7 @@ class Sessions:
         self._launches += 1
         return (self._launches - 1) * OF_A_LAUNCH
 
-    def open(self, options: Options, layout: Callable[[], Layout], training: bool) -> Place:
+    def open(self, options: Options, layout: Layout, training: bool) -> Place:
         """Where the next session of this rank meets.
 
         Raises:
@@ -298,7 +297,7 @@ class Sessions:
         directory = None if published is None else published.directory
         if published is None:
             self._store.enter_context(own_store(listens=True))  # torchrun's own store has the main port.
-        return choose_place(options, layout(), first + opened, directory=directory)
+        return choose_place(options, layout, first + opened, directory=directory)
 
 
 SESSIONS = Sessions()
