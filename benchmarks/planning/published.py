@@ -9,11 +9,10 @@ from pathlib import Path
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, Host
-from cnnstrategies.planning.collectives import all_reduce
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.profile_csv import read_profile
 from cnnstrategies.planning.rank import TIE, rank
-from cnnstrategies.planning.stage_costs import messages, stage_costs
+from cnnstrategies.planning.stage_costs import all_reduce, messages, stage_costs
 
 HERE = Path(__file__).parent
 EFFICIENCY = 0.5  # of the network's line rate, the same for all

@@ -16,9 +16,9 @@ from lightning.pytorch.strategies import ParallelStrategy
 
 from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.cluster.addresses import use_interface
-from cnnstrategies.cluster.loopback import on_loopback
 from cnnstrategies.cluster.meeting import interface_of, meet, open_store
 from cnnstrategies.cluster.probe import Answer, Peer, ping
+from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 
 UNREACHABLE = 1  # exit code

@@ -4,9 +4,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction
-from cnnstrategies.planning.collectives import BUCKET_BYTES, FIRST_BUCKET_BYTES, Time, all_reduce, reduced_at
 from cnnstrategies.planning.costs import GraphCosts
-from cnnstrategies.planning.stage_costs import StageCost, stage_costs
+from cnnstrategies.planning.stage_costs import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    StageCost,
+    Time,
+    all_reduce,
+    reduced_at,
+    stage_costs,
+)
 
 SYNC_EVERY = 8  # steps between two averages of local SGD, as its strategy has it
 ACCUMULATED = (2, 4, 8)  # batches, where a whole one does not fit into memory

@@ -8,14 +8,13 @@ from cnnstrategies.pipeline.layout import Layout, even_replicas
 from cnnstrategies.pipeline.timetable import Order, timetable
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
-from cnnstrategies.planning.collectives import all_reduce
 from cnnstrategies.planning.costs import GraphCosts, Link
 from cnnstrategies.planning.partition import best_layout
 from cnnstrategies.planning.places import one_machine, one_of_equal, orders, placed
 from cnnstrategies.planning.problem import Problem, Request
 from cnnstrategies.planning.propose import propose
 from cnnstrategies.planning.simulate import Simulation, simulate
-from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
+from cnnstrategies.planning.stage_costs import StageCost, all_reduce, messages, stage_costs
 
 WORTH_RUNNING_AHEAD = 0.01  # of the step time, for the memory of one more microbatch
 WORTH_RENUMBERING = 0.01  # of the step time, for ranks that are not numbered stage by stage

@@ -14,9 +14,9 @@ from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timetable import Order, in_flight
 from cnnstrategies.planning.candidates import Checkpointing
 from cnnstrategies.planning.cluster import Cluster
-from cnnstrategies.planning.collectives import BUCKET_BYTES, all_reduce
 from cnnstrategies.planning.costs import GraphCosts, Link
 from cnnstrategies.planning.places import Place, Places, places_of
+from cnnstrategies.planning.stage_costs import BUCKET_BYTES, all_reduce
 
 Floats = NDArray[np.float64]
 POSITIONS = 64  # of a large network, between which stages are searched for; a local search moves the cuts afterwards

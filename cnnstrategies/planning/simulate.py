@@ -7,9 +7,8 @@ from functools import cached_property
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Task
 from cnnstrategies.planning.cluster import Cluster
-from cnnstrategies.planning.collectives import BUCKET_BYTES, Time, all_reduce, reduced_at
 from cnnstrategies.planning.costs import Link
-from cnnstrategies.planning.stage_costs import Message, StageCost
+from cnnstrategies.planning.stage_costs import BUCKET_BYTES, Message, StageCost, Time, all_reduce, reduced_at
 
 Record = tuple[int, str, int, int | None, float, float]
 

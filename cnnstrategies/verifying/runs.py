@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from cnnstrategies.cluster.loopback import on_loopback
+from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.verifying.batches import Keeps, KeepsInDouble, samples
 from cnnstrategies.verifying.recorder import END, Recorder, Role, replay, settle

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from ranks import run_started
 
 from cnnstrategies import ImageClassifier
-from cnnstrategies.cluster.loopback import SERVED, on_loopback
+from cnnstrategies.cluster.stores import SERVED, on_loopback
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.strategies import HybridPipelineStrategy
 

@@ -11,8 +11,7 @@ from ports import free_port
 from test_loopback import addresses
 from torch.distributed import TCPStore
 
-from cnnstrategies.cluster.loopback import SERVED
-from cnnstrategies.cluster.torchrun import own_store
+from cnnstrategies.cluster.stores import SERVED, own_store
 
 EPOCHS = 4
 BATCHES = ("--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1")

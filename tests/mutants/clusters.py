@@ -14,11 +14,10 @@ from mutants.faulty import replaces
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from cnnstrategies.cluster.job import Size, sbatch_script
-from cnnstrategies.cluster.loopback import LOOPBACK, on_loopback, serve_on_loopback
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_folder import begins_anew, refuse_anothers
 from cnnstrategies.cluster.run_name import Run
-from cnnstrategies.cluster.torchrun import own_store
+from cnnstrategies.cluster.stores import LOOPBACK, on_loopback, own_store, serve_on_loopback
 
 
 @replaces(

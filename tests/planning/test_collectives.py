@@ -4,8 +4,8 @@ import pytest
 
 from cnnstrategies.pipeline import gradients
 from cnnstrategies.planning.cluster import Cluster, Host
-from cnnstrategies.planning.collectives import BUCKET_BYTES, Bucket, all_reduce, buckets, reduced_at
 from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.stage_costs import BUCKET_BYTES, Bucket, all_reduce, buckets, reduced_at
 
 pytestmark = pytest.mark.light
 

@@ -21,7 +21,7 @@ from typing_extensions import override
 from cnnstrategies._lightning_private import end_observation, ranks_are_children
 from cnnstrategies.callbacks.graceful_stop import StoppedTogether
 from cnnstrategies.cluster.hosts import Network, across_hosts
-from cnnstrategies.cluster.torchrun import own_store
+from cnnstrategies.cluster.stores import own_store
 from cnnstrategies.commands.front.refuse import shows_tracebacks
 from cnnstrategies.commands.run.failures import explain_run_error
 from cnnstrategies.errors import ConfigurationError

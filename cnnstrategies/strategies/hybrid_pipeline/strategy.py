@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from cnnstrategies._lightning_private import asks_of_sigterm, check_start, leave_samplers, ranks_are_children
 from cnnstrategies.checkpoints.io import load_mapped
-from cnnstrategies.cluster.loopback import on_loopback
+from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.pipeline.buffers import BatchNormMode
