@@ -29,8 +29,15 @@ class JoinerEnvironment(LightningEnvironment):
 
     def __init__(self, place: Place) -> None:
         super().__init__()
-        super().set_world_size(place.workers)
-        super().set_global_rank(place.id)
+        self._place = place
+
+    @override
+    def world_size(self) -> int:
+        return self._place.workers
+
+    @override
+    def global_rank(self) -> int:
+        return self._place.id
 
     @override
     def set_world_size(self, size: int) -> None:
