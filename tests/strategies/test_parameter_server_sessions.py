@@ -32,6 +32,10 @@ LAYOUT = Layout(1, 0, 2, "127.0.0.1", 29400)
 DEDICATED = {"endpoints": ["tcp://127.0.0.1:7000"], "coordinator": "tcp://127.0.0.1:7001"}
 
 
+def layout() -> Layout:
+    return LAYOUT
+
+
 def options(**changes):
     return ParameterServerStrategy(**changes).options
 
@@ -45,24 +49,24 @@ def test_ranks_that_a_launcher_starts_find_its_session_first_and_later_ones_besi
         launched.append(place)
         monkeypatch.setenv(VARIABLE, "")  # Puts it back after the test.
         place.publish()
-    first, second = (rank.open(options(), LAYOUT, True) for _ in range(2))
+    first, second = (rank.open(options(), layout, True) for _ in range(2))
     assert first == launched[1]
     assert second.directory == first.directory
     assert not second.supervised
     sessions = [place.session for place in (*launched, second)]
     assert len(set(sessions)) == len({place.coordinator for place in (*launched, second)}) == 3
     # Another strategy of the same script may ask for encryption.
-    assert rank.open(options(security="curve"), LAYOUT, True).key_file == f"{first.directory}/keys"
+    assert rank.open(options(security="curve"), layout, True).key_file == f"{first.directory}/keys"
 
 
 def test_ranks_that_something_else_starts_number_their_sessions(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     rank, other = Sessions(), Sessions()
-    places = [rank.open(options(), LAYOUT, True) for _ in range(3)]
+    places = [rank.open(options(), layout, True) for _ in range(3)]
     assert [place.session for place in places] == [0, 1, 2]
     assert len({place.coordinator for place in places}) == 3
-    assert [other.open(options(), LAYOUT, True) for _ in range(3)] == places, "they meet"
-    spread = rank.open(options(security="none"), replace(LAYOUT, nodes=2), True)
+    assert [other.open(options(), layout, True) for _ in range(3)] == places, "they meet"
+    spread = rank.open(options(security="none"), lambda: replace(LAYOUT, nodes=2), True)
     assert (spread.coordinator, spread.session) == ("tcp://127.0.0.1:29400", 3)
 
 
@@ -94,10 +98,10 @@ def test_a_node_that_was_never_started_is_named(run_cli, quick, monkeypatch, nod
 def test_a_session_after_a_death_is_refused(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     rank = Sessions()
-    rank.open(options(), LAYOUT, True)
+    rank.open(options(), layout, True)
     rank.lost = [1, 3]
     with pytest.raises(RunEnded, match="rank 1, rank 3 died before, and every rank is needed here"):
-        rank.open(options(), LAYOUT, False)
+        rank.open(options(), layout, False)
 
 
 class Die(Callback):
@@ -124,10 +128,10 @@ def test_a_script_that_has_lost_a_rank_is_told_so_by_the_next_function(tmp_path)
 def test_dedicated_servers_serve_the_first_session_alone(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     rank = Sessions()
-    rank.open(options(**DEDICATED), LAYOUT, True)
-    rank.open(options(**DEDICATED), LAYOUT, False)  # It needs none.
+    rank.open(options(**DEDICATED), layout, True)
+    rank.open(options(**DEDICATED), layout, False)  # It needs none.
     with pytest.raises(ConfigurationError, match="endpoints: dedicated servers end with the first function"):
-        rank.open(options(**DEDICATED), LAYOUT, True)
+        rank.open(options(**DEDICATED), layout, True)
 
 
 class Gone:

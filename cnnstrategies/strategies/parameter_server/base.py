@@ -208,7 +208,7 @@ class CoordinatedStrategy(DDPStrategy):
         assert self.lightning_module is not None
         self._interrupted = False
         training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        place = SESSIONS.open(self.options, self.layout(), training)
+        place = SESSIONS.open(self.options, self.layout, training)
         if not place.supervised and self.local_rank == 0:
             self._services = open_supervision(self.options, self.layout(), place, training, "program")
         self.group.open(self.options, place, self.global_rank, self.world_size)

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -274,8 +275,8 @@ class Sessions:
         self._launches += 1
         return (self._launches - 1) * OF_A_LAUNCH
 
-    def open(self, options: Options, layout: Layout, training: bool) -> Place:
-        """Where the next session of this rank meets.
+    def open(self, options: Options, layout: Callable[[], Layout], training: bool) -> Place:
+        """Where the next session of this rank meets; the nodes are asked for once torchrun's store is out of the way.
 
         Raises:
             RunEnded: A rank is gone, and no launcher brings it back.
@@ -297,7 +298,7 @@ class Sessions:
         directory = None if published is None else published.directory
         if published is None:
             self._store.enter_context(own_store(listens=True))  # torchrun's own store has the main port.
-        return choose_place(options, layout, first + opened, directory=directory)
+        return choose_place(options, layout(), first + opened, directory=directory)
 
 
 SESSIONS = Sessions()
