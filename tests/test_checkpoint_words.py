@@ -79,8 +79,6 @@ def test_evaluation_takes_the_best_of_the_newest_version(run_cli, quick):
     assert best
     assert best == metrics("validate", newer)
     assert best != metrics("validate", older)
-    assert metrics("test", "--ckpt_path=best")
-    assert run_cli("predict", *one, "--ckpt_path=last", "--trainer.limit_predict_batches=1")[0] == 0
 
 
 def test_the_newest_is_looked_for_where_the_runs_of_this_name_write():

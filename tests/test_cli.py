@@ -115,18 +115,9 @@ def test_parts_compose_and_print_config_can_be_read_back(run_cli):
 
 
 ERRORS = {
-    "unknown key of a section": (
-        ["--checkpoint.monitr=val_acc"],
-        ["ModelCheckpoint has no 'monitr'"],
-    ),
     "unknown key of a cluster": (
         ["--cluster.partitions=gpu"],
         ["has no 'partitions'; did you mean 'part"],
-    ),
-    "wrong type in a section": (["--stop.grace=soon"], ["stop.grace: 'soon' is not accepted; it must be float"]),
-    "wrong choice in a section": (
-        ["--stop.warning_signal=USR3"],
-        ["'USR3'", "'USR1' or 'USR2'"],
     ),
     "a class's key beside it": (["--config=misspelt.yaml"], ["unknown key model.init_arg: did you mean 'init_args'?"]),
     "a class's argument beside it": (

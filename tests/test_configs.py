@@ -190,10 +190,10 @@ def test_configs_train(run_cli, downloads, files):
 
 
 def test_what_takes_several_processes_is_built(downloads, monkeypatch, capfd):
-    """Up to the first process that would be started."""
+    """Up to the first process that would be started. Large networks are left to those that train."""
     built = []
     monkeypatch.setattr(Trainer, "fit", lambda trainer, *args, **kwargs: built.append(trainer))
-    dear = [files for files in RUNS if is_dear(files)]
+    dear = [files for files in RUNS if is_dear(files) and not files[0].startswith(LARGE)]
     for files in dear:
         main(words_of(files))
     assert len(built) == len(dear)

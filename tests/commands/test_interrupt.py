@@ -13,13 +13,13 @@ from typing import ClassVar
 import pytest
 from conftest import run_forked
 
-from cnnstrategies.commands.run import outcome
-from cnnstrategies.commands.run.outcome import heeds_signals
+from cnnstrategies.commands.run import interrupt
+from cnnstrategies.commands.run.interrupt import heeds_signals
 
 FORKED = """
 import os, signal, time
 os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
-from cnnstrategies.commands.run.outcome import heeds_signals
+from cnnstrategies.commands.run.interrupt import heeds_signals
 signal.signal(signal.SIGTERM, lambda *_: None)
 with heeds_signals(lambda: print("ended"), seconds=0.1):
     if os.fork() == 0:
@@ -64,7 +64,7 @@ class Decided(threading.Event):
 
 @both
 def test_one_that_does_is_left_to_end_by_itself(signum, monkeypatch):
-    monkeypatch.setattr(outcome, "threading", SimpleNamespace(**vars(threading) | {"Event": Decided}))
+    monkeypatch.setattr(interrupt, "threading", SimpleNamespace(**vars(threading) | {"Event": Decided}))
 
     def run() -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
