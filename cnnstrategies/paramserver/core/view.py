@@ -62,6 +62,11 @@ class View:
         """Number of the view since which one of its servers has had state, or its place."""
         return max(server.since, self.begun)
 
+    @property
+    def lives(self) -> dict[int, int]:
+        """The incarnation of each worker."""
+        return {worker.id: worker.incarnation for worker in self.workers}
+
     def as_dict(self) -> dict[str, Any]:
         """This view as what JSON can hold."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

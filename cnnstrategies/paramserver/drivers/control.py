@@ -61,9 +61,8 @@ def connect(
     connection.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
     connection.setsockopt(zmq.SNDHWM, 0)
     sockets.notice_silence(connection, address.timeout)
-    if keys is not None and run is not None:
-        connection.curve_serverkey = run.public.encode()
-        connection.curve_publickey, connection.curve_secretkey = keys.public.encode(), keys.secret.encode()
+    if run is not None:
+        sockets.secure(connection, keys, run.public)
     connection.connect(address.coordinator)
     return connection
 

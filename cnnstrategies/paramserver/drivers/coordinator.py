@@ -29,9 +29,9 @@ from cnnstrategies.paramserver.drivers.control import (
     parse,
     receive,
 )
-from cnnstrategies.paramserver.drivers.sockets import DRAIN_MS
+from cnnstrategies.paramserver.drivers.sockets import DRAIN_MS, secure
 from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator
-from cnnstrategies.paramserver.security import ZAP_DOMAIN, Gatekeeper, KeyPair
+from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 
 BIND_SECONDS = 60.0  # for a coordinator of an earlier session to make room
 LONGEST_WAIT = 0.1  # seconds between two looks at whether the process that started this one is there
@@ -71,7 +71,7 @@ class CoordinatorService:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.zap_domain = ZAP_DOMAIN
+        secure(self._socket, keys)
         role: Coordinator | Journaled
         role = coordinator = Coordinator(settings)
         if journal is not None:
@@ -81,9 +81,6 @@ class CoordinatorService:
         if keys is not None:
             self._bindings = Bindings(keys.public, lambda: {member.peer for member in coordinator.members})
             self._gatekeeper = Gatekeeper(self._context, self._bindings.admits)
-            self._socket.curve_server = True
-            self._socket.curve_publickey = keys.public.encode()
-            self._socket.curve_secretkey = keys.secret.encode()
         self._bind(settings, BIND_SECONDS if settings.session or follows else 0.0)
         self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
         self.dropped = 0

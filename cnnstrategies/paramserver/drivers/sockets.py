@@ -86,11 +86,7 @@ def server_socket(context: Context, listener: Listener, keys: KeyPair | None, la
     router.setsockopt(zmq.MAXMSGSIZE, largest)
     router.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
     router.setsockopt(zmq.SNDHWM, 0)  # a ROUTER drops what is over its limit
-    router.zap_domain = ZAP_DOMAIN
-    if keys is not None:
-        router.curve_server = True
-        router.curve_publickey = keys.public.encode()
-        router.curve_secretkey = keys.secret.encode()
+    secure(router, keys)
     router.setsockopt(zmq.USE_FD, listener.detach())
     router.bind(listener.endpoint)
     return router
@@ -115,12 +111,22 @@ def client_socket(context: Context, server: ServerInfo, keys: KeyPair | None, la
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     notice_silence(dealer, patience, largest)
-    if keys is not None:
-        dealer.curve_serverkey = server.public_key.encode()
-        dealer.curve_publickey = keys.public.encode()
-        dealer.curve_secretkey = keys.secret.encode()
+    secure(dealer, keys, server.public_key)
     dealer.connect(server.endpoint)
     return dealer
+
+
+def secure(socket: Socket, keys: KeyPair | None, server: str = "") -> None:
+    """Encrypt what goes over a socket: to a server with a public key, or as one; without keys nothing is."""
+    if not server:
+        socket.zap_domain = ZAP_DOMAIN
+    if keys is None:
+        return
+    if server:
+        socket.curve_serverkey = server.encode()
+    else:
+        socket.curve_server = True
+    socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
 
 
 def notice_silence(socket: Socket, seconds: float, largest: int = 0) -> None:

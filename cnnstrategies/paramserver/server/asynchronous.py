@@ -29,16 +29,13 @@ class Asynchronous:
 
     def __init__(self, specification: Specification, shard: Shard) -> None:
         self.clock = StaleClock(specification.staleness if specification.mode == "ssp" else None, specification.workers)
-        self.roll = RollCall()
+        self.roll = RollCall(specification.workers)
         self._free = specification.mode == "async"
         self.updates = 0
         self._shard = shard
         self._begun: dict[int, tuple[int, Begin]] = {}
         self._first: dict[Who, int] = {}  # the steps that workers have begun with
         self._held: dict[int, tuple[list[int], Pull]] = {}
-        self._lives: dict[int, int] = {}
-        self._expected = specification.workers
-        self._begun_with = False  # A view has named workers.
         self._together: dict[int, Tensor | None] = {}  # gradients by slice, all of one worker's step
         self._absent: dict[int, int] = {}  # which parts of theirs have none
         self._size = 0  # bytes of their slices
@@ -61,17 +58,11 @@ class Asynchronous:
 
     def follow(self, view: View) -> None:
         """Wait no longer for workers that are gone."""
-        lives = {worker.id: worker.incarnation for worker in view.workers}
-        if lives and not self._begun_with:
-            self._begun_with = True
-            for missing in set(range(self._expected)) - lives.keys():
-                self.clock.leave(missing)  # It has died before this server has heard of it.
-        for worker in [worker for worker, life in self._lives.items() if lives.get(worker) != life]:
+        lives = view.lives
+        for worker in self.roll.follow(lives):
             self.leave(worker)
             self._begun.pop(worker, None)
-            self._first.pop((worker, self._lives[worker]), None)
-        self._lives = lives
-        self.roll.follow(lives)
+        self._first = {who: step for who, step in self._first.items() if lives.get(who[0]) == who[1]}
         self._release()
 
     def join(self, worker: int, step: int | None) -> int | None:
@@ -84,7 +75,7 @@ class Asynchronous:
             return None
         if step and self.clock.expects and self.roll.complete:
             # The run has begun, and this server, which may replace another, has met some of the members only.
-            self.roll.call(self._lives.keys() - self.clock.known - {worker})
+            self.roll.call(self.roll.lives.keys() - self.clock.known - {worker})
         return self.clock.join(worker, step)
 
     def met(self, who: Who, first: int) -> None:

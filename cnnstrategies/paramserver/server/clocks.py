@@ -1,6 +1,6 @@
 """Who may go on when: the state machines of the modes, without sockets."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 PATIENCE_SECONDS = 2.0  # for workers that do not say where they are: those that have left do not
 
@@ -148,9 +148,18 @@ class StaleClock:
 
 
 class RollCall:
-    """Held by a server that does not know who is at which step: nobody may go on before all have said it."""
+    """Held by a server that does not know who is at which step: nobody may go on before all have said it.
 
-    def __init__(self) -> None:
+    Args:
+        expected: Workers of the run's start.
+
+    Attributes:
+        lives: The incarnation of each worker of the view.
+    """
+
+    def __init__(self, expected: int = 0) -> None:
+        self.lives: Mapping[int, int] = {}
+        self._expected = expected
         self._absent: set[int] = set()
         self._until: float | None = None
 
@@ -159,9 +168,15 @@ class RollCall:
         self._absent = set(workers)
         self._until = None
 
-    def follow(self, workers: Collection[int]) -> None:
-        """Go on with another view: wait no longer for workers that are gone."""
-        self._absent &= set(workers)
+    def follow(self, lives: Mapping[int, int]) -> list[int]:
+        """Go on with another view's workers: those that are waited for no longer."""
+        gone = [worker for worker, life in self.lives.items() if lives.get(worker) != life]
+        if lives:  # Those of the start that are not in the first of these views have died before.
+            gone += set(range(self._expected)) - lives.keys()
+            self._expected = 0
+        self.lives = lives
+        self._absent &= lives.keys()
+        return gone
 
     def here(self, worker: int) -> None:
         """A worker has said where it is."""

@@ -37,7 +37,7 @@ class Synchronous:
 
     def __init__(self, specification: Specification, shard: Shard, server: int, outbox: Outbox) -> None:
         self.clock = SyncClock(specification.workers)
-        self.roll = RollCall()
+        self.roll = RollCall(specification.workers)
         self._specification = specification
         self._clips = specification.clip_norm is not None
         self._pipelined = specification.pipelined
@@ -56,9 +56,6 @@ class Synchronous:
         self._decision: Decision | None = None
         self._voted: set[tuple[int, int]] = set()
         self._votes: list[tuple[int, int]] = []
-        self._lives: dict[int, int] = {}
-        self._expected = specification.workers
-        self._begun_with = False  # A view has named workers.
         self._early: set[int] = set()
 
     @property
@@ -84,18 +81,11 @@ class Synchronous:
         self._servers = frozenset(server.id for server in view.servers)
         self._lacks_a_home = not all(home & self._servers for home in self._homes)
         self.leader = min(((view.age(server), server.id) for server in view.servers), default=(0, self._server))[1]
-        lives = {worker.id: worker.incarnation for worker in view.workers}
-        if lives and not self._begun_with:
-            self._begun_with = True
-            for missing in set(range(self._expected)) - lives.keys():
-                self.clock.leave(missing)  # It has died before this server has heard of it.
-        for worker in [worker for worker, life in self._lives.items() if lives.get(worker) != life]:
+        for worker in self.roll.follow(view.lives):
             self.clock.leave(worker)
-        self._lives = lives
-        self.roll.follow(lives)
         if self.leader == self._server and not led:
             # One that has come during the run may have met some of the members only.
-            self.roll.call(lives.keys() - self.clock.known)
+            self.roll.call(self.roll.lives.keys() - self.clock.known)
         self._backlog.compare()
         self._updater.follow(view)
         self._reports.follow(view.number, self._servers)
@@ -218,7 +208,7 @@ class Synchronous:
     def _countable(self) -> set[tuple[int, int]]:
         """Steps with the members whose pushes of that step are all here."""
         complete = self._backlog.all_begun() if self._pipelined else self._backlog.all_complete()
-        return {(step, worker) for step, (worker, life) in complete if self._lives.get(worker) == life}
+        return {(step, worker) for step, (worker, life) in complete if self.roll.lives.get(worker) == life}
 
     def _vote(self, step: int, worker: int) -> None:
         if (step, worker) in self._voted:
@@ -251,7 +241,7 @@ class Synchronous:
         if ready is None:
             return
         members = tuple(sorted(ready))
-        lives = tuple(self._lives[worker] for worker in members)
+        lives = tuple(self.roll.lives[worker] for worker in members)
         options = self._backlog.of(step).begun[members[0], lives[0]].options
         scale = None if self._clips else 1.0
         decision = Decision(step, members, lives, options, scale)

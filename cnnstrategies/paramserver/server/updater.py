@@ -122,7 +122,7 @@ class Updater:
 
     def follow(self, view: View) -> None:
         """Wait only for pushes of the workers of a view."""
-        self._lives = {worker.id: worker.incarnation for worker in view.workers}
+        self._lives = view.lives
 
     def plan(self, decision: Decision | None) -> None:
         """List the slices that the decided step is still to be applied to."""
