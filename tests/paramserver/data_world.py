@@ -43,19 +43,18 @@ class Servers:
         more: Whether more is waiting to be read by them.
     """
 
-    def __init__(self, specification: Specification, life: int = 0) -> None:
+    def __init__(self, specification: Specification) -> None:
         self.specification = specification
         self.slices = cut(specification)
         self.roles: dict[int, Server] = {}
         infos = tuple(ServerInfo(one, str(one), since=1) for one in range(specification.servers))
-        self.view = View(1, infos, tuple(WorkerInfo(one, life) for one in range(specification.workers)))
+        self.view = View(1, infos, tuple(WorkerInfo(one) for one in range(specification.workers)))
         self.now = 0.0
         self.lost: Lost = lambda sender, header: False
         self.told: list[tuple[Header, dict[str, Any], bytes]] = []
         self.missed: list[tuple[int, Header, dict[str, Any]]] = []
         self.said: list[str] = []
         self.more = False
-        self._life = life
         self._sequence = 0
 
     # Servers
@@ -71,10 +70,10 @@ class Servers:
         """Start a server, in the place of another with that number."""
         self.roles[number] = Server(self.specification, number, store or self.store(number))
 
-    def follow(self, view: View, servers: Collection[int] | None = None) -> None:
-        """Show a view to all, or to some."""
+    def follow(self, view: View) -> None:
+        """Show a view to all."""
         self.view = view
-        for number in list(self.roles if servers is None else servers):
+        for number in list(self.roles):
             self._act(number, self.roles[number].follow(self.now, view))
 
     def without(self, server: int, workers: Collection[int] = ()) -> None:
@@ -142,7 +141,7 @@ class Servers:
         text = b"" if json is None else pack_json(json)
         for number in list(self.roles if to is None else to):
             self._sequence += 1
-            usual = {"sequence": self._sequence, "incarnation": self._life, "length": len(text) + len(payload)}
+            usual = {"sequence": self._sequence, "length": len(text) + len(payload)}
             header = Header(kind, worker, self.specification.session, meta=len(text), **usual | fields)
             body = memoryview(bytearray(text + payload))
             self._act(number, self.roles[number].on_message(self.now, str(worker).encode(), "", header, body))

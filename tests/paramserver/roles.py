@@ -244,8 +244,3 @@ def until(condition: Callable[[], object], timeout: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.002)
-
-
-def wait_for(path: Path) -> None:
-    """Wait until a file is there."""
-    until(path.exists)
