@@ -8,9 +8,7 @@ from control_world import LOST, Run, trained
 from simulation import control
 from simulation.faults import Moment, Network
 
-from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER, Member, Roster
-from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.watchdog import UNEVEN, Wait, named, stuck
 from cnnstrategies.paramserver.core.node import End, Message, Peer, Send
 from cnnstrategies.paramserver.core.view import View
@@ -132,51 +130,31 @@ def test_few_are_named_of_many():
     assert named([f"w{one}" for one in range(9)]) == "w0, w1, w2, w3 and 5 more"
 
 
-def say(coordinator: Coordinator, now: float, worker: int, kind: str, request: int, **fields: object) -> None:
-    message = Message(kind, {"session": 0, "floor": request, **fields}, (), request)
-    coordinator.on_message(now, Peer("worker", worker), message)
-
-
 @pytest.mark.parametrize("second", ["get", "nothing"])
-def test_workers_that_wait_for_each_other_end_the_run_and_are_named(second: str):
-    coordinator = Coordinator(CoordinatorSettings("here", 2, 0, timeout=1.0))
-    coordinator.start(0.0)
-    for worker in range(2):
-        say(coordinator, 0.0, worker, "hello", 1, process=1, host="here", endpoint="", public_key="")
-    say(coordinator, 0.0, 0, "collect", 2, sequence=0, operation="barrier")
+def test_workers_that_wait_for_each_other_end_the_run_and_are_named(second: str) -> None:
+    run = Run(2)
+    zero, one = (run.member("worker", number) for number in range(2))
+    run.collect(zero, "barrier")
     if second == "get":
-        say(coordinator, 0.0, 1, "get", 2, name="x")
-    ended = []
-    for tick in range(60):
-        for worker in range(2):
-            say(coordinator, tick / 20, worker, "beat", 0, here=0, seen=0, notices=0, told=0)
-        effects = coordinator.on_timer(tick / 20, "tick")
-        ended += [one.message for one in effects if isinstance(one, Send) and one.message.kind == "ended"]
+        run.call(one, "get", name="x")
+    run.passes(30.0)
     if second == "nothing":
-        assert not ended, "worker 1 computes"
+        assert run.ended(one) is None, "worker 1 computes"
         return
     text = "nobody can go on: worker 0 in `barrier` for worker 1; worker 1 in `get x` for worker 0, worker 1"
-    assert [one.fields["message"] for one in ended] == [text] * 2
+    assert run.ended(zero) == run.ended(one) == End(text, clean=False)
 
 
 def end_of_the_run(figures: dict[int, dict[str, float]]) -> str | None:
     """What three workers are told of whom the first two wait in a collective; each says how far it is."""
-    coordinator = Coordinator(CoordinatorSettings("here", 3, 0, timeout=1.0))
-    coordinator.start(0.0)
-    for worker in range(3):
-        say(coordinator, 0.0, worker, "hello", 1, process=1, host="here", endpoint="", public_key="")
-    for worker in range(2):
-        say(coordinator, 0.0, worker, "collect", 2, sequence=0, operation="boundary")
-    ended = set()
-    for tick in range(60):
-        for worker in range(3):
-            beat = {"here": 0, "seen": 0, "notices": 0, "told": 0, "figures": figures[worker]}
-            say(coordinator, tick / 20, worker, "beat", 0, **beat)
-        effects = coordinator.on_timer(tick / 20, "tick")
-        ended |= {
-            one.message.fields["message"] for one in effects if isinstance(one, Send) and one.message.kind == "ended"
-        }
-    return ended.pop() if ended else None
+    run = Run(3)
+    run.figures = lambda peer: figures[peer.id]
+    peers = [run.member("worker", number) for number in range(3)]
+    for peer in peers[:2]:
+        run.collect(peer, "boundary")
+    run.passes(30.0)
+    ended = run.ended(peers[2])
+    return None if ended is None else ended.reason
 
 
 def test_a_worker_that_needs_a_step_of_those_who_wait_for_it_ends_the_run():

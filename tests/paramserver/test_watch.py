@@ -9,7 +9,7 @@ from control_world import trained
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.roster import Member
-from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.window import LONGEST, MOST_FAULTS, WATCH, WATCHER, History
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer, Send
 from cnnstrategies.paramserver.drivers.control import Bindings
@@ -91,31 +91,16 @@ def test_a_member_that_lies_about_its_figures_is_dropped_and_keeps_what_it_has_s
 
 
 def test_figures_travel_with_the_heartbeat_of_a_member():
-    coordinator = coordinator_of()
-    participant = Participant(Address("here", "server", 0, timeout=1.0), 0, HELLO)
-    messages = participant.start(100.0)
-    participant.figures = lambda: {"step": 4, "sent": 7.5}
-    for _ in range(3):
-        answers = [
-            effect
-            for sent in messages
-            if isinstance(sent, Send)
-            for effect in coordinator.on_message(100.0, participant.peer, sent.message)
-        ]
-        messages = [
-            effect
-            for answer in answers
-            if isinstance(answer, Send) and answer.to == participant.peer
-            for effect in participant.on_message(100.0, Peer("coordinator", 0), answer.message)
-        ]
-    assert watch(coordinator, 100.0)["members"][0]["figures"] == {"step": 4, "sent": 7.5}
+    run, _ = trained(1)
+    run.figures = lambda peer: {"step": 4, "sent": 7.5}
+    run.passes(2.0)
+    assert run.ask()["members"][0]["figures"] == {"step": 4, "sent": 7.5}
 
 
 def test_it_is_shown_who_waits_for_whom():
-    coordinator = coordinator_of()
-    trains(coordinator)
-    say(coordinator, 101.0, Peer("worker", 0), "collect", 3, sequence=1, operation="metric")
-    assert watch(coordinator, 101.0)["waits"] == [["metric", "worker 0", "worker 1"]]
+    run, (zero, _) = trained(2)
+    run.collect(zero, "metric")
+    assert run.ask()["waits"] == [["metric", "worker 0", "worker 1"]]
 
 
 def test_deaths_and_returns_are_shown_with_the_seconds_since():

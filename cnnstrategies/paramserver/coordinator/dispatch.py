@@ -285,8 +285,7 @@ class Dispatcher:
         until = (epoch.shares[worker].ahead + size) / speed
         for other, share in epoch.shares.items():
             theirs = self._speeds.of(other)
-            # Compiled for long runs, an object with a length but without __bool__ is true even if it is empty.
-            takes = other != worker and other in workers and share.last is not None and len(share.last) > 0
+            takes = other != worker and other in workers and share.last
             if takes and theirs is not None and not self._speeds.is_late(other, size, now):
                 left -= max(0, int((until * theirs - share.ahead) // size))
                 if left <= 0:
