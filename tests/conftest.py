@@ -1,5 +1,6 @@
 import contextlib
 import gc
+import logging
 import os
 import pdb
 import select
@@ -157,6 +158,10 @@ def run_forked(
             streams = [os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2)]
             if not keep_streams:
                 sys.stdout, sys.stderr = streams
+                for name in ("lightning.fabric", "lightning.pytorch"):
+                    for handler in logging.getLogger(name).handlers:
+                        if isinstance(handler, logging.StreamHandler):
+                            handler.setStream(sys.stderr)  # It has that of the import, which is pytest's.
             code = 1
             try:
                 assert not torch._C._cuda_isInBadFork(), "a test marked `light` has asked for CUDA before this one"

@@ -448,7 +448,9 @@ def test_who_debugs_sees_where_it_comes_from():
 
 @pytest.mark.warm
 def test_a_killed_rank_is_named_in_one_line():
-    ended = fit((1,), "os.kill(os.getpid(), 9)")
+    """Also where a rank has spoken that knows no more than that a connection is lost."""
+    spoken = "__import__('cnnstrategies.runtime.processes').runtime.processes.first_to_fail(1)"
+    ended = fit((1,), f"{spoken}; os.kill(os.getpid(), 9)")
     assert ended.returncode == 1, ended.stderr
     assert "The run cannot go on: rank 1 was ended by SIGKILL, as the system does when memory is short" in ended.stderr
     assert "Traceback" not in ended.stderr

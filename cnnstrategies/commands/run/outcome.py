@@ -69,10 +69,11 @@ def ends_together(trainer: Trainer, network: Network) -> Iterator[None]:
             code = failed_elsewhere(launcher) if said else 0
             if launcher is not None:
                 launcher.kill(signal.SIGKILL)
+            # One that has said which connection it lost may not know who was killed; torch aborts such a one later.
+            if killed is not None and not (said and "SIGABRT" in killed):
+                raise RunEnded(killed) from error
             if said:
                 sys.exit(code)
-            if killed is not None:
-                raise RunEnded(killed) from error
             if ranks_are_children(launcher) and cannot_be_sent(error):
                 raise ConfigurationError(
                     "trainer.strategy spawns its ranks and sends them model, data and callbacks, which cannot all be "
