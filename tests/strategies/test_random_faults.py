@@ -125,6 +125,14 @@ def children(parent):
     return [(number, name) for _, number, name in sorted(found)]
 
 
+def tracks(process):
+    """Whether it is the process that multiprocessing starts beside those that are spawned."""
+    try:
+        return b"resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 class Marks(Callback):
     """Says by files how far each rank is, and has none draw pictures, which takes longer than most of these runs."""
 
@@ -191,7 +199,7 @@ class Sender(threading.Thread):
 
     def of(self, run):
         """Numbers of a run's processes, so far."""
-        found = [(number, name) for number, name in children(run) if name != warm.HELPER]
+        found = [(number, name) for number, name in children(run) if name != warm.HELPER and not tracks(number)]
         numbers = [number for number, _ in found]
         if self.fault.strategy == "parameter_server":
             names = [name for _, name in found]
@@ -200,12 +208,6 @@ class Sender(threading.Thread):
             numbers = numbers[names.index("ps-coordinator") :]
         elif self.fault.start == "popen":
             return [run, *numbers] if numbers else []
-        if self.fault.start == "spawn":
-            # Beside the first of the ranks multiprocessing starts a process of its own.
-            first = len(self.fault.processes) - len(
-                [one for one in self.fault.processes if one[:4] in ("work", "rank")]
-            )
-            del numbers[first : first + 1]
         return numbers
 
 
