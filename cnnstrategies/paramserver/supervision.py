@@ -145,6 +145,11 @@ class Supervision:
             at_once: Also when workers, of other nodes maybe, have not left yet and need them.
         """
         self._stopping = True
+        for one in self.watched:
+            if one.code is None and one.handle is not None and (one.why or is_stopped(one.handle.pid)):
+                end_silent(one)  # The workers have not waited for it as long as this process.
+                self.deaths.append(f"{one} {one.why}")
+                print(self.deaths[-1], file=sys.stderr, flush=True)
         heard = time.monotonic()
         while not (at_once or self._over or self._ended_at is not None):
             if self.ask():

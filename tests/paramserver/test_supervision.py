@@ -138,6 +138,21 @@ def test_who_is_ended_because_it_was_silent_is_not_called_killed(stopped, second
     assert f"worker 1 (process 1 on {os.uname().nodename}) {why}, and is ended; it is not" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seconds", [8, 61])
+def test_who_is_stopped_is_named_by_those_whose_workers_have_waited_less(seconds, capsys, monkeypatch):
+    """Also where its end was not seen any more: the workers have ended before."""
+    monkeypatch.setattr(supervision, "is_stopped", lambda pid: True)
+    node = Node(timeout=60.0)
+    node.start(Watched(COORDINATOR, 0, lambda life: Dies()))
+    for second in range(1, seconds + 1):
+        node.end_the_stopped(time.monotonic() + second)
+    node.stop(at_once=True)
+    name = f"coordinator (process 1 on {os.uname().nodename})"
+    (death,) = node.deaths
+    assert death.startswith(f"{name} was stopped, as by SIGSTOP, for {seconds} s")
+    assert death in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "reached"),
     [({}, True), ({"timeout": 1e6}, False), ({"appear": 0.0}, False)],
