@@ -68,16 +68,7 @@ def share_batch(
     transport: Transport,
     usual: int | None = None,
 ) -> Batch:
-    """Make the global batch known to all ranks; a collective.
-
-    Args:
-        images: This replica's images (n, C, H, W), or several such tensors, with n = 0 or None where it has none;
-            ignored after the first stage.
-        rest: This replica's other tensors, each with n rows.
-        form: Plain data that is sent along.
-        microbatches: Microbatches of a full step.
-        transport: Its control group carries the sizes.
-        usual: See :class:`~cnnstrategies.pipeline.microbatches.Split`; the same on all ranks.
+    """Make the global batch known to all ranks; see :meth:`~cnnstrategies.pipeline.engine.Pipeline.share`.
 
     Returns:
         The batch; it has 0 samples when no replica has any.
@@ -145,11 +136,7 @@ def _all_headers(header: Header | None, transport: Transport) -> list[Header | N
 
 
 def end_together(transport: Transport) -> None:
-    """See that no rank shares a further batch; a collective, in the place of :func:`share_batch`.
-
-    Raises:
-        ConfigurationError: One does; it is raised on all ranks, and names those that do not.
-    """
+    """See that no rank shares a further batch, in the place of :func:`share_batch`; else it is named on all ranks."""
     table = _gather_bytes(ENDED.to_bytes(WORD, "little"), HEADER_BYTES, transport)
     _check_ends([int.from_bytes(one[:WORD], "little") for one in table])
 

@@ -1,6 +1,5 @@
 """What a microbatch adds to the loss of the whole batch."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,19 +19,7 @@ SAME = 1e-3  # How far two factors may be apart, in parts of one.
 ADVICE = "Strategy hybrid_pipeline computes the loss of each microbatch: use a loss of single samples, or strategy ddp"
 
 
-class PartialLoss(ABC):
-    """The loss of a batch in parts, in the last stage."""
-
-    @abstractmethod
-    def begin(self, batch: Batch, microbatches: Sequence[int]) -> None:
-        """Start on another batch, of which this rank has some microbatches with samples."""
-
-    @abstractmethod
-    def part(self, outputs: Any, microbatch: int) -> Tensor:
-        """What a microbatch adds to the batch's loss, from its outputs: its gradient is that of the batch's loss."""
-
-
-class MeanLoss(PartialLoss):
+class MeanLoss:
     """A mean over samples, or over what else the targets hold so much of.
 
     Args:
@@ -63,7 +50,7 @@ class MeanLoss(PartialLoss):
         return mean * share if share else _nothing(outputs)
 
 
-class WeighedLoss(PartialLoss):
+class WeighedLoss:
     """Any loss whose gradients in a microbatch are, but for a factor, those that it has in the whole batch.
 
     Such as a mean over samples (where the factor is the microbatch's share of them), a sum (1), one with class weights
@@ -252,6 +239,10 @@ class WeighedLoss(PartialLoss):
         for leaf in leaves.values():
             leaf.requires_grad_(False)
         return {place: one for place, one in zip(places, gradients, strict=True) if one is not None}
+
+
+# The loss of a batch in parts, in the last stage: what a microbatch adds to it has the gradient of the batch's loss.
+PartialLoss = MeanLoss | WeighedLoss
 
 
 class _Scaled(torch.autograd.Function):

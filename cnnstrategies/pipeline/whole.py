@@ -19,15 +19,7 @@ _SMALL = 1 << 20  # bytes that are not worth a file
 
 
 def collect(value: Any, transport: Transport, on_disk: bool = False) -> list[Any] | None:
-    """Each stage's value, from its first replica, on rank 0; a collective.
-
-    Args:
-        value: Nested containers of tensors and plain data; tensors arrive on the CPU.
-        transport: Sends the values.
-        on_disk: Hold the tensors of other stages in temporary files, where memory may not hold all.
-
-    Returns:
-        On rank 0 the values in the order of the stages; None on the other ranks.
+    """Each stage's value on rank 0; see :meth:`~cnnstrategies.pipeline.engine.Pipeline.collect`.
 
     Raises:
         ConfigurationError: The disk has no room for them.

@@ -27,7 +27,6 @@ from cnnstrategies.pipeline.channels import Channels, Order
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, Bucket, GradientReducer
 from cnnstrategies.pipeline.losses import WeighedLoss
 from cnnstrategies.pipeline.microbatches import CPU, Split, rows_on
-from cnnstrategies.pipeline.moments import MomentTable, counts_on
 from cnnstrategies.pipeline.step import RandomState, Step
 from cnnstrategies.pipeline.timetable import Place, Placement, Task, tasks_of
 from cnnstrategies.pipeline.transport import RankWatch, Transport
@@ -132,19 +131,6 @@ def rows_of_a_split_are_copied_to_the_device_in_each_step(
 ) -> Tensor:
     rows_on.cache_clear()
     return right(self, *microbatches, device=device)
-
-
-@replaces(
-    MomentTable.update, killed_by=test_engine_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits, replicas=(1,)
-)
-def counts_of_batch_norm_are_copied_to_the_device_in_each_step(
-    right: Callable[[MomentTable, bool, ProcessGroup | None], None],
-    self: MomentTable,
-    deferred: bool,
-    group: ProcessGroup | None,
-) -> None:
-    counts_on.cache_clear()
-    right(self, deferred, group)
 
 
 @replaces(

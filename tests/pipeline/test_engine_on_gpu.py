@@ -128,8 +128,7 @@ LAYOUTS = {
         Case({"activation_checkpointing": "except_last"}, autocast=torch.float16, scale=1024.0),
         Case(own_loss=True, autocast=torch.bfloat16),
     ],
-    (2, 1): [Case({"batch_norm": "microbatch"}, odd=1), Case(autocast=torch.bfloat16)],
-    (1, 2): [Case(own_loss=True), Case({"schedule": "gpipe"})],
+    (2, 1): [Case({"batch_norm": "microbatch", "schedule": "gpipe"}, odd=1), Case(autocast=torch.bfloat16)],
 }
 
 

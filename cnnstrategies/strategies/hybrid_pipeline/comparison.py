@@ -103,7 +103,7 @@ def _inputs(module: LightningModule, path: str, network: nn.Module, batch: Any) 
     wiring = calls.wiring("training_step", batch, 0, CPU)
     leaves, _ = flatten(batch)
     images = [leaves[index] for index in wiring.inputs]
-    if wiring.computes:
+    if wiring.computed:
         arguments = arguments_of(module, "training_step", batch, 0, 0)
         images = calls.given("training_step", arguments) or images
     return as_given(images)

@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch, Images
 from cnnstrategies.pipeline.transport import broadcast_value
 from cnnstrategies.strategies.hybrid_pipeline.batches import Form, as_given, flatten, form_of, take_apart
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
-from cnnstrategies.strategies.hybrid_pipeline.shadow import Draws, RandomNumbers, same_random_numbers
-from cnnstrategies.strategies.hybrid_pipeline.wiring import NetworkCalls, Wiring, arguments_of
+from cnnstrategies.strategies.hybrid_pipeline.shadow import Draws, RandomNumbers
+from cnnstrategies.strategies.hybrid_pipeline.wiring import NetworkCalls, Wiring
 
 STEPS = {
     RunningStage.TRAINING: "training_step",
@@ -36,7 +35,6 @@ class Inputs:
         self._device = divided.pipeline.device
         self._wirings: dict[Hashable, Wiring] = {}
         self._epoch: int | None = None
-        self._computed: dict[Hashable, list[tuple[tuple[int, ...], torch.dtype]]] = {}
         self._loaded: Any = None
 
     def take(self, batch: Any, dataloader: int) -> tuple[Images, tuple[Tensor, ...], Form]:
@@ -50,15 +48,13 @@ class Inputs:
             self._epoch = module.trainer.current_epoch
             self._wirings.clear()  # A step may begin to augment in some epoch.
         wiring = self._wiring(step, batch, dataloader)
-        images, rest, form = take_apart(batch, wiring.inputs, wiring.computes, wiring.draws)
-        if wiring.computes:
+        images, rest, form = take_apart(batch, wiring.inputs, bool(wiring.computed), wiring.draws)
+        if wiring.computed:
             self._loaded = batch
             rows = len(flatten(batch)[0][wiring.inputs[0]])
-            promised = [
-                torch.empty((rows, *shape), dtype=dtype, device="meta")
-                for shape, dtype in self._promised(step, batch, dataloader)
-            ]
-            images = as_given(promised)
+            images = as_given(
+                [torch.empty((rows, *shape), dtype=dtype, device="meta") for shape, dtype in wiring.computed]
+            )
         return images, rest, form
 
     def compute(
@@ -101,25 +97,18 @@ class Inputs:
         return self._calls.given(step, *with_batch(loaded, args, kwargs), shows_errors=True) or []
 
     def _wiring(self, step: str, batch: Any, dataloader: int) -> Wiring:
-        key = (step, dataloader, str(flatten(batch)[1]))
-        if key not in self._wirings:
-            replicas = self._divided.pipeline.placement.replicas[0]
-            with self._plugin.forward_context():
-                self._wirings[key] = self._calls.wiring(step, batch, dataloader, self._device, replicas)
-        return self._wirings[key]
-
-    def _promised(self, step: str, batch: Any, dataloader: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape of a row and type of each input, which all ranks learn with the batch's sizes."""
         leaves, tree = flatten(batch)
-        forms = [(leaf.shape[1:], leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
-        key = (step, str(tree), *forms)
-        if key not in self._computed:
-            copies = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
-            with same_random_numbers(self._device), self._plugin.forward_context():
-                arguments = arguments_of(self._divided.module, step, copies, 0, dataloader)
-                found = self._calls.given(step, arguments, shows_errors=True)
-            self._computed[key] = [(tuple(one.shape[1:]), one.dtype) for one in found or []]
-        return self._computed[key]
+        key = (step, dataloader, str(tree))
+        # What is computed has other shapes where the batch has.
+        own = (*key, *((leaf.shape[1:], leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)))
+        for known in (key, own):
+            if known in self._wirings:
+                return self._wirings[known]
+        replicas = self._divided.pipeline.placement.replicas[0]
+        with self._plugin.forward_context():
+            wiring = self._calls.wiring(step, batch, dataloader, self._device, replicas)
+        self._wirings[own if wiring.computed else key] = wiring
+        return wiring
 
 
 def with_batch(batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:

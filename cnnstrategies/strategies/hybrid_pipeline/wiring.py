@@ -55,12 +55,12 @@ class Wiring:
     Attributes:
         inputs: The batch's leaves that it gives the network, in the order of the network's arguments; or from which it
             computes what it gives.
-        computes: Whether it computes.
+        computed: Shape of a row and type of each input that it computes; none where it gives parts of the batch.
         draws: Whether it draws random numbers on the way.
     """
 
     inputs: tuple[int, ...]
-    computes: bool = False
+    computed: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
     draws: bool = False
 
 
@@ -167,7 +167,8 @@ class NetworkCalls:
                     f"samples of the batch, of which each of the {replicas} replicas of the first stage has a part: "
                     f"{_ELSEWHERE}, or give the first stage one replica"
                 )
-        return Wiring(tuple(sorted(sources)), computes=True, draws=draws)
+        computed = tuple((tuple(one.shape[1:]), one.dtype) for one in given)
+        return Wiring(tuple(sorted(sources)), computed, draws)
 
     def _run(
         self, step: str, leaves: Sequence[Any], tree: Any, dataloader: int, device: torch.device
