@@ -1,5 +1,6 @@
 """Where the sessions of a script meet, what a script is told that cannot have another one, and who stops."""
 
+import contextlib
 import os
 import signal
 from dataclasses import replace
@@ -17,7 +18,7 @@ from ranks import run_started
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.parameter_server import base
+from cnnstrategies.strategies.parameter_server import base, run
 from cnnstrategies.strategies.parameter_server.base import WorkerGroup
 from cnnstrategies.strategies.parameter_server.run import (
     VARIABLE,
@@ -68,6 +69,14 @@ def test_ranks_that_something_else_starts_number_their_sessions(monkeypatch):
     assert [other.open(options(), layout, True) for _ in range(3)] == places, "they meet"
     spread = rank.open(options(security="none"), lambda: replace(LAYOUT, nodes=2), True)
     assert (spread.coordinator, spread.session) == ("tcp://127.0.0.1:29400", 3)
+
+
+def test_nodes_are_asked_for_when_torchruns_store_has_left_the_main_port(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    ports = [29400]
+    monkeypatch.setattr(run, "own_store", lambda listens: contextlib.nullcontext(ports.append(29401)))
+    place = Sessions().open(options(security="none"), lambda: replace(LAYOUT, nodes=2, main_port=ports[-1]), True)
+    assert place.coordinator == "tcp://127.0.0.1:29401"
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
