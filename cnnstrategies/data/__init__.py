@@ -1,4 +1,4 @@
-"""Data modules, one per file."""
+"""Data modules."""
 
 from cnnstrategies.data.digits import DigitsDataModule
 from cnnstrategies.data.image_folder import ImageFolderDataModule

@@ -1,4 +1,4 @@
-"""What the data modules of torchvision's downloaded data sets share."""
+"""The data modules of data sets that torchvision downloads, and what they share."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -9,7 +9,7 @@ from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timetable import Order
 from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction
 from cnnstrategies.planning.predict import Predictor, predictor_for
-from cnnstrategies.planning.stage_costs import messages, stage_costs
+from cnnstrategies.planning.stage_costs import sent_in_a_step
 
 SEARCHES = 2  # after which the layouts that are known are only tried with other numbers of microbatches
 SHOWN = 64  # devices up to which a pipeline is shown although data parallel is quicker than any
@@ -61,15 +61,11 @@ class Hybrid:
         """By the simulator."""
         chosen = self.of(candidate)
         layout, predictor = chosen.layout, chosen.predictor
-        microbatches = predictor.request.microbatches
-        stages = stage_costs(predictor.costs, layout.cuts)
-        passing = sum(one.bytes + one.gradient_bytes for one in messages(predictor.costs, layout.cuts).values())
-        reduced = sum(2 * (count - 1) * one.parameter_bytes for count, one in zip(layout.replicas, stages, strict=True))
         step = predictor.time(layout)
         return Prediction(
             step=step,
             samples=candidate.samples,
-            sent_bytes=passing * microbatches + reduced,
+            sent_bytes=sent_in_a_step(predictor.costs, layout, predictor.request.microbatches),
             memory=max(predictor.stage_memory(layout, predictor.runs_ahead(layout))),
             bottleneck=self._bottleneck(chosen, step),
         )

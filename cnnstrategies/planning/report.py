@@ -18,7 +18,7 @@ from cnnstrategies.planning.costs import format_bytes
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.problem import Request
 from cnnstrategies.planning.rank import Ranking, Row
-from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
+from cnnstrategies.planning.stage_costs import StageCost, messages, sent_in_a_step, stage_costs
 from cnnstrategies.planning.tune.settings import write_commented
 
 COLUMNS = ("ms/step", "samples/s", "limit", "memory", "sent", "cost")
@@ -104,8 +104,6 @@ def describe(predictor: Predictor, layout: Layout) -> Plan:
         )
         for index, (start, end) in enumerate(bounds)
     )
-    per_microbatch = sum(message.bytes + message.gradient_bytes for message in passing.values())
-    reduced = sum(2 * (count - 1) * stage.parameter_bytes for count, stage in zip(layout.replicas, stages, strict=True))
     return Plan(
         layout=layout,
         request=request,
@@ -113,7 +111,7 @@ def describe(predictor: Predictor, layout: Layout) -> Plan:
         placement=placement,
         step_time=simulation.step_time,
         samples=costs.microbatch_size * request.microbatches,
-        sent_bytes=per_microbatch * request.microbatches + reduced,
+        sent_bytes=sent_in_a_step(costs, layout, request.microbatches),
         spans=tuple(simulation.spans),
     )
 

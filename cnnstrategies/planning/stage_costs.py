@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.planning.cluster import Cluster, slower
 from cnnstrategies.planning.costs import GraphCosts, NodeCost
 
@@ -176,3 +177,10 @@ def messages(costs: GraphCosts, cuts: Sequence[int]) -> dict[tuple[int, int], Me
             size, gradient = sums.get((source, target), (0, 0))
             sums[source, target] = (size + value.bytes, gradient + value.gradient_bytes)
     return {pair: Message(*sizes) for pair, sizes in sorted(sums.items())}
+
+
+def sent_in_a_step(costs: GraphCosts, layout: Layout, microbatches: int) -> int:
+    """Bytes that all devices together send in a step: activations, their gradients, and those of parameters."""
+    passing = sum(message.bytes + message.gradient_bytes for message in messages(costs, layout.cuts).values())
+    pairs = zip(layout.replicas, stage_costs(costs, layout.cuts), strict=True)
+    return passing * microbatches + sum(2 * (count - 1) * stage.parameter_bytes for count, stage in pairs)

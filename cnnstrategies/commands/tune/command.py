@@ -23,8 +23,7 @@ from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.tune.choices import choices, communication, compilers, decoding, loading
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Effect
-from cnnstrategies.planning.tune.contest import Contest
-from cnnstrategies.planning.tune.report import draw, table
+from cnnstrategies.planning.tune.contest import Contest, draw, table
 from cnnstrategies.planning.tune.settings import Setting, factorial, nested, write_commented
 from cnnstrategies.planning.tune.trial import TrialError
 
