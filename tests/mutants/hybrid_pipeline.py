@@ -91,9 +91,7 @@ def a_sum_over_ranks_counts_the_batch_once_for_each(
 
 @replaces(
     check_loss,
-    killed_by=test_hybrid_pipeline_features.test_steps_that_a_pipeline_cannot_follow_are_refused,
-    broken="other loss",
-    message="a pipeline trains loss\\(\\) alone",
+    killed_by=test_hybrid_pipeline_features.test_another_loss_than_the_one_that_is_trained_is_refused,
 )
 def another_loss_than_the_one_that_is_trained_is_returned_unnoticed(
     right: Callable[[Tensor, float, bool], None], returned: Tensor, trained: float, by_method: bool

@@ -128,6 +128,11 @@ class WithOption(Siamese):
         return self.siamese(a, b, scale=2.0).sum()
 
 
+class Twice(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]) + self(batch[0]), batch[1])
+
+
 class Swapping(Siamese):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (a, b), _ = batch
@@ -267,6 +272,7 @@ REFUSED_IN_A_STEP = (
     (ImagesAsTargets, r"computes with the images of the batch \(mse_loss\).* a second time, as targets"),
     (WithOption, r"self.siamese is called with scale=2.0 besides the images: .* set it in its __init__"),
     (Swapping, r"called with another tensor of the batch as 'left' than in the first step"),
+    (Twice, "make one call of it with several inputs"),
     (OtherName, r"the whole Sequential is called, which is divided"),
     (Contrastive, "not made of losses of its samples"),
     (Penalised, "computed from the weights themselves"),

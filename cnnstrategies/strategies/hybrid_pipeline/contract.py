@@ -132,7 +132,11 @@ def check_module(module: LightningModule, named: str | None = None) -> str:
             "rank its own stage alone; build the module anew and go on from the last checkpoint"
         )
     _check_kind(module, path, network)
-    _check_calls(module, path)
+    if getattr(module, "test_time_flips", False):
+        raise ConfigurationError(
+            f"test_time_flips=true gives {name}.{path} each batch twice, and a pipeline runs once for it: leave it "
+            "out, and evaluate the checkpoint with it on one device or with strategy ddp"
+        )
     if not module.automatic_optimization:
         raise ConfigurationError(
             f"{name} sets automatic_optimization=False: strategy hybrid_pipeline runs forward and backward itself; "
@@ -171,15 +175,6 @@ def _check_kind(module: LightningModule, path: str, network: nn.Module) -> None:
         )
 
 
-def _check_calls(module: LightningModule, path: str) -> None:
-    """Refuse a module that is set to give its network each batch twice."""
-    if getattr(module, "test_time_flips", False):
-        raise ConfigurationError(
-            f"test_time_flips=true gives {type(module).__name__}.{path} each batch twice, and a pipeline runs once for "
-            "it: leave it out, and evaluate the checkpoint with it on one device or with strategy ddp"
-        )
-
-
 def compile_backend_of(module: LightningModule) -> str | None:
     """With which ``torch.compile`` backend the stages are to be compiled; None for none.
 
@@ -197,15 +192,7 @@ def compile_backend_of(module: LightningModule) -> str | None:
 
 
 def check_callbacks(callbacks: Iterable[Callback], whole: bool) -> None:
-    """Refuse callbacks that need the whole network.
-
-    Args:
-        callbacks: The trainer's.
-        whole: Whether each rank has built it.
-
-    Raises:
-        ConfigurationError: There is one.
-    """
+    """Refuse callbacks that need the whole network, by a ConfigurationError; some only if no rank has built it."""
     for callback in callbacks:
         if isinstance(callback, StochasticWeightAveraging):
             raise ConfigurationError(
