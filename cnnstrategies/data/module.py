@@ -15,7 +15,7 @@ from cnnstrategies.cluster.environment import check_world
 from cnnstrategies.data.decoding import of_image
 from cnnstrategies.data.loading import BatchDataset, BatchLoader, Source, TensorSource, Transform
 from cnnstrategies.data.preprocessing import Preprocessing
-from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches, sharding
+from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
 from cnnstrategies.errors import ConfigurationError
 
 TaskName = Literal["classes", "multilabel", "regression"]
@@ -192,7 +192,8 @@ class ImageDataModule(LightningDataModule):
 
         The strategy's word, not torch.distributed's: with pipeline stages not every rank has a share of its own.
         """
-        return sharding(self.trainer.distributed_sampler_kwargs if self.trainer is not None else None)
+        kwargs = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
+        return (1, 0) if kwargs is None else (kwargs["num_replicas"], kwargs["rank"])
 
     def train_dataloader(self) -> BatchLoader:
         """Shuffled anew in each epoch, over all processes; in order under ``overfit_batches``."""

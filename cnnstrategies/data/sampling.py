@@ -1,7 +1,7 @@
 """Which rank sees which samples, in which batch."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -188,8 +188,3 @@ def balanced_order(classes: Tensor, generator: torch.Generator) -> list[int]:
         chosen.append(group[torch.cat(rounds)[:share]] if rounds else group[:0])
     order: list[int] = torch.cat(chosen)[torch.randperm(len(classes), generator=generator)].tolist()
     return order
-
-
-def sharding(kwargs: dict[str, Any] | None) -> tuple[int, int]:
-    """``(num_replicas, rank)`` of ``Trainer.distributed_sampler_kwargs``; ``(1, 0)`` on one device."""
-    return (1, 0) if kwargs is None else (kwargs["num_replicas"], kwargs["rank"])

@@ -1,7 +1,6 @@
 """The real mpirun, Open MPI's and MPICH's, on this machine and on two hosts over SSH."""
 
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -79,27 +78,6 @@ def test_two_ranks_on_two_hosts_started_over_ssh_train_one_model(tmp_path: Path)
         assert mpirun.wait() == 0, mpirun.output()
         assert "2 CPU processes on 2 nodes" in mpirun.output()
         assert (tmp_path / "runs/quickstart/version_0/checkpoints/last.ckpt").exists()
-
-
-@pytest.mark.cluster
-@pytest.mark.extra
-@needs_mpich
-@needs_hosts
-def test_the_doctor_examines_two_hosts_under_mpich(tmp_path: Path) -> None:
-    with two_hosts() as hosts:
-        agent = tmp_path / "agent"
-        agent.write_text(f'#!/bin/sh\nexec {start_sshd(hosts, tmp_path)} "$@"\n')
-        agent.chmod(0o755)
-        mpiexec = [HYDRA, "-launcher", "ssh", "-launcher-exec", str(agent), "-iface", "wire", "-hosts", "alpha,beta"]
-        doctor = [PYTHON, "-m", "cnnstrategies", "doctor"]
-        words = [str(word) for word in (*mpiexec, "-ppn", "1", "-n", "2", "-genv", "MASTER_ADDR", "alpha", *doctor)]
-        run = hosts.start(0, lambda: os.execvpe(words[0], words, environment()))
-        run.wait()
-        for address, name in zip(hosts.addresses, ("0 alpha", "1 beta"), strict=True):
-            assert re.search(rf"{name} +│ {re.escape(address)} │ wire", run.output()), run.output()
-        # The tests may run in a container that has little of it.
-        mends = [line for line in run.output().splitlines() if "mend: " in line and "shared memory" not in line]
-        assert not mends
 
 
 @BOTH

@@ -10,11 +10,8 @@ from PIL import Image
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.data import (
-    CIFAR10DataModule,
     DigitsDataModule,
-    FashionMNISTDataModule,
     ImageFolderDataModule,
-    MNISTDataModule,
     SyntheticDataModule,
 )
 from cnnstrategies.data.preprocessing import Preprocessing
@@ -55,13 +52,6 @@ def test_synthetic_images_are_the_same_for_the_same_seed_and_can_be_learned():
     near = (images[0].float() - images[1].float()).square().mean()
     assert near < far
     assert len(one.val_source) == 6
-
-
-@pytest.mark.parametrize("module", [MNISTDataModule, FashionMNISTDataModule, CIFAR10DataModule])
-def test_a_missing_data_set_is_named_with_the_remedy(module):
-    name = module.__name__.removesuffix("DataModule")
-    with pytest.raises(ConfigurationError, match=f"no {name} in .*datasets: it is not there.*{name} stores there"):
-        module(download=False).prepare_data()
 
 
 def make_folder(root, parts=("train", "val"), count=6):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.data.sampling import WINDOW, OrderedBatches, ShuffledBatches, block_permutation, sharding
+from cnnstrategies.data.sampling import WINDOW, OrderedBatches, ShuffledBatches, block_permutation
 
 pytestmark = pytest.mark.light
 
@@ -123,8 +123,3 @@ def test_a_block_shuffle_has_every_sample_once_and_reads_few_blocks_at_a_time():
             blocks = {index // block for index in order[start : start + WINDOW * block]}
             assert len(blocks) <= (2 * WINDOW if size % block else WINDOW)
     assert ShuffledBatches(50, 8, 3, 1, 0, False, block=4).identity()["shuffle_block"] == 4
-
-
-def test_sharding_is_the_strategys():
-    assert sharding(None) == (1, 0)
-    assert sharding({"num_replicas": 3, "rank": 2}) == (3, 2)

@@ -11,19 +11,21 @@ from cnnstrategies.data import CIFAR10DataModule, CIFAR100DataModule, FashionMNI
 from cnnstrategies.data.torchvision_sets import tensors
 
 
-@pytest.mark.parametrize("module", [MNISTDataModule, FashionMNISTDataModule, CIFAR10DataModule, CIFAR100DataModule])
-def test_a_download_that_fails_names_the_data_set_the_directory_and_the_remedy(module, tmp_path, monkeypatch):
+def test_a_download_that_fails_names_the_data_set_the_directory_and_the_remedy(tmp_path, monkeypatch):
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # Refuses every connection, also where there is a network.
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
-    name = module.__name__.removesuffix("DataModule")
-    with pytest.raises(ConfigurationError, match=f"no {name} in {tmp_path}/images: the download failed") as caught:
-        module(root=tmp_path / "images").prepare_data()
-    message = str(caught.value)
-    assert "\n" not in message
-    assert "data.init_args.root" in message
-    assert "DigitsDataModule" in message
+    for module in (MNISTDataModule, FashionMNISTDataModule, CIFAR10DataModule, CIFAR100DataModule):
+        name = module.__name__.removesuffix("DataModule")
+        with pytest.raises(ConfigurationError, match=f"no {name} in {tmp_path}/images: the download failed") as caught:
+            module(root=tmp_path / "images").prepare_data()
+        message = str(caught.value)
+        assert "\n" not in message
+        assert "data.init_args.root" in message
+        assert "DigitsDataModule" in message
+        with pytest.raises(ConfigurationError, match=f"no {name} in .*: it is not there.*{name} stores there"):
+            module(root=tmp_path / "images", download=False).prepare_data()
 
 
 @pytest.mark.parametrize(("shape", "expected"), [((5, 28, 30), (5, 1, 28, 30)), ((5, 28, 30, 3), (5, 3, 28, 30))])
