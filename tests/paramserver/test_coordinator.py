@@ -197,18 +197,6 @@ def test_the_first_of_each_kind_is_lost(restarts: int) -> None:
     assert all(network.sent[kind] > 2 for kind in KINDS), network.sent
 
 
-def test_an_answer_that_is_lost_is_sent_again() -> None:
-    run, peers = trained(2)
-    run.call(peers[0], "epoch", epoch=0, samples=4, chunk=1)
-    with run.loses(lambda send: send.message.kind == "done"):
-        chunk = run.call(peers[0], "take", epoch=0, processed=0)
-        gathered = [run.collect(peer) for peer in peers]
-    run.passes(3.0)
-    assert [answer.fields["ids"] for answer in gathered] == [[0, 1]] * 2
-    assert chunk.fields["start"] == 0
-    assert run.call(peers[0], "take", epoch=0, processed=0).fields["start"] == 1
-
-
 def test_a_coordinator_that_hears_heartbeats_and_no_requests_is_named() -> None:
     run, (worker,) = trained(1)
     with run.loses(lambda send: send.message.kind in ("collect", "probe")):

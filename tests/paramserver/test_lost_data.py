@@ -38,7 +38,7 @@ class Wire:
 
 
 MODES: dict[str, dict[str, Any]] = {
-    "sync": {}, "clipped": {"clip_norm": 100.0}, "async": {"mode": "async"}, "ssp": {"mode": "ssp", "staleness": 1},
+    "clipped": {"clip_norm": 100.0}, "async": {"mode": "async"}, "ssp": {"mode": "ssp", "staleness": 1},
 }  # fmt: skip
 
 

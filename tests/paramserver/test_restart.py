@@ -46,19 +46,6 @@ def told(store: Store, most: int = 10_000, count: int = 6) -> Journaled:
     return role
 
 
-def test_who_has_missed_a_result_is_told_what_the_others_were_told() -> None:
-    run, (first, second) = trained(2)
-    with run.loses(lambda send: send.to == second and send.message.fields.get("sequence") == 1):
-        heard = run.collect(first)
-        lost = run.collect(second)
-        leaves = run.call(first, "leave")
-        assert leaves.value is not None, "nobody has to stay for what it knows"
-        run.coordinate(1)
-    run.passes(3 * BEAT)
-    assert lost.fields["ids"] == heard.fields["ids"] == [0, 1]
-    assert run.members == [second]
-
-
 def test_the_time_without_a_coordinator_is_nobodys_silence() -> None:
     run, peers = trained(2)
     run.strike("mute", peers[1], 20 * BEAT)
@@ -70,14 +57,6 @@ def test_the_time_without_a_coordinator_is_nobodys_silence() -> None:
     assert run.members == peers, "it was silent for at most 9.5 s"
     run.passes(2.5 * BEAT)
     assert run.members == peers[:1]
-
-
-@pytest.mark.parametrize("most", [1, 5, 10_000])
-def test_all_that_it_was_told_is_there_again_however_often_it_is_written_anew(most: int) -> None:
-    sheet = toys.Sheet()
-    role = told(sheet, most)
-    assert differing(role.coordinator, follows(sheet)) is None
-    assert differing(role.coordinator, Coordinator(SETTINGS)) is not None
 
 
 def test_what_is_large_is_written_anew_when_as_much_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,17 +71,6 @@ def test_what_is_large_is_written_anew_when_as_much_has_come(monkeypatch: pytest
     assert max(sizes) < 2 * (len(pickle.dumps(role.coordinator)) + (1 << 14)) + (1 << 12)
     assert 4 < sum(after < before for before, after in pairwise(sizes)) < 30, "now and then"
     assert differing(role.coordinator, follows(sheet)) is None
-
-
-@pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.999])
-def test_a_record_that_is_not_whole_was_said_to_nobody(part: float) -> None:
-    sheet = toys.Sheet()
-    role = told(sheet)
-    sheet.tear(part)
-    again = Journaled(Coordinator(SETTINGS), sheet, follows=True)
-    again.start(99.0)
-    role.coordinator.start(99.0)
-    assert differing(role.coordinator, follows(sheet)) is None, "what comes next is read"
 
 
 @pytest.mark.parametrize("where", range(-29, 0, 3))
