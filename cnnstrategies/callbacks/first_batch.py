@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -24,7 +25,8 @@ class FirstBatch(Callback):
     The global batch has another size, as with a sampler that deals to another number of processes; or two processes
     have the same samples, as with an ``IterableDataset`` that does not ask which process reads it: each then trains on
     all of the data, and more devices bring nothing. Where one has fewer batches than another, that would wait for it at
-    the end. Once in a run, by an exchange of three numbers.
+    the end. Once in a run, by an exchange of three numbers; where streams do not know their lengths, of one more after
+    each batch.
 
     Raises:
         ConfigurationError: The processes have different numbers of batches.
@@ -32,6 +34,7 @@ class FirstBatch(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._streams: dist.ProcessGroup | None = None
         self._compared = trainer.world_size == 1 or trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set outside the class
 
     @override
@@ -52,6 +55,9 @@ class FirstBatch(Callback):
         of_all = strategy.all_gather(torch.tensor(own, device=strategy.root_device)).reshape(-1, 2)
         alike = _first_pair(of_all[:, 0].tolist())
         check_lengths(of_all[:, 1].tolist())
+        # A pipeline shares its batches, and a parameter server names who waits for whom.
+        if -1 in of_all[:, 1] and dist.is_initialized():
+            self._streams = dist.new_group(backend="gloo")  # type: ignore[assignment]  # -100 is for those outside
         if expected is not None and found != expected and _is_full(trainer):
             rank_zero_warn(
                 f"The first global batch has {found} samples, and not {expected} ({loading(trainer)} processes x "
@@ -64,12 +70,24 @@ class FirstBatch(Callback):
                 "loader's own sampler likewise (DistributedSampler)"
             )
 
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._streams is None:
+            return
+        of_all = [torch.zeros((), dtype=torch.long) for _ in range(trainer.world_size)]
+        least = torch.tensor(batch_idx + 1 if trainer.is_last_batch else batch_idx + 2)
+        dist.all_gather(of_all, least, group=self._streams)
+        check_lengths([int(one) for one in of_all], " or more")
 
-def check_lengths(lengths: Sequence[int]) -> None:
+
+def check_lengths(lengths: Sequence[int], others: str = "") -> None:
     """Refuse an epoch that is longer for one process than for another: they would wait for each other for ever.
 
     Args:
         lengths: How many batches each process has; -1 where it cannot know.
+        others: What to say of the longest.
 
     Raises:
         ConfigurationError: They differ.
@@ -77,9 +95,9 @@ def check_lengths(lengths: Sequence[int]) -> None:
     most, least = max(lengths), min(lengths)
     if most != least and least >= 0:
         raise ConfigurationError(
-            f"process {lengths.index(least)} has {least} batches an epoch, process {lengths.index(most)} has {most}: "
-            "give each process as many, as a DistributedSampler does, or cut all with "
-            f"--trainer.limit_train_batches={least}"
+            f"process {lengths.index(least)} has {least} batches an epoch, "
+            f"process {lengths.index(most)} has {most}{others}: give each process as many, as a DistributedSampler "
+            f"does, or cut all with --trainer.limit_train_batches={least}"
         )
 
 

@@ -62,14 +62,14 @@ LOADERS = {
 }
 
 
-def warned(monkeypatch, tmp_path: Path, strategy, loader, module=None, **options) -> str:
+def warned(monkeypatch, tmp_path: Path, strategy, loader, module=None, steps=2, **options) -> str:
     said = tmp_path / "said"
     monkeypatch.setattr(first_batch, "rank_zero_warn", lambda text: said.write_text(text))
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
         strategy=strategy,
-        max_steps=2,
+        max_steps=steps,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -103,6 +103,17 @@ def test_processes_with_different_numbers_of_batches_are_refused_before_they_wai
     with pytest.raises(Exception, match=refusal):
         warned(monkeypatch, tmp_path, "ddp_fork", None, Unequal(), use_distributed_sampler=False)
     warned(monkeypatch, tmp_path, "ddp_fork", None, Unequal(), use_distributed_sampler=False, limit_train_batches=8)
+
+
+class Ends(IterableDataset):
+    def __iter__(self):
+        return iter(samples(8 + 4 * (dist.is_initialized() and dist.get_rank())))
+
+
+def test_streams_that_end_at_different_batches_are_refused_when_the_first_ends(monkeypatch, tmp_path):
+    with pytest.raises(Exception, match="process 0 has 2 batches an epoch, process 1 has 3 or more: "):
+        warned(monkeypatch, tmp_path, "ddp_fork", DataLoader(Ends(), 4), steps=9)
+    warned(monkeypatch, tmp_path, "ddp_fork", DataLoader(Ends(), 4), limit_train_batches=2, steps=5)
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "ddp"])
