@@ -456,15 +456,26 @@ def test_a_killed_rank_is_named_in_one_line():
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("error", [ServersUnreachableError, RemovedError, RunEnded])
-def test_why_a_parameter_servers_worker_cannot_go_on_is_one_line(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+WHY = "worker 1 had no answer"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ServersUnreachableError(WHY), 1, f"The run cannot go on: {WHY}\n"),
+        (RemovedError(WHY), 1, f"The run cannot go on: {WHY}\n"),
+        (RunEnded(WHY), 1, f"The run cannot go on: {WHY}\n"),
+        (RunEnded("every worker has left", clean=True), 0, "Nothing is left to do: every worker has left\n"),
+    ],
+)
+def test_why_a_parameter_servers_worker_does_not_go_on_is_one_line(
+    error: Exception, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(_: object) -> None:
-        raise error("worker 1 had no answer")
+        raise error
 
     monkeypatch.setattr(lightning_cli.CLI, "__init__", fail)
     with pytest.raises(SystemExit) as ended:
         lightning_cli.main(["fit"])
-    assert ended.value.code == 1
-    assert capsys.readouterr().err == "The run cannot go on: worker 1 had no answer\n"
+    assert ended.value.code == code
+    assert capsys.readouterr().err == said

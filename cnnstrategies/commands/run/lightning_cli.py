@@ -282,6 +282,9 @@ def main(args: Sequence[str], kind: type[CLI] = CLI) -> None:
         print(f"The run cannot go on: {_with_notes(ended, words)}", file=sys.stderr)
         sys.exit(1)
     except (RunEnded, ServersUnreachableError, RemovedError) as ended:
+        if getattr(ended, "clean", False):  # This worker was killed, and the others were done before it was back.
+            print(f"Nothing is left to do: {ended}", file=sys.stderr)
+            sys.exit(0)
         print(f"The run cannot go on: {_with_notes(ended)}", file=sys.stderr)
         sys.exit(1)
 
