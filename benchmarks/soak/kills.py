@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace, temporary: Path, scratch: Path) -> tuple[
         "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
         "TMPDIR": str(temporary),
     }
-    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=150", f"--basetemp={scratch / 'runs'}"]
+    words = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "--timeout=150", f"--basetemp={scratch / 'runs'}"]
     words += ["-o", "tmp_path_retention_policy=failed", f"--numprocesses={arguments.at_once}", "--maxschedchunk=2"]
     most: Counter[str] = Counter()
     with subprocess.Popen(

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -125,14 +126,6 @@ def children(parent):
     return [(number, name) for _, number, name in sorted(found)]
 
 
-def tracks(process):
-    """Whether it is the process that multiprocessing starts beside those that are spawned."""
-    try:
-        return b"resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 class Marks(Callback):
     """Says by files how far each rank is, and has none draw pictures, which takes longer than most of these runs."""
 
@@ -199,7 +192,7 @@ class Sender(threading.Thread):
 
     def of(self, run):
         """Numbers of a run's processes, so far."""
-        found = [(number, name) for number, name in children(run) if name != warm.HELPER and not tracks(number)]
+        found = [(number, name) for number, name in children(run) if name != warm.HELPER]
         numbers = [number for number, _ in found]
         if self.fault.strategy == "parameter_server":
             names = [name for _, name in found]
@@ -242,6 +235,7 @@ def test_a_run_keeps_what_its_options_promise(run_cli, quick, seed, tmp_path):
         return
     fault = draw(seed)
     print(fault)
+    resource_tracker.ensure_running()  # The run uses it, and starts none of its own, which would be taken for a rank.
 
     def fit(name):
         marks = "--trainer.callbacks+=test_random_faults.Marks"
