@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cnnstrategies.pipeline.stage import IMAGES, Division
 from cnnstrategies.pipeline.timetable import Kind, Task
-from cnnstrategies.pipeline.transport import BACKWARD, FORWARD, Pending, Transport
+from cnnstrategies.pipeline.transport import BACKWARD, FORWARD, REACHED, Pending, Transport
 from cnnstrategies.pipeline.values import Header, memory_format_of, on_the_wire, pack
 
 GRADIENTS_UNDER_WAY = 2  # sends of gradients to one rank that are not waited for
@@ -60,10 +60,6 @@ class Channels:
         }
         self._received_headers: dict[Hashable, Header] = {}
         self._sent_headers: dict[Hashable, Header] = {}
-        # Ranks from and to which every value's gradient goes. To others it is told with each message which have one,
-        # as at first to all: a parameter that no gradient reaches has none, as on one device.
-        self._reached: set[tuple[str, int]] = set()
-        self._reached_now: dict[tuple[str, int], list[bool]] = {}
         self._awaited: deque[tuple[Order, Task, Hashable]] = deque()
         self._prepared: list[tuple[Order, Pending]] = []
         self._coming: dict[Task, list[Pending | Tensor]] = {}
@@ -171,14 +167,9 @@ class Channels:
         """For each target the gradients of what :meth:`send_forward` returned; None for what it does not train."""
         gradients: dict[int, list[Tensor | None]] = {}
         for target in self.targets:
-            rank = self.placement.rank_of(target, microbatch)
             sender = Task("backward", target, microbatch)
-            reached = [True] * len(self._coming[sender])
-            if ("from", rank) not in self._reached:
-                reached = self.transport.receive_object(rank, f"the gradients of microbatch {microbatch}")
-                self._note(("from", rank), reached)
-            tensors = self._arrived(sender)
-            gradients[target] = [one if has else None for one, has in zip(tensors, reached, strict=True)]
+            reached, *tensors = self._arrived(sender) or [torch.empty(0)]
+            gradients[target] = [one if has else None for one, has in zip(tensors, reached.tolist(), strict=True)]
         self._sent(microbatch)  # Who has sent its gradients has had the activations.
         return gradients
 
@@ -189,12 +180,10 @@ class Channels:
             order = self.order(Task("backward", self.stage, microbatch), self.transport.rank, rank)
             what = f"the gradients of microbatch {microbatch}"
             sends = []
-            reached = [True] * len(tensors)
-            if ("to", rank) not in self._reached:
-                reached = [tensor.grad is not None for tensor in tensors]
-                self._note(("to", rank), reached)
-                # Not waited for before the end: it is read only when the gradients are needed.
-                self._leaving.setdefault(microbatch, []).extend(self.transport.send_object(reached, rank, what))
+            if tensors:
+                # A parameter that no gradient reaches has none, as on one device, where zeros would have it decay.
+                reached = torch.tensor([tensor.grad is not None for tensor in tensors])
+                sends.append(self._prepare(order, self.transport.send(reached, rank, REACHED, what)))
             for tensor in tensors:
                 gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                 wire = on_the_wire(gradient, memory_format_of(tensor))
@@ -214,13 +203,7 @@ class Channels:
                 for one in sends:
                     one.wait()
         self._gradients_leaving.clear()
-        self._reached |= {key for key, reached in self._reached_now.items() if all(reached)}
-        self._reached_now.clear()
         assert not self._coming, "everything that was expected was also received"
-
-    def forget_reached(self) -> None:
-        """Find out anew which values have a gradient; every rank must."""
-        self._reached.clear()
 
     def forget_headers(self) -> None:
         """Have the next message of each kind begin with a header again; every rank must."""
@@ -230,11 +213,6 @@ class Channels:
     def inputs(self, values: dict[str, Any], images: Any) -> tuple[Any, ...]:
         """The stage's arguments in order."""
         return tuple(images if name == IMAGES and self.stage == 0 else values[name] for name in self.graph.inputs)
-
-    def _note(self, key: tuple[str, int], reached: list[bool]) -> None:
-        """Take note of what a message of this step has."""
-        before = self._reached_now.get(key, [False] * len(reached))
-        self._reached_now[key] = [one or other for one, other in zip(before, reached, strict=True)]
 
     def order(self, sender: Task, source: int, target: int) -> Order:
         """Where a message stands in the order in which all ranks begin them."""
@@ -258,6 +236,9 @@ class Channels:
                 return False
             specs, tag = [spec for spec in self._sent_headers[place].tensors if spec.needs_gradient], BACKWARD
         self._coming[sender] = []
+        if specs and tag == BACKWARD:
+            reached = torch.empty(len(specs), dtype=torch.bool)
+            self._coming[sender].append(self._prepare(order, self.transport.receive(reached, rank, REACHED, what)))
         for spec in specs:
             tensor = spec.empty(self.device)
             transfer = self.transport.receive(on_the_wire(tensor, spec.memory_format), rank, tag, what)

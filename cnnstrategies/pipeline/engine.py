@@ -138,8 +138,6 @@ class Pipeline:
         To be called by every rank, before the first step after the optimizer's.
         """
         self.reducer.abandon()
-        for channels in self.channels.values():
-            channels.forget_reached()
         trainable = self._trainable()
         changed = torch.tensor(int(not _same(trainable, self.parameters)), dtype=torch.int32)
         if self.placement.world_size > 1:

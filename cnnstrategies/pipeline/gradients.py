@@ -8,8 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from cnnstrategies.errors import ConfigurationError
-
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel
 
 
@@ -20,15 +18,18 @@ class Bucket:
         parameters: Parameters of one type on one device.
 
     Attributes:
-        flat: The gradients one after the other.
+        flat: The gradients one after the other, then ``reached``.
         views: For each parameter its part, in its own shape.
+        reached: For each parameter 1 where a gradient has reached it; once reduced, by how many replicas.
         missing: Parameters that the last backward has not reached yet.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
         first = parameters[0]
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        size = sum(p.numel() for p in parameters) + len(parameters)
+        self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self.reached = self.flat[-len(parameters) :]
         self.views: list[Tensor] = []
         self.missing = len(parameters)
         offset = 0
@@ -39,6 +40,12 @@ class Bucket:
             strides = parameter.stride() if dense else parameter.contiguous().stride()
             self.views.append(part.as_strided(parameter.shape, strides))
             offset += parameter.numel()
+
+    def without_gradient(self, reached: set[nn.Parameter]) -> list[nn.Parameter]:
+        """Those that no replica has a gradient for, not even one of zeros; read only where this one has none."""
+        if reached.issuperset(self.parameters):
+            return []
+        return [one for one, count in zip(self.parameters, self.reached.tolist(), strict=True) if not count]
 
 
 class GradientReducer:
@@ -65,7 +72,6 @@ class GradientReducer:
         self._kept: list[Tensor | None] | None = None
         self._reached: set[nn.Parameter] = set()
         self._keeps = self._overlapping = False
-        self._unused: set[nn.Parameter] | None = None
 
     def begin(self) -> None:
         """Set ``grad`` aside and start from none, or from what :meth:`finish` has kept."""
@@ -99,9 +105,6 @@ class GradientReducer:
         Returns:
             The gradient of each of ``parameters``, None where there is none or it was kept; ``grad`` is what it was at
             :meth:`begin`. With replicas they may be changed, and are overwritten by the next step.
-
-        Raises:
-            ConfigurationError: A parameter has a gradient now that had none in the first step.
         """
         if keep and self.group is not None:
             self.abandon()
@@ -110,27 +113,10 @@ class GradientReducer:
         self._launch(all_of_them=True)
         for work in self._works:
             work.wait()
-        unused = self._without_gradient()
+        unused = {parameter for bucket in self._buckets for parameter in bucket.without_gradient(self._reached)}
         gradients = [None if parameter in unused else parameter.grad for parameter in self.parameters]
         self.abandon()
         return gradients
-
-    def _without_gradient(self) -> set[nn.Parameter]:
-        """Those that no replica has a gradient for, not even one of zeros; agreed on in the first step."""
-        if self.group is None or not self.parameters:
-            return set()
-        if self._unused is None:
-            reached = [parameter in self._reached for parameter in self.parameters]
-            flags = torch.tensor(reached, dtype=torch.int32, device=self.parameters[0].device)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-            self._unused = {one for one, flag in zip(self.parameters, flags.tolist(), strict=True) if not flag}
-        late = self._reached & self._unused
-        if late:
-            raise ConfigurationError(
-                f"a parameter of shape {tuple(next(iter(late)).shape)} has a gradient, and had none in the first step: "
-                "the replicas of a stage would part; use it in every step, or give the stage one replica"
-            )
-        return self._unused
 
     def abandon(self) -> None:
         """Put ``grad`` back as it was at :meth:`begin`, and drop what was kept."""
@@ -162,6 +148,10 @@ class GradientReducer:
             bucket = self._buckets[len(self._works)]
             if bucket.missing and not all_of_them:
                 return
+            bucket.reached.fill_(1)
+            for place, parameter in enumerate(bucket.parameters):
+                if parameter not in self._reached:
+                    bucket.reached[place] = 0
             work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
             assert work is not None
             self._works.append(work)

@@ -22,7 +22,7 @@ from cnnstrategies.codec import decode, encode, from_bytes, to_bytes
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.timetable import Placement
 
-FORWARD, BACKWARD, OBJECT = 1, 2, 3  # tags
+FORWARD, BACKWARD, OBJECT, REACHED = 1, 2, 3, 4  # tags; the last tells which values have a gradient
 ENDS_WELL = -1  # in place of a lost rank's number
 FOREVER = timedelta(days=365)  # A wait over gloo that runs into its time-out breaks the group.
 NAMING = 2.0  # seconds in which every rank has heard which one is lost
@@ -116,8 +116,8 @@ class Transport:
 
     Under gloo, messages of a pair are matched by tag. NCCL has no tags and runs what is begun in a group in order, so
     there activations and gradients have a group each: one would wait for the other. Where the default group was told
-    its device, as Lightning does, a group is one communicator, however many peers a rank has. Objects always go over
-    gloo.
+    its device, as Lightning does, a group is one communicator, however many peers a rank has. All else always goes over
+    gloo, from and to the CPU.
 
     Args:
         placement: The numbering of the ranks.
@@ -150,12 +150,12 @@ class Transport:
     def send(self, tensor: Tensor, target: int, tag: int, what: str) -> Pending:
         """The sending of a contiguous tensor, to be begun."""
         what = f"{self.me}, sending {what} to {self.placement.describe(target)}"
-        return self._transfer(dist.isend, tensor, target, self._ways.get(tag), tag, what)
+        return self._transfer(dist.isend, tensor, target, self._ways.get(tag, self.control), tag, what)
 
     def receive(self, tensor: Tensor, source: int, tag: int, what: str) -> Pending:
         """The receiving into a contiguous tensor, to be begun."""
         what = f"{self.me}, waiting for {what} from {self.placement.describe(source)}"
-        return self._transfer(dist.irecv, tensor, source, self._ways.get(tag), tag, what)
+        return self._transfer(dist.irecv, tensor, source, self._ways.get(tag, self.control), tag, what)
 
     def check_peers(self) -> None:
         """Refuse to go on where a rank is known to be lost, by a PeerError."""

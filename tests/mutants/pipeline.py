@@ -232,15 +232,40 @@ def only_the_rank_before_learns_which_one_is_lost(
     replicas=[1, 1],
     microbatches=3,
 )
-def weights_that_no_gradient_reaches_decay(
+def weights_decay_that_a_gradient_has_reached_in_an_earlier_step(
     right: Callable[[Channels, int, dict[int, list[Tensor]]], None],
     self: Channels,
     microbatch: int,
     leaves: dict[int, list[Tensor]],
 ) -> None:
-    for leaf in (leaf for tensors in leaves.values() for leaf in tensors):
-        leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    every = [leaf for tensors in leaves.values() for leaf in tensors]
+    known = vars(self).setdefault("known", set())
+    known |= {leaf.shape[1:] for leaf in every if leaf.grad is not None}
+    for leaf in every:
+        if leaf.grad is None and leaf.shape[1:] in known:
+            leaf.grad = torch.zeros_like(leaf)
     right(self, microbatch, leaves)
+
+
+@replaces(
+    Bucket.without_gradient,
+    killed_by=test_pipeline_ways_to_write.test_modules_as_people_write_them_train_as_on_one_device,
+    kinds=(test_pipeline_ways_to_write.Probe,),
+    replicas=[1, 2],
+    microbatches=4,
+)
+def replicas_agree_in_the_first_step_alone_on_what_no_gradient_reaches(
+    right: Callable[[Bucket, set[nn.Parameter]], list[nn.Parameter]], self: Bucket, reached: set[nn.Parameter]
+) -> list[nn.Parameter]:
+    agreed: list[nn.Parameter] = vars(self).setdefault("agreed", right(self, reached))
+    return agreed
+
+
+@replaces(Bucket.without_gradient, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)
+def a_replica_has_no_gradient_where_only_the_others_have_one(
+    right: Callable[[Bucket, set[nn.Parameter]], list[nn.Parameter]], self: Bucket, reached: set[nn.Parameter]
+) -> list[nn.Parameter]:
+    return [one for one in self.parameters if one not in reached]
 
 
 @replaces(decode, killed_by=test_plain_data.test_what_a_peer_has_pickled_is_not_executed)
