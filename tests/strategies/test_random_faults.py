@@ -31,6 +31,7 @@ RUNS = int(os.environ.get("CNNSTRATEGIES_FAULTS", "2"))
 FIRST = int(os.environ.get("CNNSTRATEGIES_FAULTS_FROM", "0"))
 UNTIL = float(os.environ.get("CNNSTRATEGIES_FAULTS_UNTIL", "inf"))
 EPOCHS, STEPS = 3, 6  # of each epoch
+PASSING = 0.05  # seconds: helpers of an import, such as uname, are gone by then
 LATEST = 3.0  # seconds after the coordinator's start; a run takes two to four
 EQUAL = ("sync", "local")  # modes whose result does not depend on the timing
 GOES_ON, ENDS = "goes on", "ends and says who died"
@@ -173,6 +174,7 @@ class Sender(threading.Thread):
         self.fault = fault
         self.moment = None
         self.looked = self.over = False
+        self._seen = {}  # when each process was seen first
 
     def run(self):
         began = None
@@ -192,7 +194,9 @@ class Sender(threading.Thread):
 
     def of(self, run):
         """Numbers of a run's processes, so far."""
-        found = [(number, name) for number, name in children(run) if name != warm.HELPER]
+        now = time.monotonic()
+        found = [one for one in children(run) if now - self._seen.setdefault(one[0], now) >= PASSING]
+        found = [(number, name) for number, name in found if name != warm.HELPER]
         numbers = [number for number, _ in found]
         if self.fault.strategy == "parameter_server":
             names = [name for _, name in found]
