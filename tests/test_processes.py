@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +47,16 @@ def test_a_rank_that_is_killed_or_stopped_is_named(signum, said):
         program.kill()
         program.wait()
     assert found == (said and f"rank 2 {said}")
+
+
+def test_a_forked_rank_that_is_killed_is_named_and_not_those_that_torch_ends_then():
+    ranks = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)) for _ in range(2)]
+    for rank, signum in zip(ranks, (signal.SIGTERM, signal.SIGKILL), strict=True):
+        rank.start()
+        os.kill(rank.pid, signum)
+        rank.join()
+    assert killed_rank(SimpleNamespace(procs=ranks)).startswith("rank 1 was ended by SIGKILL")
+    assert killed_rank(SimpleNamespace(procs=ranks[:1])) is None
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing import context, popen_spawn_posix, reduction, resource_tracker, spawn, util
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,18 @@ def is_stopped(pid: int) -> bool:
 
 
 def killed_rank(launcher: Any, seconds: float = 0.5) -> str | None:
-    """Which of the ranks that a launcher has started as programs was killed or is stopped, in words; None if none.
+    """Which of the ranks that a launcher has started was killed, or as a program is stopped, in words; None if none.
 
     Args:
-        launcher: Its ``procs`` are looked at, if it has some.
+        launcher: Its ``procs`` are looked at, if it has some. Those that were forked or spawned torch ends by SIGTERM
+            when one fails, and by SIGKILL what is left half a minute later.
         seconds: How long to wait: the others can lose their connection to it a moment before it has ended.
     """
-    processes = [process for process in getattr(launcher, "procs", []) if isinstance(process, subprocess.Popen)]
+    ranks = getattr(launcher, "procs", [])
+    for rank, process in enumerate(ranks):
+        if isinstance(process, BaseProcess) and process.exitcode == -signal.SIGKILL:
+            return ended_by(rank, process.exitcode)
+    processes = [process for process in ranks if isinstance(process, subprocess.Popen)]
     deadline = time.monotonic() + seconds
     while True:
         for rank, process in enumerate(processes, start=1):

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.multiprocessing.spawn import ProcessRaisedException
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import end_observation, ranks_are_children
@@ -64,7 +65,9 @@ def ends_together(trainer: Trainer, network: Network) -> Iterator[None]:
             if isinstance(error, StoppedTogether):
                 end_at_exit()
             launcher = trainer.strategy.launcher
-            killed = killed_rank(launcher) if isinstance(error, Exception) else None
+            # Whose error has its own reason was not the first to be killed: torch kills those that outlive it.
+            asks = not isinstance(error, ProcessRaisedException) or "by peer" in str(error)
+            killed = killed_rank(launcher) if isinstance(error, Exception) and asks else None
             said = isinstance(error, Exception) and not _speaks(error)
             code = failed_elsewhere(launcher) if said else 0
             if launcher is not None:
