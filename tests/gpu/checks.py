@@ -182,9 +182,14 @@ def _compared(alone: dict[str, torch.Tensor], ranks: int, strategy: str, options
         learned = _ranks(ranks, strategy, folder, **options)
     if "precision" in options:
         return what, "has run"
+    return f"{what}, float64", f"{_apart(alone, learned, what):.1e} from one process"
+
+
+def _apart(alone: dict[str, torch.Tensor], learned: dict[str, torch.Tensor], what: str) -> float:
+    """How far the weights are from those of one process, which in float64 is rounding."""
     apart = max(float((learned[name] - value).abs().max()) for name, value in alone.items())
     assert apart < 1e-9, f"{what}: {apart} away from one process"
-    return f"{what}, float64", f"{apart:.1e} from one process"
+    return apart
 
 
 def own_stage() -> Rows:
@@ -193,8 +198,7 @@ def own_stage() -> Rows:
         alone = _ranks(1, "auto", whole, held=whole)
         learned = _ranks(2, "hybrid_pipeline", parts, held=parts, replicas=[1, 1], cuts=["layer3"])
         taken = {folder: [int(file.read_text()) for file in Path(folder).glob("*.bytes")] for folder in (whole, parts)}
-    apart = max(float((learned[name] - value).abs().max()) for name, value in alone.items())
-    assert apart < 1e-9, f"{apart} away from one process"
+    apart = _apart(alone, learned, "configure_model")
     mib = {folder: ", ".join(f"{size / 2**20:.0f}" for size in sorted(sizes)) for folder, sizes in taken.items()}
     assert sum(taken[parts]) <= 1.1 * sum(taken[whole]), mib
     yield "2 ranks on one card, hybrid_pipeline [1, 1], configure_model, float64", f"{apart:.1e} from one process"
