@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import end_observation, ranks_are_children
@@ -65,9 +65,7 @@ def ends_together(trainer: Trainer, network: Network) -> Iterator[None]:
             if isinstance(error, StoppedTogether):
                 end_at_exit()
             launcher = trainer.strategy.launcher
-            # Whose error has its own reason was not the first to be killed: torch kills those that outlive it.
-            asks = not isinstance(error, ProcessRaisedException) or "by peer" in str(error)
-            killed = killed_rank(launcher) if isinstance(error, Exception) and asks else None
+            killed = killed_rank(launcher) if isinstance(error, Exception) and not _names_the_cause(error) else None
             said = isinstance(error, Exception) and not _speaks(error)
             code = failed_elsewhere(launcher) if said else 0
             if launcher is not None:
@@ -149,6 +147,13 @@ def _end_others(trainer: Trainer) -> None:
     if launcher is not None:
         launcher.kill(signal.SIGKILL)
     forget_failure()
+
+
+def _names_the_cause(error: Exception) -> bool:
+    """Whether what torch says of ranks that were forked or spawned is the first failure; it kills who outlives one."""
+    if isinstance(error, ProcessExitedException):
+        return error.exit_code == -signal.SIGKILL  # And the strategy has said what that rank was.
+    return isinstance(error, ProcessRaisedException) and "by peer" not in str(error)
 
 
 def _speaks(error: Exception) -> bool:
