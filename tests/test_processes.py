@@ -14,6 +14,7 @@ from conftest import ROOT, run_forked
 from lightning.pytorch import Trainer
 
 from cnnstrategies import ImageClassifier
+from cnnstrategies.commands.run import outcome
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.processes import STARTER, end_with_parent, killed_rank, spawned_by_a_thread
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
@@ -50,6 +51,7 @@ def test_a_rank_that_is_killed_or_stopped_is_named(signum, said):
 
 
 def test_a_forked_rank_that_is_killed_is_named_and_not_those_that_torch_ends_then():
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # As in a rank that nothing keeps from ending.
     ranks = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)) for _ in range(2)]
     for rank, signum in zip(ranks, (signal.SIGTERM, signal.SIGKILL), strict=True):
         rank.start()
@@ -57,6 +59,20 @@ def test_a_forked_rank_that_is_killed_is_named_and_not_those_that_torch_ends_the
         rank.join()
     assert killed_rank(SimpleNamespace(procs=ranks)).startswith("rank 1 was ended by SIGKILL")
     assert killed_rank(SimpleNamespace(procs=ranks[:1])) is None
+
+
+def test_who_waits_where_nothing_tells_it_of_a_killed_rank_ends_and_names_it(monkeypatch):
+    monkeypatch.setattr(outcome, "PATIENCE", 0.1)
+
+    def wait():
+        ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+        ranks[1].kill()
+        outcome.end_all_after_one(ranks)
+
+    code, said = run_forked(wait)
+    assert code == -signal.SIGKILL
+    assert "rank 2 was ended by SIGKILL" in said
+    assert "rank 1" not in said
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])

@@ -30,6 +30,7 @@ from cnnstrategies.paramserver.private_directory import let_go, make_run_directo
 from cnnstrategies.runtime.default_group import end_at_exit
 from cnnstrategies.runtime.processes import (
     cannot_be_sent,
+    ended_by,
     failed_elsewhere,
     first_to_fail,
     forget_failure,
@@ -131,12 +132,19 @@ class FirstToFail(Callback):
 
 
 def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """When a rank has failed and this process has not ended by itself within a time, kill all."""
+    """When a rank has failed and this process has not ended by itself within a time, kill all, and name who was killed.
+
+    This process may wait for such a rank where nothing tells it of its end: in a store, for instance.
+    """
     while not any(rank.poll() for rank in ranks):
         if all(rank.returncode == 0 for rank in ranks):
             return
         time.sleep(0.5)
     time.sleep(PATIENCE)
+    for number, rank in enumerate(ranks, start=1):
+        if rank.poll() == -signal.SIGKILL:
+            words = f"The run cannot go on: {ended_by(number, rank.returncode)}"
+            print(f"{words}, and rank 0 waited for it for {PATIENCE:.0f} s", file=sys.stderr, flush=True)
     for rank in ranks:
         rank.kill()
     os.kill(os.getpid(), signal.SIGKILL)
