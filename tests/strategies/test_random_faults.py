@@ -127,6 +127,13 @@ def children(parent):
     return [(number, name) for _, number, name in sorted(found)]
 
 
+def lives(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 class Marks(Callback):
     """Says by files how far each rank is, and has none draw pictures, which takes longer than most of these runs."""
 
@@ -175,6 +182,7 @@ class Sender(threading.Thread):
         self.moment = None
         self.looked = self.over = False
         self._seen = {}  # when each process was seen first
+        self._all = []
 
     def run(self):
         began = None
@@ -187,13 +195,19 @@ class Sender(threading.Thread):
                 if began is not None and time.monotonic() - began >= self.fault.after:
                     place = self.fault.processes.index(self.fault.victim)
                     if place < len(processes):
-                        self.moment = Moment.of(processes[place])
-                        os.kill(self.moment.process, self.fault.how)
+                        if lives(processes[place]):
+                            self.moment = Moment.of(processes[place])
+                            os.kill(self.moment.process, self.fault.how)
                         return
             time.sleep(0.01)
 
     def of(self, run):
-        """Numbers of a run's processes, so far."""
+        """Numbers of a run's processes, so far; once all are there, who ends keeps its place."""
+        if len(self._all) < len(self.fault.processes):
+            self._all = self._children(run)
+        return self._all
+
+    def _children(self, run):
         now = time.monotonic()
         found = [one for one in children(run) if now - self._seen.setdefault(one[0], now) >= PASSING]
         found = [(number, name) for number, name in found if name != warm.HELPER]
