@@ -1,7 +1,6 @@
 """The ``cluster:`` section of a configuration."""
 
 import re
-import shlex
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -21,7 +20,6 @@ DECIDED = {
     "cluster.requeue": ("--requeue", "--no-requeue"),
     "cluster.folder": ("-o", "--output", "-e", "--error", "--open-mode", "-a", "--array"),
 }
-WITHOUT_VALUE = "HkOQsvW"  # Short options of sbatch behind which another may stand at once.
 # Lightning takes a job of one of these names for a shell and ignores what SLURM says about ranks.
 INTERACTIVE = ("bash", "interactive")
 # Between the end of the run's grace and the time limit: for the end of the processes and the requeue.
@@ -42,15 +40,13 @@ class KubernetesOptions:
     asks for as many GPUs as ``trainer.devices``.
 
     Attributes:
-        kind: A TrainJob of Kubeflow Trainer with a TrainingRuntime of its own, or a Job with a headless service.
         image: Container image that has this package.
         namespace: Where the objects are made; by default that of the current context.
         queue: Local queue of Kueue.
         priority_class: Priority class of the pods.
         node_selector: Labels that the nodes must have.
         tolerations: Tolerations of the pods, as Kubernetes writes them.
-        resources: Requests and limits of a pod of the trainer, such as {cpu: 8, memory: 64Gi}. The GPUs of a node,
-            such as nvidia.com/gpu: 8, are compared with trainer.devices.
+        resources: Requests and limits of a pod of the trainer, such as {cpu: 8, memory: 64Gi}.
         gpu: Name of the resource that a GPU is.
         server_resources: Those of a pod that holds parameters (cluster.server_nodes).
         volumes: Persistent volume claims by the directory where the pods see them, such as {/runs: my-claim}.
@@ -69,7 +65,6 @@ class KubernetesOptions:
         ConfigurationError: A value is out of range.
     """
 
-    kind: Literal["trainjob", "job"] = "trainjob"
     image: str | None = None
     namespace: str | None = None
     queue: str | None = None
@@ -111,13 +106,6 @@ class KubernetesOptions:
                     f"cluster.kubernetes.env: {name} could disagree with the rest: it follows from trainer.num_nodes "
                     "and trainer.devices; leave it out"
                 )
-        for section in ("resources", "server_resources"):
-            for name, value in getattr(self, section).items():
-                if not re.fullmatch(r"\d+(\.\d+)?(m|[kMGTPE]i?|e\d+)?", str(value)):
-                    raise ConfigurationError(
-                        f"cluster.kubernetes.{section}: {name}: {value} is no quantity of Kubernetes, such as 8, 500m "
-                        "or 64Gi"
-                    )
 
     @property
     def grace(self) -> int:
@@ -238,16 +226,6 @@ class ClusterOptions:
         for name, lines in (("sbatch", self.sbatch), ("server_sbatch", self.server_sbatch)):
             for line in lines:
                 _check_extra(name, line)
-        self._check_servers()
-        if self.requeue:
-            self._check_signal()
-
-    @property
-    def grace(self) -> int:
-        """Seconds between the warning signal and the moment when a run that has not stopped is killed."""
-        return self.signal_seconds - MARGIN_SECONDS
-
-    def _check_servers(self) -> None:
         if self.server_nodes < 0:
             raise ConfigurationError(f"cluster.server_nodes={self.server_nodes}: 1 or more, or 0 for no such nodes")
         if self.server_sbatch and not self.server_nodes:
@@ -255,75 +233,34 @@ class ClusterOptions:
                 f"cluster.server_sbatch={self.server_sbatch} is for nodes that the job does not ask for: set "
                 "cluster.server_nodes, or leave it out"
             )
-
-    def _check_signal(self) -> None:
-        if self.signal_seconds < MARGIN_SECONDS + 10:
+        if isinstance(self.time, int):
+            raise ConfigurationError(
+                f"cluster.time={self.time}: without quotes YAML reads 1:30:00 as the number 5400; write time: "
+                "'1:30:00', or time: '90' for minutes"
+            )
+        if self.requeue and self.signal_seconds < MARGIN_SECONDS + 10:
             raise ConfigurationError(
                 f"cluster.signal_seconds={self.signal_seconds}: a run needs time to finish its step and to save; at "
                 f"least {MARGIN_SECONDS + 10}, and 120 is usual"
             )
-        limit = time_limit(self.time)
-        if limit is not None and limit <= self.signal_seconds + 60:
-            raise ConfigurationError(
-                f"cluster.time={self.time!r} is {limit} s, and the job is warned up to {self.signal_seconds + 60} s "
-                "before its end (cluster.signal_seconds and SLURM's minute): it would never get to train; "
-                "give it more time"
-            )
+
+    @property
+    def grace(self) -> int:
+        """Seconds between the warning signal and the moment when a run that has not stopped is killed."""
+        return self.signal_seconds - MARGIN_SECONDS
 
 
 def _check_extra(name: str, line: str) -> None:
-    """Refuse options of sbatch that say what other keys decide; it takes beginnings of long names, too."""
-    try:
-        words = shlex.split(line)
-    except ValueError:
-        words = []
-    if not line.startswith("-") or "\n" in line or not words:
+    """Refuse options of sbatch that say what other keys decide."""
+    if not line.startswith("-") or "\n" in line:
         raise ConfigurationError(f"cluster.{name}: {line!r} is no option of sbatch, such as --exclusive")
-    for word in words:
-        if match := re.match(rf"-[{WITHOUT_VALUE}]*(?P<short>\w)|--(?P<long>[\w-]+)", word):
-            option = f"-{match['short']}" if match["short"] else f"--{match['long']}"
-            key = next((key for key, names in DECIDED.items() if any(_is(option, one) for one in names)), None)
-            if _is(option, "--gres") and "gpu" in line:
-                key = "trainer.devices"
-            if key is not None and (name, key) != ("server_sbatch", "cluster.cpus_per_task"):
-                raise ConfigurationError(
-                    f"cluster.{name}: {line!r} could disagree with the rest of the configuration: {key} decides it; "
-                    "leave the option out, and set that"
-                )
-
-
-def _is(option: str, name: str) -> bool:
-    return option == name or (name.startswith(option) and len(option) > len("--x"))
-
-
-def time_limit(text: str | int | None) -> int | None:
-    """Seconds of a time limit as SLURM writes it; None where there is no limit.
-
-    Args:
-        text: "minutes", "minutes:seconds", "hours:minutes:seconds", "days-hours", "days-hours:minutes" or
-            "days-hours:minutes:seconds".
-
-    Raises:
-        ConfigurationError: It is written in another way.
-    """
-    if text is None:
-        return None
-    if isinstance(text, int):
-        raise ConfigurationError(
-            f"cluster.time={text}: without quotes YAML reads 1:30:00 as the number 5400; write time: '1:30:00', or "
-            "time: '90' for minutes"
-        )
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if match is None:
-        raise ConfigurationError(
-            f"cluster.time={text!r}: SLURM writes minutes, 'hours:minutes:seconds' or 'days-hours:minutes:seconds'"
-        )
-    days, *parts = match.groups()
-    numbers = [int(part) for part in parts if part is not None]
-    if days is not None:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-    elif len(numbers) == 3:
-        hours, minutes, seconds = numbers
-    else:
-        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    for word in line.split():
+        option = word.partition("=")[0]
+        key = next((key for key, names in DECIDED.items() if option in names or option[:2] in names), None)
+        if option == "--gres" and "gpu" in line:
+            key = "trainer.devices"
+        if key is not None and (name, key) != ("server_sbatch", "cluster.cpus_per_task"):
+            raise ConfigurationError(
+                f"cluster.{name}: {line!r} could disagree with the rest of the configuration: {key} decides it; leave "
+                "the option out, and set that"
+            )

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import threading
 import time
@@ -18,21 +19,17 @@ import pytest
 import yaml
 from conftest import ROOT
 
+from cnnstrategies.cluster import manifests
 from cnnstrategies.cluster.job import Size
-from cnnstrategies.cluster.kubernetes import manifests
-from cnnstrategies.cluster.kubernetes.run import Run, server_script, trainer_script
 from cnnstrategies.cluster.options import KubernetesOptions
+from cnnstrategies.cluster.pods import Run, server_script, trainer_script
+from cnnstrategies.commands.submit.kubernetes import create
 from cnnstrategies.errors import ConfigurationError
 
 pytestmark = pytest.mark.light
 
 
-def needs(package: str) -> pytest.MarkDecorator:
-    missing = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"pip install {package.replace('_', '-')}")
-
-
-def run(servers: int = 1, gpus: int = 8, **options: Any) -> Run:
+def run(**options: Any) -> Run:
     """With everything that the options can say, unless they say otherwise."""
     full: dict[str, Any] = {
         "image": "registry.example.com/cnn:1",
@@ -51,36 +48,18 @@ def run(servers: int = 1, gpus: int = 8, **options: Any) -> Run:
         "env": {"NCCL_SOCKET_IFNAME": "eth0"},
         **options,
     }
-    folder = "/runs/cnn-1"
-    checkpoints = f"{folder}/checkpoints"
-    size, section = Size(2, 8, gpus), KubernetesOptions(**full)
-    return Run("cnn-1", "fit", section, size, servers, False, folder, checkpoints, "a: 1\n", "python", (), "cmd")
+    return Run(
+        "cnn-1", "fit", KubernetesOptions(**full), Size(2, 8, 8), 3, False, "/runs", "a: 1\n", "python", (), "cmd"
+    )
 
 
-def of_kind(kind: str, made: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [one for one in made if one["kind"] == kind]
-
-
-@needs("kubernetes_validate")
-def test_jobs_fit_the_schemas_of_kubernetes():
+@pytest.mark.skipif(importlib.util.find_spec("kubernetes_validate") is None, reason="pip install kubernetes-validate")
+def test_the_objects_fit_the_schemas_of_kubernetes():
     import kubernetes_validate
 
-    # The TrainingRuntime's jobs are the same, but for their subdomain.
-    fit = run(kind="job")
-    for one in [*manifests.objects(fit), *manifests.objects(replace(fit, task="doctor"))]:
+    for one in [*manifests.objects(run()), *manifests.objects(replace(run(), task="doctor"))]:
         for version in ("1.31", "1.35"):
             kubernetes_validate.validate(one, version, strict=True)
-
-
-@needs("kubeflow_trainer_api")
-def test_train_jobs_fit_the_schemas_of_kubeflow():
-    from kubeflow_trainer_api import models
-
-    _, runtime, train_job = manifests.objects(run())  # What the models do not know is gone from the second text.
-    assert (
-        models.TrainerV1alpha1TrainingRuntime.from_dict(runtime).to_dict() == runtime
-    )  # What it does not know is gone.
-    assert models.TrainerV1alpha1TrainJob.from_dict(train_job).to_dict() == train_job
 
 
 def test_the_text_is_the_objects():
@@ -92,8 +71,15 @@ def test_the_text_is_the_objects():
     assert "$$" not in text  # Kubernetes makes one of two.
 
 
-def test_a_pod_has_what_training_needs():
-    (job,) = [job for job in of_kind("Job", manifests.objects(run(kind="job"))) if job["metadata"]["name"] == "cnn-1"]
+def test_pods_have_what_training_needs_and_are_started_again_without_counting_those_that_were_evicted():
+    _, service, servers, job = manifests.objects(run())
+    assert service["spec"]["selector"] == job["spec"]["template"]["metadata"]["labels"]
+    assert [(one["metadata"]["name"], one["spec"]["parallelism"]) for one in (job, servers)] == [
+        ("cnn-1", 2),
+        ("cnn-1-servers", 3),
+    ]
+    (container,) = servers["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"cpu": "2"}, "and no GPU"
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -105,22 +91,7 @@ def test_a_pod_has_what_training_needs():
     assert pod["terminationGracePeriodSeconds"] - KubernetesOptions().grace == 10
     assert pod["securityContext"]["fsGroup"] == 1000
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "users"
-
-
-def test_servers_are_a_job_of_their_own_which_the_run_does_not_wait_for():
-    _, runtime, _ = manifests.objects(run(servers=3))
-    spec = runtime["spec"]["template"]["spec"]
-    assert spec["successPolicy"]["targetReplicatedJobs"] == ["node"]
-    nodes, servers = spec["replicatedJobs"]
-    assert (nodes["name"], nodes["template"]["spec"]["parallelism"]) == ("node", 2)
-    assert (servers["name"], servers["template"]["spec"]["parallelism"]) == ("servers", 3)
-    (container,) = servers["template"]["spec"]["template"]["spec"]["containers"]
-    assert container["resources"]["limits"] == {"cpu": "2"}, "and no GPU"
-    assert len(manifests.objects(run(servers=0, kind="job"))) == 3
-
-
-def test_a_pod_that_was_evicted_or_stopped_is_started_again_without_counting():
-    rules = manifests.objects(run(kind="job"))[-1]["spec"]["podFailurePolicy"]["rules"]
+    rules = job["spec"]["podFailurePolicy"]["rules"]
     assert [rule["action"] for rule in rules] == ["FailJob", "Ignore", "Ignore"]
     assert rules[0]["onExitCodes"]["values"] == [78]
     assert rules[1]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
@@ -139,20 +110,16 @@ def test_the_image_is_made_of_what_is_there():
     assert ["USER", str(recipe["cluster"]["kubernetes"]["user"])] in steps
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_cannot_be_are_refused():
+    for options, message in (
         ({"grace_seconds": 15}, "at least 20"),
         ({"max_restarts": -1}, "negative"),
         ({"volumes": {"runs": "runs"}}, "from the root"),
         ({"volumes": {"/dev/shm/mine": "runs"}}, "outside of"),
         ({"env": {"PET_NNODES": "3"}}, "PET_NNODES could disagree"),
-        ({"resources": {"memory": "64 GB"}}, "no quantity"),
-    ],
-)
-def test_what_cannot_be_is_refused(options, message):
-    with pytest.raises(ConfigurationError, match=message):
-        KubernetesOptions(**options)
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            KubernetesOptions(**options)
 
 
 FAKE = """#!/bin/sh
@@ -231,46 +198,89 @@ def test_a_pods_script_passes_signals_on_and_ends_as_the_run_does(tmp_path: Path
     assert lost.process.wait(30) == 0  # The others have gone on without it.
 
 
-def test_the_doctor_examines_the_servers_pods_after_the_trainers_at_their_own_port(tmp_path: Path):
-    this = replace(run(servers=3, key_secret=None), folder=str(tmp_path / "run"), task="doctor")
+def test_the_doctor_examines_the_servers_pods_after_the_trainers(tmp_path: Path):
+    this = replace(run(key_secret=None), folder=str(tmp_path / "run"), task="doctor")
     pods = [Pod(tmp_path, trainer_script(this), 1), Pod(tmp_path, server_script(this), 2)]
     assert [pod.process.wait(30) for pod in pods] == [0, 0]
     words = f"-m cnnstrategies doctor --shared {this.folder} --wait 1800"
     assert pods[0].log.read_text() == f"1/5 {words}\n"
-    assert pods[1].log.read_text() == f"4/5 {words} --listen 29600\n"
+    assert pods[1].log.read_text() == f"4/5 {words}\n"
+
+
+KINDS = {"api/v1": ("ConfigMap", "Service", "Node", "Secret", "PersistentVolumeClaim"), "apis/batch/v1": ("Job",)}
 
 
 class Api(BaseHTTPRequestHandler):
-    """What a cluster answers; `missing` is a path, `gpus` are those of its only node."""
+    """What a cluster answers kubectl; `missing` is a path, `gpus` are those of its only node."""
 
     missing: str | None = None
-    groups: tuple[str, ...] = ("batch", "trainer.kubeflow.org")
+    status = 404
     gpus = 8
     seen: list[tuple[str, str]]
 
     def do_GET(self) -> None:
-        if self.missing and self.missing in self.path:
-            return self.say(404, {"message": "not found"})
-        if self.path.rstrip("/") == "/apis":
-            versions = [{"groupVersion": "any/v1", "version": "v1"}]
-            return self.say(200, {"groups": [{"name": name, "versions": versions} for name in self.groups]})
-        nodes = [{"status": {"allocatable": {"nvidia.com/gpu": str(self.gpus)}}}]
-        return self.say(200, {"items": nodes} if "/nodes" in self.path else {"data": {"run.key": "..."}})
+        path = self.path.partition("?")[0].strip("/")
+        if path == "api":
+            return self.say(200, {"kind": "APIVersions", "versions": ["v1"]})
+        if path == "apis":
+            version = {"groupVersion": "batch/v1", "version": "v1"}
+            group = {"name": "batch", "versions": [version], "preferredVersion": version}
+            return self.say(200, {"kind": "APIGroupList", "apiVersion": "v1", "groups": [group]})
+        if path in KINDS:
+            version = path.partition("/")[2]
+            verbs = ["create", "delete", "get", "list", "patch"]
+            resources = [
+                {"name": f"{kind.lower()}s", "kind": kind, "namespaced": kind != "Node", "verbs": verbs}
+                for kind in KINDS[path]
+            ]
+            return self.say(200, {"kind": "APIResourceList", "groupVersion": version, "resources": resources})
+        if path == "openapi/v3":
+            return self.say(200, {"paths": {one: {"serverRelativeURL": f"/openapi/v3/{one}"} for one in KINDS}})
+        if path.startswith("openapi/v3/"):  # kubectl asks whether objects are validated here.
+            group, _, version = path.removeprefix("openapi/v3/").removeprefix("api").removeprefix("s/").rpartition("/")
+            validates = [{"name": name, "in": "query"} for name in ("fieldValidation", "dryRun")]
+            known = {
+                f"/{kind}": {
+                    "patch": {
+                        "parameters": validates,
+                        "x-kubernetes-group-version-kind": {"group": group, "version": version, "kind": kind},
+                    }
+                }
+                for kind in KINDS[path.removeprefix("openapi/v3/")]
+            }
+            return self.say(200, {"openapi": "3.0.0", "info": {"title": "", "version": ""}, "paths": known})
+        if self.missing and self.missing in path:
+            return self.refuse("not found")
+        if path.endswith("nodes"):
+            node = {"kind": "Node", "apiVersion": "v1", "metadata": {"name": "one"}}
+            node["status"] = {"allocatable": {"nvidia.com/gpu": str(self.gpus)}}
+            return self.say(200, {"kind": "NodeList", "apiVersion": "v1", "metadata": {}, "items": [node]})
+        kind = "Secret" if "/secrets/" in path else "PersistentVolumeClaim"
+        metadata = {"name": path.rpartition("/")[2]}
+        return self.say(200, {"kind": kind, "apiVersion": "v1", "metadata": metadata, "data": {"run.key": "a2V5"}})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.seen.append(("POST", self.path))
-        if self.missing and self.missing in self.path:
-            return self.say(422, {"message": f"{body['kind']} is\ninvalid"})
+        path, _, query = self.path.partition("?")
+        dry = "dryRun=All" in query
+        self.seen.append(("TRY" if dry else "POST", path.rpartition("/")[2]))
+        if self.missing and self.missing in path and not (self.status == 500 and dry):
+            return self.refuse(f"{body['kind']} is\ninvalid")
         return self.say(201, body)
 
     def do_DELETE(self) -> None:
-        self.seen.append(("DELETE", self.path.partition("?")[0]))
-        self.say(200, {})
+        self.seen.append(("DELETE", self.path.partition("?")[0].split("/")[-2]))
+        self.say(200, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
+
+    def refuse(self, message: str) -> None:
+        reason = {403: "Forbidden", 404: "NotFound"}.get(self.status, "Invalid")
+        status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "reason": reason}
+        self.say(self.status, {**status, "code": self.status})
 
     def say(self, status: int, answer: dict[str, Any]) -> None:
         content = json.dumps(answer).encode()
         self.send_response(status)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -285,70 +295,56 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Api]]:
     handler = type("Answers", (Api,), {"seen": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    names = {"name": "here", "context": {"cluster": "here", "user": "me", "namespace": "vision"}}
+    context = {"name": "here", "context": {"cluster": "here", "user": "me"}}
     where = {"name": "here", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
-    config = {"current-context": "here", "contexts": [names], "clusters": [where]}
+    config = {"apiVersion": "v1", "kind": "Config", "current-context": "here", "contexts": [context]}
+    config |= {"clusters": [where], "users": [{"name": "me", "user": {}}]}
     path = tmp_path / "kubeconfig"
-    path.write_text(yaml.safe_dump({**config, "users": [{"name": "me", "user": {}}]}))
-    # The client reads the variable when it is imported.
-    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
+    path.write_text(yaml.safe_dump(config))
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    monkeypatch.setenv("KUBECACHEDIR", str(tmp_path))
     yield handler
     server.shutdown()
     server.server_close()
 
 
-@needs("kubernetes")
-def test_the_client_asks_before_it_makes_the_objects_in_order(api):
-    from cnnstrategies.cluster.kubernetes.client import Cluster
-
-    assert Cluster().start(run(namespace=None)) == "vision"
-    root = "/namespaces/vision"
-    trainer = f"/apis/trainer.kubeflow.org/v1alpha1{root}"
-    dry = [("POST", f"/api/v1{root}/configmaps?dryRun=All"), ("POST", f"{trainer}/trainingruntimes?dryRun=All")]
-    made = [f"/api/v1{root}/configmaps", f"{trainer}/trainingruntimes", f"{trainer}/trainjobs"]
-    assert api.seen == [*dry, *(("POST", path) for path in made)]
+needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 
 
-@needs("kubernetes")
-@pytest.mark.parametrize(
-    ("answers", "message"),
-    [
-        ({"groups": ("batch",)}, "no TrainJob: .*kind: job"),
+@needs_kubectl
+def test_the_cluster_is_asked_before_the_objects_are_made_in_order_or_none_of_them(api):
+    made = ["configmaps", "services", "jobs", "jobs"]
+    create(run())
+    assert api.seen == [*(("TRY", name) for name in made), *(("POST", name) for name in made)]
+    api.seen.clear()
+    api.missing, api.status = "jobs", 500  # Only when they are made.
+    with pytest.raises(ConfigurationError, match=r"refuses the run: .*Job is invalid"):
+        create(run())
+    assert [name for method, name in api.seen if method == "DELETE"] == ["configmaps", "services"]
+
+
+@needs_kubectl
+def test_what_the_cluster_does_not_take_is_said_before_anything_is_made(api, tmp_path, monkeypatch):
+    cases = [
         ({"gpus": 4}, "trainer.devices=8: no node with pool=a100 has more than 4 nvidia.com/gpu"),
         ({"missing": "persistentvolumeclaims/runs"}, "no claim runs for /runs"),
-        ({"missing": "secrets/run-key"}, "no secret run-key .*kubectl create secret generic run-key -n vision"),
-        ({"missing": "configmaps"}, r"refuses the run \(namespace vision\): ConfigMap is invalid"),
-    ],
-)
-def test_what_the_cluster_does_not_take_is_said_before_anything_is_made(api, answers, message):
-    from cnnstrategies.cluster.kubernetes.client import Cluster
-
-    for name, value in answers.items():
-        setattr(api, name, value)
-    with pytest.raises(ConfigurationError, match=message):
-        Cluster().start(run())
-    assert not [path for _, path in api.seen if "dryRun" not in path]
-
-
-@needs("kubernetes")
-def test_what_was_made_is_removed_when_the_rest_is_refused(api):
-    from cnnstrategies.cluster.kubernetes.client import Cluster
-
-    api.missing = "trainjobs"  # It is not tried before: it needs its runtime.
-    with pytest.raises(ConfigurationError, match="TrainJob is invalid"):
-        Cluster().start(run())
-    removed = [path.rpartition("/")[0].rpartition("/")[2] for method, path in api.seen if method == "DELETE"]
-    assert removed == ["trainingruntimes", "configmaps"]
-
-
-@needs("kubernetes")
-def test_a_cluster_that_does_not_answer_is_named(api, monkeypatch, tmp_path):
-    from cnnstrategies.cluster.kubernetes.client import Cluster
-
+        ({"missing": "secrets/run-key"}, "no secret run-key .*kubectl create secret generic run-key"),
+        ({"missing": "configmaps", "status": 422}, "refuses the run: .*ConfigMap is invalid"),
+    ]
+    for answers, message in cases:
+        with monkeypatch.context() as patch:
+            for name, value in answers.items():
+                patch.setattr(api, name, value)
+            with pytest.raises(ConfigurationError, match=message):
+                create(run())
+    assert not [name for method, name in api.seen if method == "POST"]
+    monkeypatch.setattr(api, "missing", "persistentvolumeclaims/runs")
+    monkeypatch.setattr(api, "status", 403)
+    create(run())  # Who may not look is not held up.
     path = tmp_path / "kubeconfig"
     path.write_text(re.sub(r":\d+\n", ":1\n", path.read_text()))
-    with pytest.raises(ConfigurationError, match=r"no Kubernetes cluster answers at http://127.0.0.1:1 .*is it up"):
-        Cluster().start(run())
-    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
-    with pytest.raises(ConfigurationError, match=r"no Kubernetes cluster is configured here .*KUBECONFIG"):
-        Cluster()
+    with pytest.raises(ConfigurationError, match=r"127.0.0.1:1 .*kubectl config get-contexts"):
+        create(run())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigurationError, match="kubectl is not found"):
+        create(run())

@@ -113,11 +113,6 @@ REFUSED_BY_KUBERNETES = {
     "no volume": ([], r"finds its checkpoints only in a volume; add one .* cluster.kubernetes.volumes: {/runs: CLAIM}"),
     "folder elsewhere": ([VOLUME, "--cluster.folder=/data"], "choose a directory in /runs"),
     "checkpoints elsewhere": ([VOLUME, "--checkpoint.dirpath=/data"], "checkpoint.dirpath=/data: .* choose"),
-    "more GPUs than a node has": (
-        [VOLUME, "--trainer.accelerator=gpu", "--trainer.devices=8", "--data.init_args.global_batch_size=64",
-         '--cluster.kubernetes.resources={"nvidia.com/gpu": 4}'],
-        "trainer.devices=8, and cluster.kubernetes.resources says that a node has nvidia.com/gpu: 4",
-    ),
     "no keys": ([VOLUME, *PS], "kubectl create secret generic run-key --from-file=run.key"),
     "keys of nothing": ([VOLUME, "--cluster.kubernetes.key_secret=run-key"], "is for a ParameterServerStrategy"),
 }  # fmt: skip
@@ -135,20 +130,20 @@ def test_the_pods_read_a_configuration_that_fits_them(capsys):
     main(["submit", "fit", *KUBERNETES, VOLUME, *PS, *keys, *slurms, "--dry_run"])
     said = capsys.readouterr()
     assert said.err == "Note: with --to kubernetes these keys do not count: cluster.partition, cluster.memory\n"
-    configuration, runtime, job = yaml.safe_load_all(said.out)
+    configuration, _, _, job = yaml.safe_load_all(said.out)
     name = job["metadata"]["name"]
     config = yaml.safe_load(configuration["data"]["config.yaml"])
     strategy = config["trainer"]["strategy"]["init_args"]
-    assert strategy["endpoints"] == [f"tcp://{name}-servers-0-{number}.{name}:29600" for number in (0, 1)]
-    assert strategy["coordinator"] == f"tcp://{name}-node-0-0.{name}:29500"
+    assert strategy["endpoints"] == [f"tcp://{name}-servers-{number}.{name}:29600" for number in (0, 1)]
+    assert strategy["coordinator"] == f"tcp://{name}-0.{name}:29500"
     assert strategy["key_file"] == "/dev/shm/run.key"
     assert config["checkpoint"]["dirpath"] == f"/runs/{name}/checkpoints"
     assert (config["stop"]["grace"], config["stop"]["on_each_node"]) == (110, True)
-    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pod = job["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 120
     variables = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
-    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == (f"{name}-node-0-0.{name}", "29500")
-    main(["submit", "doctor", *KUBERNETES, VOLUME, *PS, *keys, "--cluster.kubernetes.kind=job", "--dry_run"])
+    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == (f"{name}-0.{name}", "29500")
+    main(["submit", "doctor", *KUBERNETES, VOLUME, *PS, *keys, "--dry_run"])
     jobs = list(yaml.safe_load_all(capsys.readouterr().out))[-2:]
     assert [job["spec"]["completions"] for job in jobs] == [2, 2]  # Of the servers, and of the trainer.
     for job in jobs:

@@ -1,6 +1,7 @@
-"""Runs that are sent to Kubernetes."""
+"""Runs that are sent to Kubernetes, by kubectl."""
 
 import re
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -8,8 +9,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from cnnstrategies.cluster.kubernetes import manifests
-from cnnstrategies.cluster.kubernetes.run import MAIN_PORT, OWN_KEY, SERVER_PORT, SERVERS, TRAINER, Run, host
+from cnnstrategies.cluster import manifests
+from cnnstrategies.cluster.pods import KEY, MAIN_PORT, OWN_KEY, SERVER_PORT, SERVERS, TRAINER, Run, host
 from cnnstrategies.commands.submit.command import Target
 from cnnstrategies.errors import ConfigurationError
 
@@ -19,7 +20,7 @@ WAIT = 1800.0  # seconds for all pods to start, which must fetch their images
 
 
 class KubernetesTarget(Target):
-    """A TrainJob with its runtime, or Jobs with a service."""
+    """Indexed Jobs with a headless service."""
 
     READS = frozenset({"server_nodes"})
 
@@ -31,73 +32,36 @@ class KubernetesTarget(Target):
                 f"cluster.job_name={options.job_name!r}: Kubernetes takes small letters, digits and -, a letter first, "
                 f"and at most {LONGEST_NAME} of them"
             )
-        if self.base.cli.config.fresh:
-            raise ConfigurationError(
-                "fresh: a pod has this option at each restart, and would begin anew each time; leave it out: without "
-                "run_name a run is new"
-            )
         if not options.kubernetes.image:
             raise ConfigurationError(
                 f"{SECTION}.image: name the container image that the pods run; docs/kubernetes.md says how to build it"
             )
         if options.kubernetes.max_restarts and self.task == "fit":
             self.base.refuse_without_checkpoints("a pod", f"set {SECTION}.max_restarts to 0")
-        self._check_gpus()
         self._check_keys()
         folder = self._folder()
-        kubernetes = options.kubernetes
-        if self.task == "doctor":
-            kubernetes = replace(kubernetes, max_restarts=0)
         name = f"{options.job_name}-{time.strftime('%m%d-%H%M%S')}"
         run_folder = folder / (self.base.cli.config.run_name or name)
-        checkpoints = PurePosixPath(self.base.checkpoints or run_folder / "checkpoints")
-        if not self._kept(checkpoints):
+        self.checkpoints = PurePosixPath(self.base.checkpoints or run_folder / "checkpoints")
+        if not self._kept(self.checkpoints):
             raise ConfigurationError(
-                f"checkpoint.dirpath={checkpoints}: a pod that is started again does not find what is there; choose a "
-                f"directory in one of {SECTION}.volumes ({', '.join(options.kubernetes.volumes)}), or leave it out"
+                f"checkpoint.dirpath={self.checkpoints}: a pod that is started again does not find what is there; "
+                f"choose a directory in one of {SECTION}.volumes ({', '.join(options.kubernetes.volumes)}), or leave "
+                "it out"
             )
         self.run = Run(
             name=name,
             task=self.task,
-            options=kubernetes,
+            options=replace(options.kubernetes, max_restarts=0) if self.task == "doctor" else options.kubernetes,
             size=self.base.size,
             servers=options.server_nodes,
             goes_on=self.base.parameter_server is not None,
             folder=str(run_folder),
-            checkpoints=str(checkpoints),
             configuration=self.base.text(run_folder, self._changes(name)),
             python=options.python or "python",
             setup=tuple(options.setup),
             command=self.command,
         )
-
-    @override
-    def show(self) -> str:
-        return manifests.text(self.run)
-
-    @override
-    def submit(self) -> str:
-        from cnnstrategies.cluster.kubernetes.client import Cluster
-
-        run = self.run
-        namespace = Cluster().start(run)
-        kind = manifests.objects(run)[-1]["kind"]
-        servers = f", and {run.servers} of servers" if run.servers else ""
-        return (
-            f"Created {kind} {run.name} in namespace {namespace}: {run.size.nodes} pods x {run.size.tasks_per_node} "
-            f"processes{servers}\n"
-            f"Checkpoints: {run.checkpoints} as the pods see it\n"
-            f"Logs: kubectl logs -n {namespace} -l app.kubernetes.io/instance={run.name} --prefix -f"
-        )
-
-    def _check_gpus(self) -> None:
-        options, gpus = self.base.options.kubernetes, self.base.size.gpus_per_node
-        there = options.resources.get(options.gpu)
-        if there is not None and int(there) < gpus:
-            raise ConfigurationError(
-                f"trainer.devices={gpus}, and {SECTION}.resources says that a node has {options.gpu}: {there}: use at "
-                f"most {there} devices, and more nodes with trainer.num_nodes"
-            )
 
     def _check_keys(self) -> None:
         strategy, secret = self.base.parameter_server, self.base.options.kubernetes.key_secret
@@ -145,12 +109,98 @@ class KubernetesTarget(Target):
         if options.kubernetes.key_secret is not None:
             changes[f"{strategy}.key_file"] = OWN_KEY
         if options.server_nodes:
-            kind = options.kubernetes.kind
-            changes[f"{strategy}.coordinator"] = f"tcp://{host(kind, name, TRAINER, 0)}:{MAIN_PORT}"
+            changes[f"{strategy}.coordinator"] = f"tcp://{host(name, TRAINER, 0)}:{MAIN_PORT}"
             changes[f"{strategy}.endpoints"] = [
-                f"tcp://{host(kind, name, SERVERS, number)}:{SERVER_PORT}" for number in range(options.server_nodes)
+                f"tcp://{host(name, SERVERS, number)}:{SERVER_PORT}" for number in range(options.server_nodes)
             ]
         return changes
 
+    @override
+    def show(self) -> str:
+        return manifests.text(self.run)
+
+    @override
+    def submit(self) -> str:
+        run = self.run
+        create(run)
+        namespace = f" -n {run.options.namespace}" if run.options.namespace else ""
+        servers = f", and {run.servers} of servers" if run.servers else ""
+        return (
+            f"Created Job {run.name}: {run.size.nodes} pods x {run.size.tasks_per_node} processes{servers}\n"
+            f"Checkpoints: {self.checkpoints} as the pods see it\n"
+            f"Logs: kubectl logs{namespace} -l app.kubernetes.io/instance={run.name} --prefix -f"
+        )
+
 
 target = KubernetesTarget
+
+
+def create(run: Run) -> None:
+    """Ask the cluster what can be known beforehand, and make the objects of a run; either all or none.
+
+    Raises:
+        ConfigurationError: There is no cluster, or it does not take the run.
+    """
+    options = run.options
+    for path, claim in options.volumes.items():
+        if _look(run, "persistentvolumeclaim", claim, "--output=name") == "":
+            raise ConfigurationError(
+                f"{SECTION}.volumes: there is no claim {claim} for {path}: see kubectl get pvc, and {SECTION}.namespace"
+            )
+    if options.key_secret is not None:
+        found = _look(run, "secret", options.key_secret, f"--output=jsonpath={{.data.{_escaped(KEY)}}}")
+        if found == "":
+            raise ConfigurationError(
+                f"{SECTION}.key_secret: there is no secret {options.key_secret} with {KEY}: cnnstrategies-server "
+                f"--make-keys {KEY}, and kubectl create secret generic {options.key_secret} --from-file={KEY}"
+            )
+    if run.size.gpus_per_node:
+        selector = ",".join(f"{key}={value}" for key, value in options.node_selector.items())
+        allocatable = f"{{.items[*].status.allocatable.{_escaped(options.gpu)}}}"
+        found = _look(run, "nodes", f"--selector={selector}", f"--output=jsonpath={allocatable}")
+        most = max(map(int, (found or "").split()), default=0)
+        # A cluster that makes nodes when they are asked for may have none now.
+        if 0 < most < run.size.gpus_per_node:
+            raise ConfigurationError(
+                f"trainer.devices={run.size.gpus_per_node}: no node{f' with {selector}' if selector else ''} has more "
+                f"than {most} {options.gpu}: use at most {most} devices, and more nodes with trainer.num_nodes"
+            )
+    text = manifests.text(run)
+    _checked(_kubectl(run, "create", "--dry-run=server", "--filename=-", given=text))
+    made = _kubectl(run, "create", "--output=name", "--filename=-", given=text)
+    if made.returncode and made.stdout:
+        _kubectl(run, "delete", "--wait=false", *made.stdout.split())
+    _checked(made)
+
+
+def _look(run: Run, *words: str) -> str | None:
+    """What is there: an empty text if nothing is, None if this user may not look."""
+    ended = _kubectl(run, "get", *words, "--ignore-not-found")
+    return None if "(Forbidden)" in ended.stderr else _checked(ended)
+
+
+def _kubectl(run: Run, *words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+    namespace = [] if run.options.namespace is None else [f"--namespace={run.options.namespace}"]
+    command = ["kubectl", *words, *namespace, "--request-timeout=20s"]
+    try:
+        return subprocess.run(command, input=given, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            "kubectl is not found: submit where it is, and reaches the cluster; or print the objects with --dry_run, "
+            "for kubectl create -f -"
+        ) from error
+
+
+def _checked(ended: subprocess.CompletedProcess[str]) -> str:
+    if ended.returncode:
+        said = [line for line in ended.stderr.splitlines() if not re.match(r"E\d{4} ", line)]  # But for its tries.
+        raise ConfigurationError(
+            f"Kubernetes refuses the run: {' '.join(said)}; see kubectl config get-contexts and kubectl cluster-info; "
+            "--dry_run needs no cluster"
+        )
+    return ended.stdout
+
+
+def _escaped(name: str) -> str:
+    """A name in a path of kubectl's."""
+    return name.replace(".", r"\.")

@@ -17,9 +17,7 @@ UNKNOWN = (
     f"no address for $MASTER_ADDR in {PATIENCE} s: was that pod scheduled (kubectl get pods), and does the cluster's "
     "DNS answer?"
 )
-# Names that Kubeflow's controller looks for.
-TRAINER = "node"
-SERVERS = "servers"
+TRAINER, SERVERS = "node", "servers"  # The roles of pods.
 
 
 @dataclass(frozen=True)
@@ -29,12 +27,10 @@ class Run:
     Attributes:
         name: Of its objects.
         task: ``fit``, or ``doctor``, which examines the pods.
-        options: The section ``cluster.kubernetes``.
         size: The pods of the trainer, and the processes and GPUs of each.
         servers: Pods that hold parameters.
         goes_on: Whether the run goes on without a pod of the trainer that is lost.
         folder: The run's, as the pods see it.
-        checkpoints: Where its checkpoints are; a pod that is started again goes on from the last one.
         configuration: What ``fit`` reads.
         python: The interpreter in the image.
         setup: Lines before the run.
@@ -48,27 +44,20 @@ class Run:
     servers: int
     goes_on: bool
     folder: str
-    checkpoints: str
     configuration: str
     python: str
     setup: tuple[str, ...]
     command: str
 
-    def host(self, role: str, number: int) -> str:
-        """The name by which the others reach a pod."""
-        return host(self.options.kind, self.name, role, number)
-
-
-def host(kind: str, name: str, role: str, number: int) -> str:
-    """The name by which the others reach a pod of a run."""
-    if kind == "trainjob":
-        return f"{name}-{role}-0-{number}.{name}"  # As JobSet names the pods of a replicated job.
-    return f"{job_name(name, role)}-{number}.{name}"
-
 
 def job_name(name: str, role: str) -> str:
-    """The name of a plain Job."""
+    """The Job of a role."""
     return name if role == TRAINER else f"{name}-{role}"
+
+
+def host(name: str, role: str, number: int) -> str:
+    """The name by which the others reach a pod of a run."""
+    return f"{job_name(name, role)}-{number}.{name}"
 
 
 def trainer_script(run: Run) -> str:
@@ -130,9 +119,9 @@ done
 
 def _doctor_script(run: Run, role: str) -> str:
     """What a pod that is examined runs: the servers' come after the trainer's."""
-    first, listen = (0, "") if role == TRAINER else (run.size.nodes, f" --listen {SERVER_PORT}")
+    first = 0 if role == TRAINER else run.size.nodes
     return f"""{_setup(run)}export NNODES={run.size.nodes + run.servers} NODE_RANK=$((NODE_RANK + {first}))
-exec {shlex.quote(run.python)} -m cnnstrategies doctor --shared "$run" --wait {PATIENCE}{listen}
+exec {shlex.quote(run.python)} -m cnnstrategies doctor --shared "$run" --wait {PATIENCE}
 """
 
 

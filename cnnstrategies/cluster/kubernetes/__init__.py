@@ -1,1 +1,0 @@
-"""Runs as pods of a Kubernetes cluster."""
