@@ -1,4 +1,4 @@
-"""A script with Ray Train and Ray Tune: each strategy in a TorchTrainer on two nodes of a cluster that is there."""
+"""A script with Ray Train: each strategy in a TorchTrainer on two nodes of a cluster that is there."""
 
 import sys
 from pathlib import Path
@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
-from ray import tune
 from ray.train import FailureConfig, RunConfig, ScalingConfig, get_checkpoint
 from ray.train.lightning import RayTrainReportCallback
 from ray.train.torch import TorchTrainer
-from ray.tune.integration.ray_train import TuneReportCallback
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import GracefulStop
@@ -30,7 +28,7 @@ def train(config: dict[str, Any]) -> None:
     seed_everything(1)
     trainer = Trainer(
         strategy=STRATEGIES[config["strategy"]](),
-        max_epochs=config["epochs"],
+        max_epochs=2,
         limit_train_batches=4,
         limit_val_batches=1,
         logger=False,
@@ -40,7 +38,7 @@ def train(config: dict[str, Any]) -> None:
         callbacks=[RayTrainReportCallback(), GracefulStop()],
         **trainer_arguments(),
     )
-    model = ImageClassifier(SmallCNN(10), 10, lambda parameters: torch.optim.SGD(parameters, config["lr"]))
+    model = ImageClassifier(SmallCNN(10), 10, lambda parameters: torch.optim.SGD(parameters, 0.1))
     data = DigitsDataModule(global_batch_size=64)
     if (checkpoint := get_checkpoint()) is None:
         trainer.fit(model, data)
@@ -49,10 +47,10 @@ def train(config: dict[str, Any]) -> None:
         trainer.fit(model, data, ckpt_path=Path(folder) / RayTrainReportCallback.CHECKPOINT_NAME)
 
 
-def main(strategy: str, epochs: int, folder: str) -> None:
+def main(folder: str, strategy: str) -> None:
     result = TorchTrainer(
         train,
-        train_loop_config={"strategy": strategy, "epochs": epochs, "lr": 0.1},
+        train_loop_config={"strategy": strategy},
         scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2}),
         run_config=RunConfig(name=strategy, storage_path=folder, failure_config=FailureConfig(max_failures=1)),
     ).fit()
@@ -60,30 +58,5 @@ def main(strategy: str, epochs: int, folder: str) -> None:
     print(f"RESULT {strategy} {result.metrics['epoch']} {result.metrics['step']} {result.checkpoint.path}", flush=True)
 
 
-def sweep(folder: str) -> None:
-    def trial(config: dict[str, Any]) -> None:
-        TorchTrainer(
-            train,
-            train_loop_config={"strategy": "hybrid_pipeline", "epochs": 1, **config},
-            scaling_config=ScalingConfig(num_workers=2),
-            run_config=RunConfig(
-                name=tune.get_context().get_trial_id(), storage_path=folder, callbacks=[TuneReportCallback()]
-            ),
-        ).fit()
-
-    results = tune.Tuner(
-        trial,
-        param_space={"lr": tune.grid_search([0.1, 1e-9])},
-        tune_config=tune.TuneConfig(max_concurrent_trials=1),
-        run_config=tune.RunConfig(name="sweep", storage_path=folder),
-    ).fit()
-    best = results.get_best_result("train_loss", "min")
-    print(f"RESULT tune {len(results)} {best.config['lr']}", flush=True)
-
-
 if __name__ == "__main__":
-    folder, epochs, *strategy = sys.argv[1:]
-    if strategy:
-        main(*strategy, int(epochs), folder)
-    else:
-        sweep(folder)
+    main(*sys.argv[1:])

@@ -1,35 +1,102 @@
-"""The driver of a run on Ray: it starts the nodes' programs, passes on what they print, and starts them again."""
+"""The driver of a run on a Ray cluster: an actor on each node starts ``fit`` as a program, and it watches them."""
 
 import contextlib
 import itertools
+import math
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from cnnstrategies.cluster import run_name
+from cnnstrategies.cluster.job import WAIT_SECONDS
 from cnnstrategies.cluster.ray import node as node_module
 from cnnstrategies.cluster.ray.connection import in_words
 from cnnstrategies.cluster.ray.node import Node, Place
-from cnnstrategies.cluster.ray.order import LOST, REFUSED, Clock, Ends, Lines, Order, Patience
 from cnnstrategies.errors import ConfigurationError
 
-FOLLOW = 0.5  # Seconds; also how long a signal waits for an actor.
+REFUSED = 2  # Exit code of a mistake in the configuration, which the next start would find again.
+LOST = 1
+FOLLOW = 0.5  # Seconds; also how long a signal and what is printed wait for the driver.
+PATIENCE = 10.0  # Seconds in which the other nodes may say why they end too, after the first that failed.
+# Seconds until Ray has said whether a node that does not answer is lost: its five checks may take 65 by default.
+LOSS = 90.0
 STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to run.
+
+    Attributes:
+        nodes: How many.
+        needed: Of each node, as Ray counts it.
+        script: Of the shell; starts a node's program.
+        probe: Of the shell; fails where the package is not installed.
+        folder: Of the run, with its configuration; what the programs print goes there. Its name is the run's, by which
+            a program that is started again finds its last checkpoint.
+        directory: Working directory of the program.
+        variables: For the program, on every node.
+        max_restarts: How often all is started again.
+        wait: Seconds to wait for nodes.
+        grace: Seconds in which a run that was asked to stop ends.
+        goes_on: Whether the run goes on after a node has ended well.
+    """
+
+    nodes: int
+    needed: dict[str, float]
+    script: str
+    probe: str
+    folder: Path
+    directory: str
+    variables: dict[str, str]
+    max_restarts: int
+    wait: float
+    grace: float
+    goes_on: bool
+
+
+@dataclass
+class Ends:
+    """How the programs of one start have ended.
+
+    Attributes:
+        codes: Exit codes by node.
+        lost: Nodes whose actor has died, or does not answer, in words.
+    """
+
+    codes: dict[int, int] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+
+    @property
+    def code(self) -> int:
+        """The run's exit code."""
+        if self.lost:
+            return LOST  # A program that waits for such a node in vain says that it was started wrongly.
+        codes = [code if code > 0 else 128 - code for code in self.codes.values() if code]
+        return REFUSED if REFUSED in codes else next(iter(codes), 0)
+
+    @property
+    def why(self) -> str:
+        """What has failed, in words: first the cause, if it is known."""
+        then = " then" if self.lost else ""
+        failed = [f"node {node}{then} ended with code {code}" for node, code in self.codes.items() if code]
+        return "; ".join([*(f"{node} was lost" for node in self.lost), *failed])
 
 
 class Driver:
     """Runs an order on a cluster."""
 
-    def __init__(self, ray: Any, order: Order, lines: Lines, clock: Clock = time) -> None:
+    def __init__(self, ray: Any, order: Order) -> None:
         self._ray = ray
         self._order = order
-        self._lines = lines
-        self._clock = clock
+        self._logs = [order.folder / f"node{number}.log" for number in range(order.nodes)]
+        self._printed = [log.stat().st_size if log.exists() else 0 for log in self._logs]  # bytes
         self._signal: int | None = None
-        self._told: int | None = None
 
     def run(self) -> int:
         """Start the run, and start it again when it is lost.
@@ -40,35 +107,33 @@ class Driver:
         Raises:
             ConfigurationError: The run cannot start on a node.
         """
+        most = self._order.max_restarts
         with self._heeding_signals():
             for start in itertools.count():
-                ends, why = self._start(start)
+                ends = self._start(start)
                 if self._signal is not None:
                     return 128 + self._signal
-                if not ends.failed:
-                    return 0
-                if ends.code == REFUSED:
-                    return REFUSED
-                if start == self._order.max_restarts:
-                    self._lines.say(f"The run cannot go on: {why}, and cluster.ray.max_restarts={start}")
+                if ends.code in (0, REFUSED):
                     return ends.code
-                self._lines.say(f"The run starts again ({start + 1} of at most {self._order.max_restarts}): {why}")
+                if start == most:
+                    _say(f"The run cannot go on: {ends.why}, and cluster.ray.max_restarts={start}")
+                    return ends.code
+                _say(f"The run starts again ({start + 1} of at most {most}): {ends.why}")
         raise AssertionError
 
-    def _start(self, number: int) -> tuple[Ends, str]:
+    def _start(self, number: int) -> Ends:
         """One start of the run, until its end."""
         group = self._place()
         if group is None:
-            return Ends(), ""
+            return Ends()
         actors = [self._actor(group, bundle) for bundle in range(self._order.nodes)]
         try:
-            places, ends = self._look(actors)
-            if not ends.failed:
-                self._launch(actors, places, number)
-                ends = self._follow(actors, places)
-            return ends, ends.why(places)
+            places = self._look(actors)
+            return self._follow(actors, places, self._launch(actors, places, number))
+        except self._ray.exceptions.RayActorError as error:  # Before its program was started.
+            return Ends(lost=[f"a node ({' '.join(str(error).split())[:200]})"])
         finally:
-            self._lines.flush()
+            self._pass_on(ended=True)
             for actor in actors:
                 self._ray.kill(actor)
             self._ray.util.remove_placement_group(group)
@@ -81,21 +146,21 @@ class Driver:
         """
         order = self._order
         group = self._ray.util.placement_group([order.needed] * order.nodes, "STRICT_SPREAD")
-        until = self._clock.monotonic() + order.wait
-        told = False
-        while not group.wait(1.0):
-            if not told:
-                self._lines.say(f"Waiting up to {order.wait:g} s for {order.nodes} nodes with {in_words(order.needed)}")
-            told = True
-            if self._signal is not None or self._clock.monotonic() > until:
-                self._ray.util.remove_placement_group(group)
-                if self._signal is not None:
-                    return None
-                raise ConfigurationError(
-                    f"{order.nodes} nodes with {in_words(order.needed)} each were not free for {order.wait:g} s: see "
-                    "`ray status`, add nodes, or raise cluster.ray.wait"
-                )
-        return group
+        wanted = f"{order.nodes} nodes with {in_words(order.needed)}"
+        until = time.monotonic() + order.wait
+        for tried in itertools.count():
+            if group.wait(1.0):
+                return group
+            if self._signal is not None or time.monotonic() > until:
+                break
+            if not tried:
+                _say(f"Waiting up to {order.wait:g} s for {wanted}")
+        self._ray.util.remove_placement_group(group)
+        if self._signal is not None:
+            return None
+        raise ConfigurationError(
+            f"{wanted} each were not free for {order.wait:g} s: see `ray status`, add nodes, or raise cluster.ray.wait"
+        )
 
     def _actor(self, group: Any, number: int) -> Any:
         strategies = self._ray.util.scheduling_strategies
@@ -109,6 +174,7 @@ class Driver:
                 num_gpus=needed.pop("GPU", 0),
                 memory=memory,
                 resources=needed,
+                max_concurrency=4,  # Its program runs in one of the calls.
                 scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
                     placement_group=group, placement_group_bundle_index=number
                 ),
@@ -116,73 +182,72 @@ class Driver:
             .remote()
         )
 
-    def _look(self, actors: list[Any]) -> tuple[list[Place], Ends]:
-        """What the nodes say of themselves.
-
-        Raises:
-            ConfigurationError: The run cannot start on one of them.
-        """
-        order, ends = self._order, Ends()
-        unknown = Place("unknown", "unknown", 0, None)
-        places = [unknown] * len(actors)
-        asked = [actor.look.remote(order.config, order.probe) for actor in actors]
-        for number, reference in enumerate(asked):
-            try:
-                places[number] = self._ray.get(reference)
-            except self._ray.exceptions.RayActorError:
-                ends.lost.append(number)
+    def _look(self, actors: list[Any]) -> list[Place]:
+        order = self._order
+        asked = [actor.look.remote(str(order.folder / "config.yaml"), order.probe) for actor in actors]
+        places: list[Place] = self._ray.get(asked)
         for place in places:
             if place.missing is not None:
                 raise ConfigurationError(place.missing)
-        return places, ends
+        return places
 
-    def _launch(self, actors: list[Any], places: list[Place], starts: int) -> None:
+    def _launch(self, actors: list[Any], places: list[Place], starts: int) -> dict[Any, int]:
+        """Start the programs: their nodes, by what has their exit codes."""
         order, main = self._order, places[0]
         meeting = {"MASTER_ADDR": main.address, "MASTER_PORT": str(main.port)}
-        variables = {**order.variables, **meeting, **run_name.variables(order.name, starts)}
-        self._lines.say(f"Starting on {', '.join(f'{place.host} ({place.address})' for place in places)}")
-        for number, actor in enumerate(actors):
-            actor.start.remote(order.script, order.directory, {**variables, "NODE_RANK": str(number)})
+        variables = {**order.variables, **meeting, **run_name.variables(order.folder.name, starts)}
+        _say(f"Starting on {', '.join(f'{place.host} ({place.address})' for place in places)}")
+        return {
+            actor.run.remote(order.script, order.directory, {**variables, "NODE_RANK": str(node)}, str(log)): node
+            for node, (actor, log) in enumerate(zip(actors, self._logs, strict=True))
+        }
 
-    def _follow(self, actors: list[Any], places: list[Place]) -> Ends:
+    def _follow(self, actors: list[Any], places: list[Place], running: dict[Any, int]) -> Ends:
         """Pass on what the programs print until all have ended, or some have and the others do not."""
-        ray, ends = self._ray, Ends()
-        patience = Patience(self._order, places, self._lines, self._clock)
-        # What was asked before a failure may be answered by a node that is lost since.
-        asked = {actor.follow.remote(FOLLOW): (number, False) for number, actor in enumerate(actors)}
-        while asked and not patience.over(ends, [number for number, _ in asked.values()], self._signal is not None):
-            self._pass_on(actors, ends)
-            done, _ = ray.wait(list(asked), num_returns=1, timeout=1.0)
+        ends, until, asked_to_stop = Ends(), math.inf, False
+        while running and not ends.lost and time.monotonic() < until:
+            if self._signal is not None and not asked_to_stop:
+                asked_to_stop = True
+                until = time.monotonic() + self._order.grace + PATIENCE
+                for node in running.values():
+                    actors[node].stop.remote(int(self._signal))
+            done, _ = self._ray.wait(list(running), num_returns=1, timeout=FOLLOW)
+            self._pass_on()
             for reference in done:
-                number, after = asked.pop(reference)
-                try:
-                    text, code = ray.get(reference)
-                    if after:
-                        patience.answers(number)
-                except ray.exceptions.ActorUnavailableError:
-                    # Ray does not know yet whether it has died.
-                    self._clock.sleep(0.2)
-                    text, code = "", None
-                except ray.exceptions.RayActorError:
-                    ends.lost.append(number)
-                    text, code = "", LOST
-                self._lines.add(number, text)
-                if code is None:
-                    asked[actors[number].follow.remote(FOLLOW)] = (number, ends.failed)
-                elif number not in ends.lost:
-                    ends.codes[number] = code
-        if ends.failed and not ends.lost:
-            ends.silent = patience.unheard([number for number, _ in asked.values()])
+                self._note(ends, reference, running.pop(reference), places)
+            if done and not asked_to_stop and (ends.code or not self._order.goes_on):
+                until = min(until, time.monotonic() + (PATIENCE if ends.code else WAIT_SECONDS))
+        if ends.code and running and not ends.lost and not asked_to_stop:
+            # A program may fail because a node with others is lost, before Ray knows of that.
+            names = ", ".join(_named(node, places) for node in running.values())
+            _say(f"Waiting up to {LOSS:g} s for Ray to say whether it has lost {names}")
+            asked = {actors[node].answer.remote(): node for node in running.values()}
+            known, silent = self._ray.wait(list(asked), num_returns=len(asked), timeout=LOSS)
+            ends.lost += [_named(asked[reference], places) for reference in silent]
+            for reference in known:
+                self._note(ends, reference, asked[reference], places)
         return ends
 
-    def _pass_on(self, actors: list[Any], ends: Ends) -> None:
-        """Send the programs the signal that the driver has got."""
-        if self._signal is None or self._told == self._signal:
-            return
-        self._told = self._signal
-        for number, actor in enumerate(actors):
-            if number not in ends.codes and number not in ends.lost:
-                actor.stop.remote(int(self._signal))
+    def _note(self, ends: Ends, reference: Any, node: int, places: list[Place]) -> None:
+        """Note how a call to an actor has ended."""
+        try:
+            code = self._ray.get(reference)
+        except self._ray.exceptions.RayActorError:
+            ends.lost.append(_named(node, places))
+        else:
+            if code is not None:
+                ends.codes[node] = code
+
+    def _pass_on(self, ended: bool = False) -> None:
+        """Print the lines that the programs have printed, those of other nodes than the first with their node."""
+        for node, log in enumerate(self._logs):
+            with contextlib.suppress(FileNotFoundError), log.open("rb") as file:
+                file.seek(self._printed[node])
+                text = file.read()
+                size = len(text) if ended else text.rfind(b"\n") + 1
+                self._printed[node] += size
+                for line in text[:size].decode(errors="replace").removesuffix("\n").split("\n") if size else ():
+                    _say(f"[node {node}] {line}" if node else line)
 
     @contextlib.contextmanager
     def _heeding_signals(self) -> Iterator[None]:
@@ -202,3 +267,11 @@ class Driver:
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
+
+
+def _named(node: int, places: list[Place]) -> str:
+    return f"node {node} ({places[node].host}, {places[node].address})"
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

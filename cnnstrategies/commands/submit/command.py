@@ -1,12 +1,14 @@
 """``cnnstrategies submit fit``: a job from a configuration, for SLURM or another target."""
 
 import importlib
+import itertools
 import shlex
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from lightning.pytorch.cli import LightningArgumentParser
@@ -15,7 +17,7 @@ from typing_extensions import override
 
 from cnnstrategies.cluster.job import Size, job_size
 from cnnstrategies.cluster.options import ClusterOptions
-from cnnstrategies.cluster.run_folder import CHECKPOINTS, checkpoint_arguments, keep_version
+from cnnstrategies.cluster.run_folder import CHECKPOINTS, checkpoint_arguments, keep_version, refuse_anothers
 from cnnstrategies.cluster.run_name import checked
 from cnnstrategies.commands.run.errors import check_checkpoint, check_trainer_names
 from cnnstrategies.commands.run.lightning_cli import ModelAndData
@@ -82,9 +84,6 @@ class Submission:
         Args:
             what: That starts again.
             remedy: How it does not.
-
-        Raises:
-            ConfigurationError: It writes no checkpoints.
         """
         trainer = self.cli.config.trainer
         if trainer.enable_checkpointing is False or trainer.fast_dev_run:
@@ -92,6 +91,25 @@ class Submission:
                 f"trainer.enable_checkpointing=false or fast_dev_run: without checkpoints {what} would start from the "
                 f"beginning each time; {remedy}"
             )
+
+    def run_folder(self, below: Path) -> Path:
+        """The run's folder on a disk that all nodes see: its own by name, or a new one.
+
+        Raises:
+            ConfigurationError: Its checkpoints are those of another run, or its servers and workers have no keys.
+        """
+        if self.parameter_server is not None and self.size.nodes + self.options.server_nodes > 1:
+            self.parameter_server.options.encrypted("tcp://first-node:15000")  # It says what is missing.
+        folder = below.resolve()
+        name: str | None = self.cli.config.run_name
+        if name is None:
+            stem = f"{self.options.job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+            # Two submissions in one second get different ones.
+            names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+            name = next(name for name in names if not (folder / name).exists())
+        if self.checkpoints is not None:
+            refuse_anothers(Path(self.checkpoints) / "last.ckpt", name)
+        return folder / name
 
     def text(self, folder: PurePath, changes: Mapping[str, Any]) -> str:
         """The whole configuration, so that later changes of the files do not reach a job in the queue.
@@ -116,19 +134,13 @@ class Submission:
 class Target(ABC):
     """Where runs are sent: a scheduler, or something like it.
 
-    Attributes:
-        READS: The keys of ``cluster`` that count there, beside those that count everywhere.
-
     Args:
         base: What is to run.
         command: The command line that asks for it, for the reader of what is made of it.
         task: What is to run: ``fit``, or ``doctor``, which examines the machines that it would run on.
-
-    Raises:
-        ConfigurationError: It cannot run there.
     """
 
-    READS: frozenset[str]
+    READS: frozenset[str]  # The keys of ``cluster`` that count there, beside those that count everywhere.
 
     def __init__(self, base: Submission, command: str, task: str = "fit") -> None:
         self.base = base
@@ -149,11 +161,7 @@ class Target(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse what cannot run there, as far as this machine knows.
-
-        Raises:
-            ConfigurationError: Why it cannot.
-        """
+        """Refuse what cannot run there, as far as this machine knows."""
 
     @abstractmethod
     def show(self) -> str:
@@ -161,22 +169,11 @@ class Target(ABC):
 
     @abstractmethod
     def submit(self) -> str:
-        """Put it into the queue.
-
-        Returns:
-            What was queued, and where its logs and checkpoints will be, for the user.
-
-        Raises:
-            ConfigurationError: It is not taken; the message says why.
-        """
+        """Put it into the queue; what was queued, and where its logs and checkpoints will be, for the user."""
 
 
 def check(args: Sequence[str]) -> Submission:
-    """Parse a configuration as ``fit`` does and refuse what cannot run; no process is started.
-
-    Raises:
-        ConfigurationError: It cannot run; the message says why.
-    """
+    """Parse a configuration as ``fit`` does and refuse what cannot run; no process is started."""
     # What LightningCLI reads, and what errors are explained by.
     sys.argv = ["cnnstrategies submit fit", *args]
     cli = SubmitCLI()
@@ -228,11 +225,7 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterS
 
 
 def main(args: Sequence[str]) -> None:
-    """Check a configuration and submit it; print what was queued and where its logs will be.
-
-    Raises:
-        ConfigurationError: The configuration cannot run, or the target does not take the job.
-    """
+    """Check a configuration and submit it; print what was queued and where its logs will be."""
     if args[1:2] not in (["fit"], ["doctor"]):
         raise ConfigurationError(
             f"submit {' '.join(args[1:2])}: submit takes fit, as in: cnnstrategies submit fit --config ..., or doctor"

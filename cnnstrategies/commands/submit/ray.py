@@ -3,7 +3,6 @@
 import os
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from typing_extensions import override
@@ -11,15 +10,11 @@ from typing_extensions import override
 from cnnstrategies.cluster.job import setup_lines
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.ray.connection import check_nodes, connected, demand, in_words
-from cnnstrategies.cluster.ray.driver import Driver
+from cnnstrategies.cluster.ray.driver import Driver, Order
 from cnnstrategies.cluster.ray.node import PYTHON
-from cnnstrategies.cluster.ray.order import Lines, Order
-from cnnstrategies.cluster.run_folder import refuse_anothers
 from cnnstrategies.commands.submit.command import Target
-from cnnstrategies.commands.submit.slurm import run_folder
 from cnnstrategies.errors import ConfigurationError
 
-LOG = "run.log"
 FOLDER = "ray"  # Where run folders are made by default.
 
 
@@ -38,14 +33,7 @@ class RayTarget(Target):
             )
         if options.ray.max_restarts and self.task == "fit":
             base.refuse_without_checkpoints("a run that has lost a node", "set cluster.ray.max_restarts to 0")
-        if base.parameter_server is not None and base.size.nodes > 1:
-            base.parameter_server.options.encrypted("tcp://first-node:15000")  # It says what is missing.
-        if options.folder == ClusterOptions.folder:
-            options = replace(options, folder=Path(FOLDER))
-        name = base.cli.config.run_name
-        self.folder = run_folder(options) if name is None else options.folder.resolve() / name
-        if base.checkpoints is not None:
-            refuse_anothers(Path(base.checkpoints) / "last.ckpt", self.folder.name)
+        self.folder = base.run_folder(Path(FOLDER) if options.folder == ClusterOptions.folder else options.folder)
         self.order = self._order()
 
     def _order(self) -> Order:
@@ -64,8 +52,7 @@ class RayTarget(Target):
             needed=demand(options, size),
             script=f"{setup}exec {interpreter} -m cnnstrategies {words}",
             probe=f"{setup}exec {interpreter} -c {shlex.quote(find)}",
-            config=config,
-            name=folder.name,
+            folder=folder,
             directory=os.getcwd(),
             variables=variables | {"NNODES": str(size.nodes)} if doctor else variables,
             max_restarts=0 if doctor else options.ray.max_restarts,
@@ -93,16 +80,13 @@ class RayTarget(Target):
             if options.check_data and self.base.cli.datamodule is not None:
                 self.base.cli.datamodule.prepare_data()
             self.folder.mkdir(parents=True, exist_ok=True)
-            Path(order.config).write_text(self.base.text(self.folder, {}), encoding="utf-8")
-            lines = Lines(self.folder / LOG)
-            try:
-                code = Driver(ray, order, lines).run()
-            finally:
-                lines.close()
+            (self.folder / "config.yaml").write_text(self.base.text(self.folder, {}), encoding="utf-8")
+            code = Driver(ray, order).run()
+        where = f"Logs and checkpoints: {self.folder}"
         if code:
-            print(f"Log and checkpoints: {self.folder} ({LOG})", file=sys.stderr)
+            print(where, file=sys.stderr)
             sys.exit(code)
-        return f"Log and checkpoints: {self.folder} ({LOG})"
+        return where
 
 
 target = RayTarget

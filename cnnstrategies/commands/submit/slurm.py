@@ -1,9 +1,7 @@
 """Runs that are sent to SLURM."""
 
-import itertools
 import shutil
 import sys
-import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,7 +9,6 @@ from typing_extensions import override
 
 from cnnstrategies.cluster.job import sbatch_script, submit
 from cnnstrategies.cluster.options import ClusterOptions
-from cnnstrategies.cluster.run_folder import refuse_anothers
 from cnnstrategies.commands.submit.command import Submission, Target
 from cnnstrategies.errors import ConfigurationError
 
@@ -31,14 +28,9 @@ class SlurmTarget(Target):
             )
         if base.options.requeue:
             base.refuse_without_checkpoints("a requeued job", "set cluster.requeue to false")
-        if base.parameter_server is not None and base.size.nodes + base.options.server_nodes > 1:
-            base.parameter_server.options.encrypted("tcp://first-node:15000")  # It says what is missing.
+        self.folder = base.run_folder(base.options.folder)
         if base.options.check_data and base.cli.datamodule is not None:
             base.cli.datamodule.prepare_data()
-        name = base.cli.config.run_name
-        self.folder = run_folder(base.options) if name is None else base.options.folder.resolve() / name
-        if base.checkpoints is not None:
-            refuse_anothers(Path(base.checkpoints) / "last.ckpt", self.folder.name)
 
     @override
     def show(self) -> str:
@@ -76,10 +68,3 @@ def write(submission: Submission, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = submission.text(folder, signal if options.requeue else {})
     (folder / "config.yaml").write_text(text, encoding="utf-8")
-
-
-def run_folder(options: ClusterOptions) -> Path:
-    """A new folder's path; two submissions in one second get different ones."""
-    stem = f"{options.job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-    return next(path for name in names if not (path := options.folder.resolve() / name).exists())
