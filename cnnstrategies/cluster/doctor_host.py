@@ -1,20 +1,19 @@
-"""The processes of ``cnnstrategies doctor``: where they run, how SSH starts them, what is wrong with GPUs there."""
+"""What ``cnnstrategies doctor`` finds out about its host: the place among the others, versions, memory and GPUs."""
 
 import itertools
 import os
-import shlex
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import lightning
 import torch
 
 from cnnstrategies.cluster.environment import MpirunEnvironment, environment_plugins
 
 DRIVER = Path("/proc/driver/nvidia/gpus")  # Has an entry for each card, whatever torch can do with it.
-NO_SSH = 255  # ssh's own exit code for failures of its own
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Place:
 
 
 def find_place() -> Place | None:
-    """Read the variables of srun, torchrun, mpirun, or ``doctor --hosts``; None where none has started this process."""
+    """Read the variables of srun, torchrun, mpirun, or those set by hand; None where nothing has started others."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         nodes = int(os.environ["GROUP_WORLD_SIZE"])
         return Place(int(os.environ["GROUP_RANK"]), nodes, int(os.environ["LOCAL_RANK"]), *_main())
@@ -56,6 +55,31 @@ def find_place() -> Place | None:
 
 def _main() -> tuple[str, int]:
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def versions() -> dict[str, str]:
+    """The versions that must be equal on all hosts."""
+    try:
+        own = version("cnnstrategies")
+    except PackageNotFoundError:
+        own = "not installed"
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None  # type: ignore[no-untyped-call]
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "cnnstrategies": own,
+        "NCCL": ".".join(map(str, nccl)) if nccl else "none",
+    }
+
+
+def shared_memory() -> int | None:
+    """Size of ``/dev/shm``, which a container limits; None where there is none, as outside Linux."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return found.f_frsize * found.f_blocks
 
 
 def gpu_problems(variables: Mapping[str, str] = os.environ, driver: Path = DRIVER) -> list[str]:
@@ -99,68 +123,3 @@ def _why_not() -> str:
     except (RuntimeError, AssertionError) as error:  # Which of them torch raises depends on what is missing.
         return str(error).splitlines()[0]
     return f"it is built for CUDA {torch.version.cuda}; does the container pass the cards on (--gpus all, --nv)?"
-
-
-def run_over_ssh(hosts: Sequence[str], port: int, ssh: str, arguments: Sequence[str]) -> int:
-    """Run ``cnnstrategies doctor`` on every host and pass on what it prints.
-
-    Args:
-        hosts: Names as ssh and the other hosts know them, perhaps with ``user@``; the first one is the main host.
-        port: Main port.
-        ssh: The command, with options. It must not ask for a password.
-        arguments: Those of the doctor on each host.
-
-    Returns:
-        0 if all is well, else 1.
-    """
-    folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
-    failed = False
-    tried = _everywhere(ssh, hosts, [f"cd {folder} && test -x {python}"] * len(hosts))
-    for host, (code, output) in zip(hosts, tried, strict=True):
-        if code == NO_SSH:
-            said = output.strip()
-            reason = f"ssh {host} fails: {said}; it must work from here without a password: ssh-copy-id {host}"
-        elif code != 0:
-            reason = (
-                f"{host} lacks {os.getcwd()} or {sys.executable}: the same paths must exist on all hosts, on shared "
-                "storage or installed alike"
-            )
-        else:
-            continue
-        failed = True
-        print(f"mend: {reason}", file=sys.stderr)
-    if failed:
-        return 1
-    commands = []
-    for node in range(len(hosts)):
-        variables = {
-            "MASTER_ADDR": hosts[0].rpartition("@")[2],
-            "MASTER_PORT": str(port),
-            "NNODES": str(len(hosts)),
-            "NODE_RANK": str(node),
-            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
-        }
-        words = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-        commands.append(f"cd {folder} && exec env {words} {python} -m cnnstrategies doctor {shlex.join(arguments)}")
-    results = _everywhere(ssh, hosts, commands)
-    for node, (host, (code, output)) in enumerate(zip(hosts, results, strict=True)):
-        if node == 0 or code != 0:
-            print("".join(f"{host}: {line}" if node else line for line in output.splitlines(keepends=True)), end="")
-    return int(any(code != 0 for code, _ in results))
-
-
-def _everywhere(ssh: str, hosts: Sequence[str], commands: Sequence[str]) -> list[tuple[int, str]]:
-    """The exit code and output of a command on each host, all at the same time."""
-    processes = [
-        subprocess.Popen(
-            [*shlex.split(ssh), "-o", "BatchMode=yes", host, command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for host, command in zip(hosts, commands, strict=True)
-    ]
-    # A pipe holds what a doctor prints before its turn comes.
-    outputs = [process.communicate()[0] for process in processes]
-    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]

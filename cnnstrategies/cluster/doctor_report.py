@@ -44,7 +44,7 @@ def links_table(report: Report) -> Table:
 
 def mends(report: Report) -> list[str]:
     """What is wrong and what to do about it; empty if all is well."""
-    checks = (_missing, _versions, _names, _links, _shared, _clocks, _memory, _gpus)
+    checks = (_missing, _versions, _links, _shared, _clocks, _memory, _gpus)
     return [line for check in checks for line in check(report)]
 
 
@@ -74,10 +74,10 @@ def _links(report: Report) -> list[str]:
         here = report.hosts[node]
         for other, reason in findings.failures.items():
             there = report.hosts[other]
-            ports = f"to port {there.port} of the servers" if there.serves else "on all ports between the machines"
             lines.append(
                 f"{here.host} cannot reach {there.host} at {there.address} port {there.port} ({reason}): allow TCP "
-                f"connections {ports}, or choose another network with --interface (and --network.interface in training)"
+                "connections on all ports between the machines, or choose another network with --interface (and "
+                "--network.interface in training)"
             )
     return lines
 
@@ -88,16 +88,6 @@ def _shared(report: Report) -> list[str]:
         "and may write to, such as an NFS mount; name it with --shared"
         for node, findings in report.findings.items()
         for problem in findings.shared
-    ]
-
-
-def _names(report: Report) -> list[str]:
-    first = report.hosts[0]
-    if first.astray is None:
-        return []
-    return [
-        f"the main address leads to {first.astray}, and {first.host} has {first.address}: see that the headless "
-        "service selects this run's pods alone"
     ]
 
 

@@ -1,6 +1,7 @@
-"""What a run on several hosts needs around it: the right interface, and an end when a host goes silent."""
+"""Hosts of a run find each other before it starts, or say who is missing; and an end when one of them goes silent."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -13,16 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from cnnstrategies._lightning_private import ranks_are_children
-from cnnstrategies.cluster.addresses import use_interface
-from cnnstrategies.cluster.meeting import interface_of, meet, open_store
-from cnnstrategies.cluster.probe import Answer, Peer, ping
-from cnnstrategies.cluster.stores import on_loopback
+from cnnstrategies.cluster.addresses import Interface, choose_interface, resolve, use_interface
+from cnnstrategies.cluster.probe import Answer, Peer, Probe, ping
+from cnnstrategies.cluster.stores import missing_after, on_loopback, open_store
 from cnnstrategies.errors import ConfigurationError
 
 UNREACHABLE = 1  # exit code
 MOST_AT_ONCE = 16  # pings under way
+PING_SECONDS = 5.0
 
 
 class Network:
@@ -43,6 +45,78 @@ class Network:
         self.interface = interface
         self.wait = wait
         self.timeout = timeout
+
+
+def meet(
+    store: Store, node: int, nodes: int, main_address: str, interface: str | None, seconds: float
+) -> tuple[Interface, Probe, list[Peer]]:
+    """Make this host known, wait for the others, and try every connection between this one and them.
+
+    Args:
+        store: From :func:`open_store`.
+        node: Number of this host in the run.
+        nodes: Number of hosts.
+        main_address: Where the store is served; the first host takes its route to the second instead.
+        interface: By default the one on the route.
+        seconds: How long to wait for the other hosts.
+
+    Raises:
+        ConfigurationError: A host is missing, or a connection between two hosts fails; on every host that is there.
+    """
+    me = socket.gethostname()
+    if node == 0:
+        # The route to its own address would be the loopback's.
+        _wait_for(store, ["source"], node, nodes, seconds)
+        mine = choose_interface(interface, store.get("source").decode())
+    else:
+        mine = choose_interface(interface, resolve(main_address))
+        store.set("source", mine.address)
+    probe = Probe(mine.address)
+    store.set(f"host/{node}", json.dumps([me, mine.address, probe.port]))
+    keys = [f"host/{number}" for number in range(nodes)]
+    _wait_for(store, keys, node, nodes, seconds)
+    everyone = [Peer(number, *json.loads(store.get(key))) for number, key in enumerate(keys)]
+    others = [peer for peer in everyone if peer.node != node]
+    failures = []
+    for peer in others:
+        answer, reason = ping(peer, min(PING_SECONDS, seconds))
+        if answer != "here":
+            failures.append(f"{me} ({mine.address} on {mine.name}) cannot reach {peer} on port {peer.port}: {reason}")
+    store.set(f"failures/{node}", json.dumps(failures))
+    keys = [f"failures/{number}" for number in range(nodes)]
+    _wait_for(store, keys, node, nodes, seconds + nodes * PING_SECONDS)
+    failures = [failure for key in keys for failure in json.loads(store.get(key))]
+    if failures:
+        store.set(f"told/{node}", "")
+        if node == 0:
+            # Until all know of it: the store, which is served here, is about to end.
+            missing_after(store, [f"told/{number}" for number in range(nodes)], PING_SECONDS)
+        raise ConfigurationError(
+            "; ".join(failures) + ": allow TCP connections on all ports between the machines of the run, or choose "
+            "another interface with --network.interface"
+        )
+    store.set(f"interface/{node}", mine.name)
+    return mine, probe, others
+
+
+def interface_of(store: Store, node: int, nodes: int, seconds: float) -> str:
+    """The name of the interface that this host's first process has chosen."""
+    _wait_for(store, [f"interface/{node}"], node, nodes, seconds)
+    return store.get(f"interface/{node}").decode()
+
+
+def _wait_for(store: Store, keys: list[str], node: int, nodes: int, seconds: float) -> None:
+    """Wait until the hosts have written these keys; a missing host is named by its number, those present by name."""
+    if not missing_after(store, keys, seconds):
+        return
+    come = {number: store.get(f"host/{number}") for number in range(nodes) if store.check([f"host/{number}"])}
+    known = [f"{Peer(number, *json.loads(record))}" for number, record in come.items()]
+    missing = [f"node {number}" for number in range(nodes) if number not in (node, *come)]
+    raise ConfigurationError(
+        f"{socket.gethostname()} has waited {seconds:g} s for {', '.join(missing) or 'the other hosts'}"
+        f"{'; here are ' + ', '.join(known) if known else ''}: start the run on all {nodes} machines with the "
+        "same MASTER_ADDR and MASTER_PORT; --network.wait sets how long to wait"
+    )
 
 
 class Watch:

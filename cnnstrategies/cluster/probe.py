@@ -16,35 +16,12 @@ SEND_SECONDS = 0.3
 CHUNK = bytes(2**18)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A connection, as seen from one of its ends.
-
-    Attributes:
-        round_trip: Seconds; the median.
-        bandwidth: Bytes per second from here to there, over one TCP connection.
-        clock: Seconds by which the other's clock is ahead, to about half a round trip.
-    """
-
-    round_trip: float
-    bandwidth: float
-    clock: float
-
-
 class Probe:
-    """Answers questions of other hosts until it is closed.
+    """Answers questions of other hosts, at an IP address and a free port, until it is closed."""
 
-    Args:
-        address: The IP address to listen on.
-        port: The port; 0 for a free one.
-
-    Raises:
-        OSError: The port is taken.
-    """
-
-    def __init__(self, address: str, port: int = 0) -> None:
+    def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, port), family=family, backlog=1024)
+        self._socket = socket.create_server((address, 0), family=family, backlog=1024)
         self.port = int(self._socket.getsockname()[1])
         threading.Thread(target=self._accept, name="probe", daemon=True).start()
 
@@ -79,14 +56,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a host of the run answers.
-
-    Attributes:
-        node: Number of the host in the run.
-        host: Its own name.
-        address: Its IP address towards the other hosts.
-        port: Of its :class:`Probe`.
-    """
+    """A host of the run: its number, its own name, its IP address towards the others, and the port of its probe."""
 
     node: int
     host: str
@@ -99,10 +69,6 @@ class Peer:
 
 def ping(peer: Peer, seconds: float) -> tuple[Answer, str]:
     """Ask a host's :class:`Probe` whether it is there.
-
-    Args:
-        peer: The host.
-        seconds: How long to wait for its answer.
 
     Returns:
         ``here``, ``refused`` (the host answers, but its part of the run has ended) or ``silent``; and the reason for
@@ -122,16 +88,15 @@ def ping(peer: Peer, seconds: float) -> tuple[Answer, str]:
         return "silent", str(error.strerror)
 
 
-def measure(address: str, port: int, timeout: float) -> Measured:
+def measure(address: str, port: int, timeout: float) -> tuple[float, float, float]:
     """Measure the connection to another host's :class:`Probe`; takes about half a second.
 
-    Args:
-        address: Its IP address.
-        port: Its port.
-        timeout: Seconds to wait for any answer.
+    Returns:
+        The median of the round trip in seconds, the bandwidth from here to there over one TCP connection in bytes per
+        second, and the seconds by which the other's clock is ahead, to about half a round trip.
 
     Raises:
-        OSError: There is no connection.
+        OSError: There is no connection, or no answer within ``timeout`` seconds.
     """
     with socket.create_connection((address, port), timeout=timeout) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -152,7 +117,7 @@ def measure(address: str, port: int, timeout: float) -> Measured:
         connection.shutdown(socket.SHUT_WR)
         received = struct.unpack("!Q", _receive(connection, 8))[0]
         seconds = time.perf_counter() - start
-    return Measured(statistics.median(times), received / seconds, statistics.median(offsets))
+    return statistics.median(times), received / seconds, statistics.median(offsets)
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The stores of torch's through which ranks find each other: on the loopback, and under torchrun one for each start."""
+"""The stores of torch's through which processes find each other: of hosts, of one machine, of torchrun's starts."""
 
 import contextlib
 import ipaddress
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.cluster.addresses import free_port, resolve, use_interface
@@ -18,17 +18,14 @@ from cnnstrategies.errors import ConfigurationError
 LOOPBACK, INTERFACE = "127.0.0.1", "lo"
 SERVED = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: another process serves the store, and rank 0 only connects to it.
 SECONDS = 60.0
+POLL = 0.05  # seconds
 FREE_PORT = "free port"
 
 
 def serve_on_loopback(address: str = LOOPBACK, port: int = 0) -> TCPStore:
     """A store of torch's that listens on the loopback alone; by itself it listens on all interfaces.
 
-    ``torch.distributed`` opens it again later: within a process both share one server.
-
-    Args:
-        address: One of the loopback's.
-        port: Its port; 0 takes a free one.
+    ``torch.distributed`` opens it again later: within a process both share one server. Port 0 takes a free one.
 
     Raises:
         OSError: The port is taken.
@@ -131,8 +128,71 @@ def _current_port(agent: PrefixStore, address: str) -> int:
             port = int(agent.get("port"))
             with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=5):
                 return port
-        time.sleep(0.05)
+        time.sleep(POLL)
     raise ConfigurationError(
         f"{socket.gethostname()} has not reached rank 0 on {address} for {SECONDS:g} s: it has failed, or a firewall "
         "blocks the connection; allow TCP connections on all ports between the machines of the run"
     )
+
+
+def open_store(address: str, port: int, serve: bool, seconds: float) -> Store:
+    """The store at the main address, through which the processes of a run find each other; rank 0 serves it.
+
+    ``torch.distributed`` opens it again later: within a process both share one server.
+
+    Raises:
+        ConfigurationError: The main address is unknown or does not answer, or its port is taken.
+    """
+    if serve:
+        resolve(address)  # torch's own client would retry, and print a stack.
+    else:
+        _wait_for_port(address, port, seconds)
+    try:
+        store = TCPStore(
+            address,
+            port,
+            is_master=serve,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"{socket.gethostname()} cannot serve port {port}: {str(error).splitlines()[0]}; set MASTER_PORT to a free "
+            "one on every machine"
+        ) from error
+    return PrefixStore("cnnstrategies", store)
+
+
+def _wait_for_port(address: str, port: int, seconds: float) -> None:
+    """Return when something listens there: torch's own client retries without saying why it fails."""
+    deadline = time.monotonic() + seconds
+    ip = resolve(address)
+    reason = ""
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((ip, port), timeout=min(left, 10)).close()
+            return
+        except TimeoutError:
+            reason = "no answer: is the machine up, and does a firewall block the port?"
+        except ConnectionRefusedError:
+            reason = "it answers, but nothing listens there: has rank 0 been started, with the same MASTER_PORT?"
+        except OSError as error:
+            reason = f"{error.strerror}"
+        time.sleep(min(0.2, max(0.0, left)))
+        with contextlib.suppress(ConfigurationError):
+            ip = resolve(address)  # A pod that was started again has another one.
+    where = address if address == ip else f"{address} ({ip})"
+    raise ConfigurationError(
+        f"{socket.gethostname()} has not reached the main address {where} on port {port} for {seconds:g} s: {reason}"
+    )
+
+
+def missing_after(store: Store, keys: list[str], seconds: float) -> list[str]:
+    """Wait until all of these keys are there; those that are not after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while keys and not store.check(keys):
+        if time.monotonic() > deadline:
+            return [key for key in keys if not store.check([key])]
+        time.sleep(POLL)
+    return []

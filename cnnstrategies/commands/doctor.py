@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from cnnstrategies.cluster.doctor import Report, examine, examine_alone
-from cnnstrategies.cluster.doctor_host import find_place, run_over_ssh
+from cnnstrategies.cluster.doctor_host import find_place
 from cnnstrategies.cluster.doctor_report import hosts_table, links_table, mends, versions_table
 from cnnstrategies.cluster.stores import own_store
 from cnnstrategies.commands.front.options import doctor_parser
@@ -16,11 +16,6 @@ from cnnstrategies.errors import ConfigurationError
 def main(args: Sequence[str]) -> None:
     """Check the hosts, or this one alone, and exit with 0 if all is well, else with 1."""
     options = doctor_parser().parse_args(args[1:])
-    if options.hosts:
-        passed = [f"--shared={options.shared.absolute()}", f"--wait={options.wait:g}"]
-        if options.interface:
-            passed.append(f"--interface={options.interface}")
-        sys.exit(run_over_ssh(options.hosts.split(","), options.port, options.ssh, passed))
     place = find_place()
     if place is not None and place.local_rank != 0:
         return
@@ -31,7 +26,7 @@ def main(args: Sequence[str]) -> None:
             with own_store():
                 place = find_place()  # Under torchrun the port is another one now.
                 assert place is not None, "it has been found"
-                report = examine(place, options.shared.absolute(), options.interface, options.wait, options.listen)
+                report = examine(place, options.shared.absolute(), options.interface, options.wait)
         except ConfigurationError as error:
             print(f"mend: {error}", file=sys.stderr)
             sys.exit(1)
@@ -46,7 +41,7 @@ def main(args: Sequence[str]) -> None:
     if alone:
         print(
             "This machine alone; for several, start it as the training will be, with srun, torchrun or mpirun, one "
-            "process on each machine, or give their names: cnnstrategies doctor --hosts node1,node2"
+            "process on each machine; docs/doctor.md has the commands"
         )
     elif not problems:
         print(f"All {report.nodes} hosts agree, reach each other and share {report.directory}")

@@ -9,13 +9,13 @@ import pytest
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
-from cnnstrategies.cluster.doctor_host import find_place
+from cnnstrategies.cluster.doctor_host import Place, find_place
 from cnnstrategies.cluster.environment import environment_plugins
 from cnnstrategies.cluster.job import Size, job_size, sbatch_script
-from cnnstrategies.cluster.options import ClusterOptions, time_limit
+from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.errors import ConfigurationError
 
-FOLDER = Path("/shared/runs of ann/cnn-1")
+FOLDER = Path("/shared/runs of ann/100%done")
 
 
 def script(options: ClusterOptions, size: Size) -> str:
@@ -58,7 +58,7 @@ def test_every_option_is_in_the_script() -> None:
         "--mem=64G",
         "--constraint='ib&nvme'",
         "--time=1-12:00:00",
-        "--output='/shared/runs of ann/cnn-1/%j.log'",
+        "--output='/shared/runs of ann/100%%done/%j.log'",
         "--open-mode=append",
         "--signal=USR2@300",
         "--requeue",
@@ -72,6 +72,7 @@ def test_every_option_is_in_the_script() -> None:
     assert "srun --cpus-per-task=8 " in text
     assert "python -m cnnstrategies fit --config" in text
     assert "kill -l USR2" in text
+    assert "run='/shared/runs of ann/100%done'\n" in text
 
 
 def test_what_is_left_out_is_left_to_the_cluster() -> None:
@@ -80,7 +81,7 @@ def test_what_is_left_out_is_left_to_the_cluster() -> None:
         "--job-name=cnnstrategies",
         "--nodes=1",
         "--ntasks-per-node=2",
-        "--output='/shared/runs of ann/cnn-1/%j.log'",
+        "--output='/shared/runs of ann/100%%done/%j.log'",
         "--open-mode=append",
         "--no-requeue",
     ]
@@ -105,11 +106,6 @@ def test_only_a_run_that_goes_on_without_a_dead_rank_is_left_to_do_so() -> None:
     assert "--wait=0 " in sbatch_script(*arguments, goes_on=True)
 
 
-def test_other_options_of_sbatch_are_let_through() -> None:
-    lines = ["--exclusive", "-p gpu", "--gres=nvme:1", "--gpu-freq=high", "--nodelist=n1", "-w n1", "--mail-type=END"]
-    ClusterOptions(sbatch=lines, server_nodes=1, server_sbatch=["--cpus-per-task=8", "--mem=8G"])
-
-
 def test_a_container_starts_the_interpreter_that_it_has() -> None:
     size = Size(nodes=1, tasks_per_node=2, gpus_per_node=0)
     options = ClusterOptions(container="apptainer exec --nv --bind '/my data' cnn.sif", server_nodes=1)
@@ -119,12 +115,6 @@ def test_a_container_starts_the_interpreter_that_it_has() -> None:
     assert f"{container}.commands.server --config" in text
     text = script(ClusterOptions(container="srun-enroot", python="/opt/conda/bin/python"), size)
     assert "    srun-enroot /opt/conda/bin/python -m cnnstrategies fit" in text
-
-
-def test_a_percent_sign_in_the_folder_is_no_pattern_of_sbatch() -> None:
-    text = sbatch_script(ClusterOptions(), Size(1, 1, 0), Path("/runs/100%done"), "python", "command")
-    assert "--output=/runs/100%%done/%j.log" in directives(text)
-    assert "run=/runs/100%done\n" in text
 
 
 SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "cnn", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -146,6 +136,9 @@ def test_without_srun_a_run_starts_its_ranks_itself_on_one_node(
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     assert [type(one) for one in environment_plugins([], num_nodes=2)] == [SLURMEnvironment]
+    for name, value in {"SLURM_NODEID": "1", "SLURM_NNODES": "2", "SLURM_LOCALID": "0", "MASTER_ADDR": "n1"}.items():
+        monkeypatch.setenv(name, value)
+    assert find_place() == Place(node=1, nodes=2, local_rank=0, main_address="n1", main_port=15007)
 
 
 STUBS = {
@@ -183,82 +176,39 @@ def test_a_job_is_requeued_when_it_was_warned_or_preempted_and_not_when_it_faile
     assert run_as_job(tmp_path / "warned too often", warned, restarts=3) == []
 
 
-@pytest.mark.parametrize(
-    ("devices", "accelerator", "size"),
-    [
-        (4, "gpu", Size(2, 4, 4)),
-        ("4", "cuda", Size(2, 4, 4)),
-        ([0, 2], "gpu", Size(2, 2, 2)),
-        (3, "cpu", Size(2, 3, 0)),
-    ],
-)
-def test_size_is_the_trainers(devices: object, accelerator: str, size: Size) -> None:
-    assert job_size(2, devices, accelerator) == size
+def test_the_size_is_the_trainers_and_what_only_the_machine_would_know_is_refused() -> None:
+    assert job_size(2, "4", "cuda") == job_size(2, 4, "gpu") == Size(2, 4, 4)
+    assert job_size(2, [0, 2], "gpu") == Size(2, 2, 2)
+    assert job_size(2, 3, "cpu") == Size(2, 3, 0)
+    for devices, accelerator in (("auto", "gpu"), (-1, "gpu"), (2, "auto")):
+        with pytest.raises(ConfigurationError, match=r"trainer\.(devices|accelerator)=(auto|-1)"):
+            job_size(1, devices, accelerator)
 
 
-@pytest.mark.parametrize(
-    ("devices", "accelerator", "message"),
-    [
-        ("auto", "gpu", "trainer.devices=auto"),
-        (-1, "gpu", "trainer.devices=-1"),
-        (2, "auto", "trainer.accelerator=auto"),
-    ],
-)
-def test_what_only_the_machine_would_know_is_refused(devices: object, accelerator: str, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        job_size(1, devices, accelerator)
+REFUSED: list[tuple[dict[str, object], str]] = [
+    ({"time": 5400}, "without quotes"),
+    ({"signal_seconds": 10}, "at least 30"),
+    ({"job_name": "bash"}, "takes for a shell"),
+    ({"job_name": "a b"}, "letters, digits"),
+    ({"cpus_per_task": 0}, "cpus_per_task=0"),
+    ({"sbatch": ["exclusive"]}, "no option of sbatch"),
+    ({"sbatch": ["--nodes=3"]}, "trainer.num_nodes decides it"),
+    ({"sbatch": ["-N 3"]}, "trainer.num_nodes decides it"),
+    ({"sbatch": ["-N2"]}, "trainer.num_nodes decides it"),
+    ({"sbatch": ["--exclusive -n8"]}, "trainer.devices decides it"),
+    ({"sbatch": ["--gres=gpu:2"]}, "trainer.devices decides it"),
+    ({"sbatch": ["--gres gpu:2"]}, "trainer.devices decides it"),
+    ({"sbatch": ["--array=0-3"]}, "cluster.folder decides it"),
+    ({"server_nodes": 1, "server_sbatch": ["-N3"]}, "cluster.server_sbatch: '-N3' could disagree"),
+    ({"python": "apptainer exec a.sif python"}, "container='apptainer exec a.sif' and cluster.python='python'"),
+    ({"server_nodes": -1}, "server_nodes=-1"),
+    ({"server_sbatch": ["--mem=8G"]}, "does not ask for"),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        (None, None),
-        ("90", 5400),
-        ("90:30", 5430),
-        ("01:30:05", 5405),
-        ("2-12", 216000),
-        ("2-12:30", 217800),
-        ("1-00:00:01", 86401),
-    ],
-)
-def test_time_limits_are_read_as_slurm_reads_them(text: str | None, seconds: int | None) -> None:
-    assert time_limit(text) == seconds
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"time": 5400}, "without quotes"),
-        ({"time": "1h"}, "SLURM writes minutes"),
-        ({"time": "3"}, "never get to train"),
-        ({"signal_seconds": 10}, "at least 30"),
-        ({"job_name": "bash"}, "takes for a shell"),
-        ({"job_name": "a b"}, "letters, digits"),
-        ({"cpus_per_task": 0}, "cpus_per_task=0"),
-        ({"sbatch": ["exclusive"]}, "no option of sbatch"),
-        ({"sbatch": ["--nodes=3"]}, "could disagree"),
-        ({"sbatch": ["-N 3"]}, "could disagree"),
-        ({"sbatch": ["-N2"]}, "trainer.num_nodes decides it"),
-        ({"sbatch": ["--exclusive -sn8"]}, "trainer.devices decides it"),
-        ({"sbatch": ["-G4"]}, "trainer.devices decides it"),
-        ({"sbatch": ["--ntasks-per-n=8"]}, "trainer.devices decides it"),
-        ({"sbatch": ["--gre gpu:2"]}, "trainer.devices decides it"),
-        ({"sbatch": ["-Jbash"]}, "cluster.job_name decides it"),
-        ({"sbatch": ["--outp=here"]}, "cluster.folder decides it"),
-        ({"sbatch": ["-c8"]}, "cluster.cpus_per_task decides it"),
-        ({"sbatch": ["--comment='a"]}, "no option of sbatch"),
-        ({"server_nodes": 1, "server_sbatch": ["-N3"]}, "cluster.server_sbatch: '-N3' could disagree"),
-        (
-            {"python": "apptainer exec a.sif python"},
-            "container='apptainer exec a.sif' and cluster.python='python'",
-        ),
-        ({"sbatch": ["--gres=gpu:2"]}, "could disagree"),
-        ({"sbatch": ["--array=0-3"]}, "cluster.folder decides it"),
-        ({"server_nodes": -1}, "server_nodes=-1"),
-        ({"server_sbatch": ["--mem=8G"]}, "does not ask for"),
-        ({"server_nodes": 1, "server_sbatch": ["--nodes=3"]}, "could disagree"),
-    ],
-)
-def test_options_that_cannot_be_right_are_refused(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        ClusterOptions(**arguments)  # type: ignore[arg-type]
+def test_options_that_cannot_be_right_are_refused_and_others_are_not() -> None:
+    for arguments, message in REFUSED:
+        with pytest.raises(ConfigurationError, match=message):
+            ClusterOptions(**arguments)  # type: ignore[arg-type]
+    lines = ["--exclusive", "-p gpu", "--gres=nvme:1", "--gpu-freq=high", "--nodelist=n1", "-w n1", "--mail-type=END"]
+    ClusterOptions(sbatch=lines, server_nodes=1, server_sbatch=["--cpus-per-task=8", "--mem=8G"])

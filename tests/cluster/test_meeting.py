@@ -7,8 +7,9 @@ import pytest
 from ports import free_port
 from torch.distributed import HashStore
 
-from cnnstrategies.cluster import meeting
-from cnnstrategies.cluster.meeting import meet, open_store
+from cnnstrategies.cluster import stores
+from cnnstrategies.cluster.hosts import meet
+from cnnstrategies.cluster.stores import open_store
 from cnnstrategies.errors import ConfigurationError
 
 
@@ -41,7 +42,7 @@ def test_a_main_address_that_has_moved_is_found(monkeypatch):
     port = free_port()
     addresses = iter(["255.255.255.255", "127.0.0.1"])  # No connection is made to the first, whoever listens where.
     serving = open_store("127.0.0.1", port, True, 60)
-    monkeypatch.setattr(meeting, "resolve", lambda name: next(addresses))
+    monkeypatch.setattr(stores, "resolve", lambda name: next(addresses))
     open_store("localhost", port, False, 60).set("here", "")
     assert serving.check(["here"])
 
