@@ -20,7 +20,7 @@ RENDEZVOUS = ("--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"
 ALONE = {"GROUP_WORLD_SIZE": "1"}  # one machine
 STATIC = ("--nnodes=1", "--master-addr=127.0.0.1", "--master-port")
 # The other worker waits for the dead one's gradient as long as `timeout`.
-SERVER = ("--trainer.strategy=ParameterServerStrategy", "--trainer.strategy.init_args.timeout=15")
+SERVER = ("--trainer.strategy=ParameterServerStrategy", "--trainer.strategy.init_args.timeout=8")
 DIES = """
 import os, signal
 from lightning.pytorch import Callback
