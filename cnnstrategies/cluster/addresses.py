@@ -17,12 +17,7 @@ DISCARD = 9  # A port is needed to ask for a route; nothing is sent to it.
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface of this machine.
-
-    Attributes:
-        name: Such as ``eth0``.
-        address: Its first IP address, which is the one that gloo announces to the other ranks.
-    """
+    """A network interface of this machine, and its first IP address, which gloo announces to the other ranks."""
 
     name: str
     address: str
@@ -99,10 +94,7 @@ def interface_to(target: str) -> Interface:
 
 
 def find_interface(wanted: str) -> Interface:
-    """The interface with a name, or the one with an address in a subnet.
-
-    Args:
-        wanted: ``eth0``, or ``10.0.0.0/24`` where the names differ from host to host.
+    """The interface with a name, ``eth0``, or the one with an address in a subnet, ``10.0.0.0/24``.
 
     Raises:
         ConfigurationError: There is none.

@@ -29,24 +29,17 @@ class MpirunEnvironment(ClusterEnvironment):
     Lightning's ``MPIEnvironment`` needs mpi4py, and tells hosts apart by their names. On several hosts rank 0's
     address is ``MASTER_ADDR``; without it mpi4py, if installed, sends round the name of rank 0's host.
 
-    Attributes:
-        RANK: The variable with the rank.
-        SIZE: That with the number of ranks.
-        LOCAL_RANK: That with the rank's number on its machine.
-        LOCAL_SIZE: That with the number of ranks on its machine.
-        PER_MACHINE: The option that starts so many ranks on each machine, one machine after the other.
-        PASS_ON: The options that set ``MASTER_ADDR``, up to its value.
-
     Raises:
         ConfigurationError: Ranks are not numbered host by host, or rank 0's address is unknown.
     """
 
+    # Names of its variables.
     RANK: str
     SIZE: str
     LOCAL_RANK: str
     LOCAL_SIZE: str
-    PER_MACHINE: str
-    PASS_ON: str
+    PER_MACHINE: str  # The option that starts so many ranks on each machine, one machine after the other.
+    PASS_ON: str  # The options that set ``MASTER_ADDR``, up to its value.
 
     def __init__(self) -> None:
         self._main_address: str | None = None
@@ -187,9 +180,7 @@ def environment_plugins(plugins: list[Any], num_nodes: int = 1) -> list[ClusterE
     stops them at the same one, and the job's script requeues it. A job's script, or its shell, without srun is one
     process that has the job's variables: Lightning would take it for rank 0 and wait for the others.
 
-    Args:
-        plugins: Those of the configuration; a cluster environment among them is left alone.
-        num_nodes: ``trainer.num_nodes``.
+    A cluster environment among the configuration's plugins is left alone.
 
     Raises:
         ConfigurationError: A run on several nodes was started in a job of SLURM without srun.
@@ -231,9 +222,6 @@ def check_world(trainer: Trainer) -> None:
     """Refuse a launcher that has started another number of processes than the trainer divides the work among.
 
     Each would train on its share of the data, and nobody on the rest.
-
-    Args:
-        trainer: With its strategy made.
 
     Raises:
         ConfigurationError: It has; the message says how to start as many.

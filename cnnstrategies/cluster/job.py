@@ -17,13 +17,7 @@ STRATEGY = "cnnstrategies.strategies.ParameterServerStrategy"
 
 @dataclass(frozen=True)
 class Size:
-    """How many processes a job has, and where.
-
-    Attributes:
-        nodes: ``trainer.num_nodes``.
-        tasks_per_node: Processes of a node: ``trainer.devices``.
-        gpus_per_node: GPUs of a node; 0 on CPUs.
-    """
+    """How many processes and GPUs a job has: ``trainer.num_nodes``, ``trainer.devices``; no GPUs on CPUs."""
 
     nodes: int
     tasks_per_node: int
@@ -62,7 +56,7 @@ def sbatch_script(
     command: str,
     goes_on: bool = False,
 ) -> str:
-    """The script of a job.
+    """The script of a job, for ``sbatch``.
 
     Args:
         options: The ``cluster`` section.
@@ -71,9 +65,6 @@ def sbatch_script(
         python: The interpreter, unless the options name one.
         command: The command line that made the job, for the reader.
         goes_on: Whether the run goes on without a rank that dies.
-
-    Returns:
-        Text for ``sbatch``.
     """
     parts = [_header(options, size, folder, command), setup_lines(options)]
     interpreter = options.python or ("python" if options.venv or options.container else python)
@@ -176,10 +167,7 @@ fi
 
 
 def submit(script: Path) -> str:
-    """Check a script with SLURM and put it into the queue.
-
-    Returns:
-        The job's number.
+    """Check a script with SLURM and put it into the queue; the job's number.
 
     Raises:
         ConfigurationError: There is no SLURM here, or it refuses the job; the message is SLURM's.

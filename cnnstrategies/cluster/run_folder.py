@@ -67,13 +67,10 @@ def begins_anew(fresh: bool, run: Run) -> bool:
 def keep_version(trainer: Any, name: str) -> list[Any]:
     """Give the loggers of a configuration a version, so that a run started again writes to the same folder.
 
-    Args:
-        trainer: ``trainer`` of the configuration; changed. A version that the user gave stays, and so does a logger
-            that has none, or for which it is an id.
-        name: The version.
+    A version that the user gave stays, and so does a logger that has none, or for which it is an id.
 
     Returns:
-        The loggers, as the configuration has them.
+        The loggers, as the configuration, which is changed, has them.
     """
     if trainer.logger is False:
         return []
@@ -126,11 +123,7 @@ def last_checkpoint(trainer: Trainer, run: Run) -> Path | None:
 
 
 def refuse_anothers(last: Path, name: str) -> None:
-    """Refuse a folder with the last checkpoint of another run; a restart would go on from it.
-
-    Raises:
-        ConfigurationError: It is another's.
-    """
+    """Refuse a folder with the last checkpoint of another run; a restart would go on from it."""
     folder = last.parent
     record = read_record(folder)
     if last.exists() and record.get("run", folder.parent.name if folder.name == CHECKPOINTS else None) != name:
@@ -169,11 +162,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write ``run.json`` whole.
-
-    Raises:
-        ConfigurationError: The disk does not take it.
-    """
+    """Write ``run.json`` whole."""
     with whole_file(folder / RECORD, "make room there, or give another checkpoint.dirpath") as file:
         file.write(f"{json.dumps(record, indent=1)}\n".encode())
 

@@ -110,11 +110,6 @@ LAUNCHERS: tuple[Callable[[Environment, str], Said | None], ...] = (torchrun, ku
 def find_run(given: str | None, configuration: str, environ: Environment) -> Run | None:
     """The run that this process is a part of; None where nobody starts it again.
 
-    Args:
-        given: ``run_name``.
-        configuration: From :func:`configuration_hash`.
-        environ: The environment variables.
-
     Raises:
         ConfigurationError: What is given cannot be a name, or the run is to be started again and has none.
     """
