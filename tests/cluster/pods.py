@@ -260,7 +260,8 @@ def _server(own: Path) -> Iterator[Callable[[], None]]:
         for file in files:
             os.close(file)
         programs[pid] = client
-        client.send(str(pid).encode())
+        with contextlib.suppress(OSError):  # It may have been killed since.
+            client.send(str(pid).encode())
 
     with listener:
         yield serve

@@ -98,6 +98,7 @@ def wait_until_gone(run: str, nodes: Iterable[int], seconds: float = 30.0) -> No
 def _serve(nodes: int, folder: str) -> None:
     from ray.cluster_utils import Cluster
 
+    Path("/tmp/ray").mkdir(exist_ok=True)  # Where it notes the address, whatever `temp_dir` says.
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": folder}
     )
