@@ -20,8 +20,7 @@ import yaml
 
 from cnnstrategies.cluster.hosts import Network
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.coordinator.roster import SERVER
-from cnnstrategies.paramserver.coordinator.settings import Address
+from cnnstrategies.paramserver.coordinator.settings import SERVER, Address
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import ServerProcess, serve_and_exit
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy

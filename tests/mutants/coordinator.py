@@ -13,7 +13,6 @@ import test_simulation
 from mutants.faulty import replaces
 from simulation.toys import Sheet
 
-from cnnstrategies.paramserver.coordinator.admission import Admission
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.dispatch import Chunk, Dispatcher
 from cnnstrategies.paramserver.coordinator.journal import HEAD, Journaled, _records
@@ -68,18 +67,17 @@ def who_has_missed_a_view_is_not_told_again(
 # Members
 
 
-@replaces(Admission.look, killed_by=HUNDRED_RUNS)
+@replaces(Roster.look, killed_by=HUNDRED_RUNS)
 def who_is_silent_stays_a_member(
-    right: Callable[[Admission, float, bool, tuple[int, list[str]]], None],
-    self: Admission,
+    right: Callable[[Roster, float, bool, tuple[int, list[str]]], None],
+    self: Roster,
     now: float,
     over: bool,
     overdue: tuple[int, list[str]],
 ) -> None:
-    if over:
-        right(self, now, over, overdue)
-    else:
-        self.expect(now)
+    for member in () if over else self.members:
+        member.seen = now
+    right(self, now, over, overdue)
 
 
 @replaces(Roster.not_seen, killed_by=HUNDRED_RUNS)
@@ -101,16 +99,15 @@ def batches_of_a_dead_worker_are_nobodys(
 
 @replaces(Dispatcher.take, killed_by=HUNDRED_RUNS)
 def batches_that_are_asked_for_again_are_others(
-    right: Callable[[Dispatcher, int, int, int, Collection[int], int, float], Chunk],
+    right: Callable[[Dispatcher, int, int, int, Collection[int], int], Chunk],
     self: Dispatcher,
     worker: int,
     number: int,
     processed: int,
     workers: Collection[int],
     ordinal: int,
-    now: float,
 ) -> Chunk:
-    return right(self, worker, number, processed, workers, next(_new), now)
+    return right(self, worker, number, processed, workers, next(_new))
 
 
 @replaces(Dispatcher.processed, killed_by=test_join.test_a_chunk_that_who_leaves_has_not_worked_on_is_given_to_another)
@@ -176,12 +173,12 @@ def who_has_ended_its_epoch_is_waited_for_without_end(
 
 
 @replaces(
-    Admission.admit,
+    Roster.admit,
     killed_by=test_coordinator.test_a_server_that_training_has_begun_without_is_filled_and_one_that_it_has_waited_for_is_not,
     dies=True,
 )
 def a_server_that_training_has_begun_without_counts_as_one_of_the_first(
-    right: Callable[[Admission, float, Peer, Message], None], self: Admission, now: float, peer: Peer, message: Message
-) -> None:
-    self._roster.lost_servers.discard(peer.id)
-    right(self, now, peer, message)
+    right: Callable[[Roster, float, Peer, Message], bool], self: Roster, now: float, peer: Peer, hello: Message
+) -> bool:
+    self.lost_servers.discard(peer.id)
+    return right(self, now, peer, hello)

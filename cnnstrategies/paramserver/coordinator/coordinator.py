@@ -17,14 +17,14 @@ One that was killed goes on in another process from its journal; see :mod:`.jour
 
 from collections.abc import Callable, Sequence
 
-from cnnstrategies.paramserver.coordinator.admission import PATIENCE, Admission
+from cnnstrategies.paramserver.coordinator import window
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
-from cnnstrategies.paramserver.coordinator.handouts import Handouts, Values
+from cnnstrategies.paramserver.coordinator.handouts import Handouts
 from cnnstrategies.paramserver.coordinator.meetings import Rounds
-from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER, Member, Roster
-from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
+from cnnstrategies.paramserver.coordinator.members import Member
+from cnnstrategies.paramserver.coordinator.roster import PATIENCE, Roster
+from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.watchdog import Wait, Watchdog, behind
-from cnnstrategies.paramserver.coordinator.window import WATCHER, Window, figures_of
 from cnnstrategies.paramserver.core.node import Call, ControlError, Effects, End, Message, Peer, Send, Timer
 from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, UNKNOWN, Answering
 
@@ -45,11 +45,6 @@ class Coordinator:
         kept: How many answers to keep for each member.
 
     Attributes:
-        roster: Who takes part.
-        dispatcher: Which chunks of data are given out.
-        values: What members have published.
-        history: What has happened to members, for who watches.
-        handouts: What is answered at once.
         ended: What members are told of the run's end; None before it.
     """
 
@@ -61,13 +56,9 @@ class Coordinator:
         self._effects: Effects = []
         self._answering = Answering(kept)
         self._watchdog = Watchdog(settings.timeout)
-        self.roster = Roster(settings.workers, settings.servers, settings.survivable, self._send, settings.elastic)
+        self.roster = Roster(settings, self._send, self._forget, self._finish)
         self.dispatcher = Dispatcher()
-        self._rounds = Rounds(self.roster, self._answer, self.dispatcher.meet)
-        self.values = Values(self._answer)
-        self._admission = Admission(settings, self.roster, self._watchdog, self._forget, self._finish)
-        self.history = self._admission.history
-        self._window = Window(settings, self.roster, self.history)
+        self._rounds = Rounds(self.roster, self.dispatcher, self._answer)
         self.handouts = Handouts(settings.elastic > 0, self.roster, self.dispatcher, self._answer)
         self.ended: Message | None = None
         self._stopping: float | None = None
@@ -75,8 +66,8 @@ class Coordinator:
         self._handlers: dict[str, Callable[[float, Member, Message], None]] = {
             "leave": self._leave,
             "collect": self._collect,
-            "put": self.values.put,
-            "get": self.values.get,
+            "put": self.handouts.put,
+            "get": self.handouts.get,
             "epoch": self.handouts.epoch,
             "take": self.handouts.take,
             "give_back": self.handouts.give_back,
@@ -112,17 +103,17 @@ class Coordinator:
     def start(self, now: float) -> Effects:
         """Begin to wait for the members; or go on, in another process than the one that was killed."""
         if self._looked is None:
-            self._looked = now
-            self._admission.begin(now)
-            self._window.begin(now)
+            self._looked = self.roster.began = now
         else:
-            self.history.begun_again(self._awake(now))
+            self.roster.history.begun_again(self._awake(now))
         return [Timer(TICK, now + self._tick)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
         """Act on a message, if it is of this session."""
-        if sender.role == WATCHER:
-            return [Send(sender, self._window.answer(now - self._asleep, message, self._waits(), self.ended))]
+        if sender.role == window.WATCHER:
+            seen = now - self._asleep
+            answer = window.answer(self._settings, self.roster, seen, message, self._waits(), self.ended)
+            return [Send(sender, answer)]
         session = message.integer("session")
         if session == self._settings.session:
             self._handle(self._awake(now), sender, message)
@@ -134,11 +125,9 @@ class Coordinator:
         """Look for members that are silent, and for what does not end."""
         awake = self._awake(now)
         overdue = self._rounds.overdue(awake, PATIENCE * self._settings.timeout)
-        self._admission.look(awake, self.ended is not None, overdue)
-        if self.ended is None:
-            trouble = self._watchdog.look(awake, self._waits())
-            if trouble is not None:
-                self._finish(trouble)
+        self.roster.look(awake, self.ended is not None, overdue)
+        if self.ended is None and (trouble := self._watchdog.look(awake, self._waits())):
+            self._finish(trouble)
         self._after_change(awake)
         return [*self._take_effects(), Timer(TICK, now + self._tick)]
 
@@ -159,6 +148,12 @@ class Coordinator:
         effects, self._effects = self._effects, []
         return effects
 
+    def _send(self, peer: Peer, message: Message) -> None:
+        self._effects.append(Send(peer, message))
+
+    def _answer(self, peer: Peer, message: Message) -> None:
+        self._effects += self._answering.answer(peer, message)
+
     # Messages
 
     def _handle(self, now: float, sender: Peer, message: Message) -> None:
@@ -170,14 +165,7 @@ class Coordinator:
         elif message.kind == PROBE:
             self._probe(sender, member, message)
         elif sender.role == "supervision":
-            handler = self._of_supervision.get(message.kind)
-            # The one that has started this process is known; that of another node is who comes first.
-            known = self._supervisions.setdefault(sender.id, sender.process) if sender.id < self._settings.nodes else -1
-            if known != sender.process:
-                raise ControlError(f"{message.kind} of another supervision")
-            if handler is None:
-                raise ControlError(f"a supervision does not say {message.kind!r}")
-            handler(now, sender, message)
+            self._hear_supervision(now, sender, message)
         elif message.kind == "over":
             if member is None and self.roster.at(sender.role, sender.id) is not None:
                 raise ControlError("it is over for another one")
@@ -185,7 +173,7 @@ class Coordinator:
             if member is not None:
                 self.roster.remove(member, left=True)
         elif member is None:
-            self._turn_away(now, sender, message)
+            self._turn_away(sender, message)
         elif message.kind == "beat":
             self._beat(now, member, message)
         else:
@@ -219,51 +207,57 @@ class Coordinator:
 
     def _waits(self) -> list[Wait]:
         workers = tuple(f"{WORKER} {one}" for one in sorted(self.roster.group))
-        gets = [Wait(f"get {name}", who, workers, False) for name, who in self.values.waiting.items()]
+        waiting = {name: tuple(map(str, peers)) for name, peers in self.handouts.waiting.items() if peers}
+        gets = [Wait(f"get {name}", who, workers, False) for name, who in waiting.items()]
         figures = {member.peer.id: member.figures for member in self.roster.members if member.peer.role == WORKER}
         here = self._rounds.here
         steps = behind(here, sorted(self.roster.group.difference(here)), figures)
         return self._rounds.waits + gets + steps
 
-    def _send(self, peer: Peer, message: Message) -> None:
-        self._effects.append(Send(peer, message))
+    def _after_change(self, now: float) -> None:
+        """Go on with what waited for something that has changed."""
+        if self._stopping is not None and not self.roster.members:
+            late = now - self._stopping > self._settings.timeout
+            if late or not self.roster.missing():
+                self._effects.append(End("was told to stop", clean=True))
+        if self.ended is None:
+            self._rounds.go_on(now)
+            if (reason := self._rounds.over) is not None:
+                self._finish(reason)
 
-    def _answer(self, peer: Peer, message: Message) -> None:
-        self._effects += self._answering.answer(peer, message)
-
-    # Who is here
+    # Members
 
     def _hello(self, now: float, sender: Peer, message: Message) -> None:
-        refusal = self._admission.refusal(sender)
+        refusal = self.roster.refusal(sender)
         if self.roster.gone.get(sender):
             return  # It has left, perhaps before it was told that it is a member.
         if refusal is not None:
             self._send(sender, Message(REFUSED, {"message": refusal}, request=message.request))
         elif self.ended is not None:
             self._send(sender, Message(REFUSED, self.ended.fields, request=message.request))
-        elif not self._admission.is_early(sender):
-            self._admission.admit(now, sender, message)
+        elif self.roster.admit(now, sender, message):
             self._send(sender, Message(DONE, self.roster.view_message.fields, request=message.request))
 
-    def _turn_away(self, now: float, sender: Peer, message: Message) -> None:
+    def _turn_away(self, sender: Peer, message: Message) -> None:
         """Tell a process that is no member that it is none."""
         if self.roster.gone.get(sender):
             if message.kind == "leave":
                 self._send(sender, Message(DONE, request=message.request))
             return
-        refusal = self._admission.refusal(sender)
+        refusal = self.roster.refusal(sender)
         if refusal is not None:
             self._send(sender, Message("ended", {"message": refusal, "clean": False}))
         elif self.ended is not None:
             self._send(sender, self.ended)
 
     def _beat(self, now: float, member: Member, message: Message) -> None:
-        figures = figures_of(message)
+        figures = window.figures_of(message)
         seen, here, notices = (message.integer(name) for name in ("seen", "here", "notices"))
         member.acknowledged = max(member.acknowledged, seen)
         if figures is not None:
             member.figures, member.measured = figures, now
-        self._send(member.peer, Message("pong", {"number": self.roster.number, "losses": self.history.losses}))
+        pong = {"number": self.roster.number, "losses": self.roster.history.losses}
+        self._send(member.peer, Message("pong", pong))
         if self.ended is not None:
             self._send(member.peer, self.ended)
             return
@@ -272,60 +266,10 @@ class Coordinator:
         if notices < len(self.handouts.notices):
             self._send(member.peer, self.handouts.news())
 
-    def _forget(self, now: float, member: Member) -> None:
-        """A process is no longer a member: nothing is kept of it, and nobody waits for it."""
-        self._answering.forget(member.peer)
-        self.values.forget(member.peer)
-        if member.peer.role == WORKER:
-            self._rounds.forget(member.peer.id)
-            if self.roster.sealed:
-                self._leave_group(now, member.peer.id)
-
-    def _leave_group(self, now: float, worker: int) -> None:
-        # One that was started again may have taken chunks before it was let in.
-        self.dispatcher.lose(worker)
-        if worker in self.roster.group:
-            self.roster.group.discard(worker)
-            self.roster.publish()
-
-    def _after_change(self, now: float) -> None:
-        """Go on with what waited for something that has changed."""
-        if self._stopping is not None and not self.roster.members:
-            late = now - self._stopping > self._settings.timeout
-            if late or not self.roster.missing():
-                self._effects.append(End("was told to stop", clean=True))
-        if self.ended is not None:
-            return
-        self._rounds.complete(now)
-        self._let_in(now)
-        self._rounds.release()
-        reason = self._rounds.over
-        if reason is not None:
-            self._finish(reason)
-
-    def _let_in(self, now: float) -> None:
-        """Let those in after a boundary who find something to do."""
-        newcomers = self._rounds.newcomers
-        if not newcomers:
-            return
-        joiners = [one for one in newcomers if self.roster.is_elastic(WORKER, one)]
-        own = [one for one in newcomers if one not in joiners and self.dispatcher.may_come(one)]
-        if (own or joiners) and self.dispatcher.can_spare(self.roster.of_the_run.union(own), others=bool(joiners)):
-            self._rounds.let_in(now, own + joiners)
-
-    def _died(self, now: float, sender: Peer, message: Message) -> None:
-        role, identity, life = message.string("role"), message.integer("id"), message.integer("incarnation")
-        process, how, replaced = message.integer("process"), message.string("how"), message.flag("replaced")
-        member = Member(Peer(role, identity, life), process, "this node", now)
-        self._admission.died(now, member, how, replaced, over=self.ended is not None)
-        self._send(sender, Message(DONE, request=message.request))
-
-    def _left(self, now: float, sender: Peer, message: Message) -> None:
-        role, identity, life = message.string("role"), message.integer("id"), message.integer("incarnation")
-        member = self.roster.at(role, identity)
-        if member is not None and member.peer.life == life:
-            self._go(now, member)
-        self._send(sender, Message(DONE, request=message.request))
+    def _collect(self, now: float, member: Member, message: Message) -> None:
+        trouble = self._rounds.collect(now, member, message)
+        if trouble is not None:
+            self._finish(trouble)
 
     def _leave(self, now: float, member: Member, message: Message) -> None:
         if "epoch" in message.fields:
@@ -335,18 +279,69 @@ class Coordinator:
 
     def _go(self, now: float, member: Member) -> None:
         self.roster.remove(member, left=True)
-        self._forget(now, member)
+        self._forget(member)
         if member.peer.role == WORKER:
-            self._leave_group(now, member.peer.id)
+            self._leave_group(member.peer.id)
             if not self.roster.of_the_run:
                 self._finish("the session is over: every worker has left", clean=True)
 
-    # What is agreed on
+    def _forget(self, member: Member) -> None:
+        """A process is no longer a member: nothing is kept of it, and nobody waits for it."""
+        self._answering.forget(member.peer)
+        self.handouts.forget(member.peer)
+        if member.peer.role == WORKER:
+            self._rounds.forget(member.peer.id)
+            if self.roster.sealed:
+                self._leave_group(member.peer.id)
 
-    def _collect(self, now: float, member: Member, message: Message) -> None:
-        trouble = self._rounds.collect(now, member, message)
-        if trouble is not None:
-            self._finish(trouble)
+    def _leave_group(self, worker: int) -> None:
+        # One that was started again may have taken chunks before it was let in.
+        self.dispatcher.lose(worker)
+        if worker in self.roster.group:
+            self.roster.group.discard(worker)
+            self.roster.publish()
+
+    # Supervisions
+
+    def _hear_supervision(self, now: float, sender: Peer, message: Message) -> None:
+        # The one that has started this process is known; that of another node is who comes first.
+        known = self._supervisions.setdefault(sender.id, sender.process) if sender.id < self._settings.nodes else -1
+        if known != sender.process:
+            raise ControlError(f"{message.kind} of another supervision")
+        handler = self._of_supervision.get(message.kind)
+        if handler is None:
+            raise ControlError(f"a supervision does not say {message.kind!r}")
+        handler(now, sender, message)
+
+    def _died(self, now: float, sender: Peer, message: Message) -> None:
+        role, identity, life = message.string("role"), message.integer("id"), message.integer("incarnation")
+        process, how, replaced = message.integer("process"), message.string("how"), message.flag("replaced")
+        member = Member(Peer(role, identity, life), process, "this node", now)
+        self.roster.died(now, member, how, replaced, over=self.ended is not None)
+        self._send(sender, Message(DONE, request=message.request))
+
+    def _left(self, now: float, sender: Peer, message: Message) -> None:
+        member = self.roster.at(message.string("role"), message.integer("id"))
+        if member is not None and member.peer.life == message.integer("incarnation"):
+            self._go(now, member)
+        self._send(sender, Message(DONE, request=message.request))
+
+    def _status(self, now: float, sender: Peer, message: Message) -> None:
+        ended = None if self.ended is None else dict(self.ended.fields)
+        fields = {"silent": self.roster.silent, "ended": ended}
+        self._send(sender, Message(DONE, fields, request=message.request))
+
+    def _stop(self, now: float, sender: Peer, message: Message) -> None:
+        """End, once the members of other nodes know why; those of the sender's it has ended itself."""
+        ended = {(role, identity) for role, identity in message.table("members", str, int)}
+        self._send(sender, Message(DONE, request=message.request))
+        self._finish("the run is over", clean=True)
+        self._stopping = now if self._stopping is None else self._stopping
+        for place in ended:
+            self.roster.account_for(*place)
+        for member in self.roster.members:
+            if member.peer[:2] in ended:
+                self.roster.remove(member, left=True)
 
     # The end
 
@@ -364,20 +359,3 @@ class Coordinator:
         if self.ended is None:
             self.ended = Message("ended", {"message": text, "clean": clean})
             self.roster.tell_all(self.ended)
-
-    def _stop(self, now: float, sender: Peer, message: Message) -> None:
-        """End, once the members of other nodes know why; those of the sender's it has ended itself."""
-        ended = {(role, identity) for role, identity in message.table("members", str, int)}
-        self._send(sender, Message(DONE, request=message.request))
-        self._finish("the run is over", clean=True)
-        self._stopping = now if self._stopping is None else self._stopping
-        for place in ended:
-            self.roster.account_for(*place)
-        for member in self.roster.members:
-            if member.peer[:2] in ended:
-                self.roster.remove(member, left=True)
-
-    def _status(self, now: float, sender: Peer, message: Message) -> None:
-        ended = None if self.ended is None else dict(self.ended.fields)
-        fields = {"silent": self._admission.silent, "ended": ended}
-        self._send(sender, Message(DONE, fields, request=message.request))

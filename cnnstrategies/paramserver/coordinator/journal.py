@@ -42,13 +42,10 @@ class Journaled:
     """A coordinator that writes down what it is told: a role.
 
     Args:
-        coordinator: One that has been told nothing.
+        coordinator: One that has been told nothing; the attribute is what the journal has made of it.
         store: Where the journal lies, in which nobody else writes.
         follows: Whether the one before was killed, and this one goes on with its journal.
         most: Records before all are replaced.
-
-    Attributes:
-        coordinator: It, as the journal has left it.
     """
 
     def __init__(self, coordinator: Coordinator, store: Store, follows: bool = False, most: int = MOST_RECORDS) -> None:

@@ -1,10 +1,14 @@
 """The coordinator's side of collectives: numbered rounds, each complete when every worker of the group contributed."""
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from cnnstrategies.paramserver.coordinator.roster import WORKER, WRITER, Member, Roster
+from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
+from cnnstrategies.paramserver.coordinator.members import Member
+from cnnstrategies.paramserver.coordinator.roster import WRITER, Roster
+from cnnstrategies.paramserver.coordinator.settings import WORKER
 from cnnstrategies.paramserver.coordinator.watchdog import MOST_NAMED, UNEVEN, Wait
 from cnnstrategies.paramserver.core.node import Buffer, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
@@ -14,14 +18,13 @@ ADMITTED = "admitted"
 MIDWAY = "midway"  # in the answer to a worker that is let in after a boundary: number of that collective
 
 
-@dataclass
-class _Contribution:
+class _Contribution(NamedTuple):
     peer: Peer
     request: int
     asked: int
     operation: str
     frames: Sequence[Buffer]
-    midway: bool = False  # whether it may be let in after a boundary
+    midway: bool  # whether it may be let in after a boundary
 
 
 @dataclass
@@ -42,8 +45,7 @@ class _Result:
         return Message(DONE, {**fields, "view": self.view, "admitted": self.admitted}, self.frames, request)
 
 
-@dataclass
-class _Answer:
+class _Answer(NamedTuple):
     """What a worker was told last; it is told the same if it asks again."""
 
     peer: Peer
@@ -65,17 +67,17 @@ class Rounds:
 
     Args:
         roster: The members; its group and its seal change here.
+        dispatcher: Knows who would find something to do; hears of boundaries.
         answer: Answers a request.
-        met: Called when all have met at a boundary.
 
     Attributes:
         sequence: How many are complete.
     """
 
-    def __init__(self, roster: Roster, answer: Callable[[Peer, Message], None], met: Callable[[], None]) -> None:
+    def __init__(self, roster: Roster, dispatcher: Dispatcher, answer: Callable[[Peer, Message], None]) -> None:
         self._roster = roster
+        self._dispatcher = dispatcher
         self._answer = answer
-        self._met = met
         self.sequence = 0
         self._log: dict[int, _Result] = {}
         self._pending: dict[int, _Contribution] = {}
@@ -87,11 +89,7 @@ class Rounds:
         self._answers: dict[int, _Answer] = {}
 
     def collect(self, now: float, member: Member, message: Message) -> str | None:
-        """Take a worker's contribution.
-
-        Returns:
-            Why the run cannot go on, if it cannot.
-        """
+        """Take a worker's contribution; why the run cannot go on, if it cannot."""
         sequence, operation = message.integer("sequence"), message.string("operation")
         seal, boundary = message.flag("seal"), message.flag("boundary")
         peer, identity = member.peer, member.peer.id
@@ -120,14 +118,22 @@ class Rounds:
             )
         self._pending[identity] = contribution
         self._flags = (seal, boundary)
-        self.complete(now)
+        self._complete(now)
         return None
+
+    def go_on(self, now: float) -> None:
+        """Go on with what has waited for something that has changed."""
+        self._complete(now)
+        self._let_in(now)
+        held, self._held = self._held, []
+        for result, replies in held:
+            self._hold(result, replies)
 
     @property
     def over(self) -> str | None:
         """Why nobody can be let in any more, if somebody waits for it."""
         if self._joiners and not self._roster.group:
-            names = ", ".join(f"worker {one}" for one in sorted(self._joiners))
+            names = ", ".join(_workers(self._joiners))
             return f"training is over: no worker is left that could let in {names}, which was started again"
         return None
 
@@ -137,7 +143,7 @@ class Rounds:
         self._pending.pop(worker, None)
         self._answers.pop(worker, None)
 
-    def complete(self, now: float) -> None:
+    def _complete(self, now: float) -> None:
         """End the present round if nobody is waited for."""
         roster = self._roster
         if len(self._pending) < max(1, len(roster.group)) or not roster.group <= self._pending.keys():
@@ -154,7 +160,7 @@ class Rounds:
         if not roster.sealed:
             self._log[result.sequence] = result
         if seal:
-            roster.sealed_at = result.sequence
+            roster.sealed = True
         elif boundary and self._joiners:
             roster.group |= self._joiners.keys()
             result.admitted = sorted(self._joiners)
@@ -166,44 +172,53 @@ class Rounds:
             result.view = roster.number
         if boundary:
             self._boundary = result
-            self._met()
+            self._dispatcher.meet()
         self._hold(result, replies)
 
-    @property
-    def newcomers(self) -> list[int]:
-        """Who may be let in now, after a boundary since which the others have not met: nobody is missed then."""
-        boundary = self._boundary
+    def _let_in(self, now: float) -> None:
+        """Let those in after a boundary since which the others have not met, if they find something to do."""
+        boundary, roster = self._boundary, self._roster
         if not self._joiners or boundary is None or self._pending or self._held:
-            return []
+            return
         # Those who were let in at the boundary begin first: all meet once more for it.
         since = self.sequence - 1 - boundary.sequence
         if since != bool(boundary.admitted) or (since and self._operation != ADMITTED):
-            return []
-        joiners = self._joiners.items()
-        return [one for one, it in joiners if self._roster.is_elastic(WORKER, one) or (it.midway and not since)]
-
-    def let_in(self, now: float, newcomers: Collection[int]) -> None:
-        """Let some of these in after the boundary: they are told what it has told."""
-        boundary = self._boundary
-        assert boundary is not None
-        joiners = {one: self._joiners.pop(one) for one in newcomers}
-        self._roster.group |= joiners.keys()
-        self._roster.publish()
-        result = replace(boundary, sequence=self.sequence - 1, at=now, view=self._roster.number)
-        result.admitted, result.midway = sorted(joiners), boundary.sequence
+            return
+        come = [one for one in self._joiners if roster.is_elastic(WORKER, one)]
+        back = [one for one, it in self._joiners.items() if one not in come and it.midway and not since]
+        back = [one for one in back if self._dispatcher.may_come(one)]
+        admitted = sorted(come + back)
+        if not admitted or not self._dispatcher.can_spare(roster.of_the_run.union(back), others=bool(come)):
+            return
+        joiners = {one: self._joiners.pop(one) for one in admitted}
+        roster.group |= joiners.keys()
+        roster.publish()
+        result = replace(boundary, sequence=self.sequence - 1, at=now, view=roster.number)
+        result.admitted, result.midway = admitted, boundary.sequence
         self._hold(result, [(one, True) for one in joiners.values()])
+
+    def _hold(self, result: _Result, replies: list[tuple[_Contribution, bool]]) -> None:
+        """Send a result, now or when the servers have seen the view that it leads to."""
+        if result.view and self._roster.not_seen(result.view):
+            self._held.append((result, replies))
+            return
+        for one, joined in replies:
+            self._tell(one, result, joined)
+
+    def _tell(self, one: _Contribution, result: _Result, joined: bool) -> None:
+        last = self._answers.get(one.peer.id)
+        # A question that was held may be answered when the worker has been told and has gone on to the next.
+        if last is None or last.peer != one.peer or last.asked <= one.asked:
+            self._answers[one.peer.id] = _Answer(one.peer, one.asked, result, joined)
+        self._answer(one.peer, result.message(one.request, joined))
+
+    # Who waits for whom
 
     @property
     def _awaited(self) -> list[int]:
         """Worker 0, if it is lost and not back yet."""
         present = self._roster.group | self._joiners.keys()
         return [] if WRITER in present or self._roster.has_left(WRITER) else [WRITER]
-
-    def release(self) -> None:
-        """Send the results that wait for the servers to have seen a view."""
-        held, self._held = self._held, []
-        for result, replies in held:
-            self._hold(result, replies)
 
     def overdue(self, now: float, seconds: float) -> tuple[int, list[str]]:
         """A view that workers have waited for so long that servers take it up, and the servers that have not."""
@@ -220,17 +235,17 @@ class Rounds:
     @property
     def waits(self) -> list[Wait]:
         """Who waits, in which collective, and for whom."""
-        group = tuple(f"worker {one}" for one in sorted(self._roster.group))
+        group = _workers(self._roster.group)
         found = []
         if self._pending:
             operation = next(iter(self._pending.values())).operation
-            here = tuple(f"worker {one}" for one in sorted(self._pending))
+            here = _workers(self._pending)
             present = set(here)
             absent = [name for name in group if name not in present]
-            absent += [f"worker {one}" for one in self._awaited if self._flags[1]]
+            absent += _workers(self._awaited) if self._flags[1] else ()
             found.append(Wait(operation, here, tuple(absent)))
         if self._joiners:
-            found.append(Wait("join", tuple(f"worker {one}" for one in sorted(self._joiners)), group))
+            found.append(Wait("join", _workers(self._joiners), group))
         for result, replies in self._held:
             who = tuple(str(one.peer) for one, _ in replies)
             found.append(Wait(replies[0][0].operation, who, tuple(self._roster.not_seen(result.view))))
@@ -246,16 +261,6 @@ class Rounds:
             return ["the others' next boundary"]
         return [name for result, _ in self._held for name in self._roster.not_seen(result.view)][:MOST_NAMED]
 
-    def _hold(self, result: _Result, replies: list[tuple[_Contribution, bool]]) -> None:
-        if result.view and self._roster.not_seen(result.view):
-            self._held.append((result, replies))
-            return
-        for one, joined in replies:
-            self._tell(one, result, joined)
 
-    def _tell(self, one: _Contribution, result: _Result, joined: bool) -> None:
-        last = self._answers.get(one.peer.id)
-        # A question that was held may be answered when the worker has been told and has gone on to the next.
-        if last is None or last.peer != one.peer or last.asked <= one.asked:
-            self._answers[one.peer.id] = _Answer(one.peer, one.asked, result, joined)
-        self._answer(one.peer, result.message(one.request, joined))
+def _workers(numbers: Iterable[int]) -> tuple[str, ...]:
+    return tuple(f"{WORKER} {one}" for one in sorted(numbers))

@@ -20,11 +20,7 @@ LEFT_UNHEARD = "this process has left, and the coordinator may have gone before"
 class Participant:
     """A member of a run: a role.
 
-    Its calls are the coordinator's kinds of requests, and
-
-
-    - ``seen``: this process has taken up the view ``number``.
-    - ``leave``: this process goes on purpose; the role ends when the coordinator knows.
+    Its calls are the coordinator's kinds of requests, and ``seen``: this process has taken up the view ``number``.
 
     Args:
         address: Who this process is, and how patient.
@@ -35,7 +31,6 @@ class Participant:
         view: The newest view; None before the coordinator has answered.
         ended: Why the run is over, and whether as planned.
         notices: The numbers that processes have told all others, by name.
-        asking: The open requests.
         seen: Number of the newest view that this process has taken up.
         figures: Gives what this process says of itself; see :data:`.window.FIGURES`.
         losses: How many processes the run has lost, as far as is known here.
@@ -47,7 +42,7 @@ class Participant:
         self.view: View | None = None
         self.ended: End | None = None
         self.notices: dict[str, int] = {}
-        self.asking = Asking(COORDINATOR, {"session": address.session}, min(MOST, 2 * address.heartbeat))
+        self._asking = Asking(COORDINATOR, {"session": address.session}, min(MOST, 2 * address.heartbeat))
         self._address = address
         self._hello = hello
         self.seen = 0
@@ -60,13 +55,13 @@ class Participant:
     def start(self, now: float) -> Effects:
         """Register."""
         self.heard = now
-        return [*self.asking.ask(now, "hello", self._hello), *self._beat_later(now)]
+        return [*self._asking.ask(now, "hello", self._hello), *self._beat_later(now)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
         """Take what the coordinator says."""
         self.heard = now
         if message.kind in REPLIES:
-            request, effects = self.asking.on_reply(now, message)
+            request, effects = self._asking.on_reply(now, message)
             return effects + (self._answered(now, request, message) if request is not None else [])
         if message.kind == "pong" and "losses" in message.fields:
             self.losses = max(self.losses, message.integer("losses"))
@@ -83,14 +78,14 @@ class Participant:
         if self.ended is not None:
             return []
         if name == TIMER:
-            return self.asking.on_timer(now)
+            return self._asking.on_timer(now)
         late = now - self._beat_at
         if late > PAUSE * self._address.timeout:
             # This process was stopped, not the coordinator silent; what had come meanwhile it may have heard just now.
             self.heard = min(now, self.heard + late)
-            for request in self.asking.open.values():
+            for request in self._asking.open.values():
                 request.progress = min(now, request.progress + late)
-        leaving = any(one.message.kind == "leave" for one in self.asking.open.values())
+        leaving = any(one.message.kind == "leave" for one in self._asking.open.values())
         if leaving and now - self.heard > LEAVING * self._address.timeout:
             return self._end(LEFT_UNHEARD, clean=True)
         patience = self._address.timeout if self.view is not None else self._address.appear
@@ -101,7 +96,7 @@ class Participant:
             return self._end(
                 f"the coordinator at {self._address.coordinator} was silent for {patience:g} s: {why}", clean=False
             )
-        for request in self.asking.open.values() if self.view is not None else ():
+        for request in self._asking.open.values() if self.view is not None else ():
             if now - request.progress > UNHEARD * self._address.timeout:
                 what = request.message.fields.get("operation", request.message.kind)
                 return self._end(
@@ -125,17 +120,17 @@ class Participant:
             fields["sequence"] = self._sequence
         elif call.kind == "take":
             fields["ordinal"] = self._taken.get(fields["epoch"], 0)
-        return self.asking.ask(now, call.kind, fields, call.frames, call.number)
+        return self._asking.ask(now, call.kind, fields, call.frames, call.number)
 
     @property
     def idle(self) -> bool:
         """Whether this process may go: what it has told has been heard."""
         told = ("leave", "end", "notice")
-        return self.ended is not None or all(one.message.kind not in told for one in tuple(self.asking.open.values()))
+        return self.ended is not None or all(one.message.kind not in told for one in tuple(self._asking.open.values()))
 
     def blames(self, call: int) -> str:
         """For whom a call waits, as far as it is known."""
-        for request in tuple(self.asking.open.values()):
+        for request in tuple(self._asking.open.values()):
             if request.call == call and request.blames:
                 return ", ".join(request.blames)
         return "the coordinator"
@@ -145,7 +140,7 @@ class Participant:
         if message.kind == REFUSED and kind == "hello":
             return self._told_end(message)
         if kind == "hello":
-            return [*self._take_view(message), *self._beat(), *self.asking.again()]
+            return [*self._take_view(message), *self._beat(), *self._asking.again()]
         if kind == "leave":
             return [Return(request.call, message), *self._end("this process has left", clean=True)]
         if message.kind == REFUSED:
@@ -188,38 +183,34 @@ class Participant:
         if self.ended is not None:
             return []
         self.ended = End(reason, clean)
-        calls = [Return(request.call, reason) for request in self.asking.open.values()]
-        self.asking.open.clear()
+        calls = [Return(request.call, reason) for request in self._asking.open.values()]
+        self._asking.open.clear()
         return [*calls, self.ended, Timer(BEAT, None), Timer(TIMER, None)]
 
 
 class Reporter:
-    """A supervision: a role. Its calls are the coordinator's kinds of requests.
-
-    Attributes:
-        asking: The open requests.
-    """
+    """A supervision: a role. Its calls are the coordinator's kinds of requests."""
 
     def __init__(self, session: int) -> None:
-        self.asking = Asking(COORDINATOR, {"session": session})
+        self._asking = Asking(COORDINATOR, {"session": session})
 
     def start(self, now: float) -> Effects:
         """Ask again, on a new connection, what was not answered on the last."""
-        return self.asking.again()
+        return self._asking.again()
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
         """Take a reply."""
         if message.kind not in REPLIES:
             return []
-        request, effects = self.asking.on_reply(now, message)
+        request, effects = self._asking.on_reply(now, message)
         return effects if request is None else [*effects, Return(request.call, message)]
 
     def on_timer(self, now: float, name: str) -> Effects:
         """Ask what became of the requests."""
-        return self.asking.on_timer(now)
+        return self._asking.on_timer(now)
 
     def on_call(self, now: float, call: Call) -> Effects:
         """Tell or ask the coordinator; a question about the present takes the place of an older one."""
         if call.kind == "status":
-            self.asking.drop("status")
-        return self.asking.ask(now, call.kind, call.fields, call.frames, call.number)
+            self._asking.drop("status")
+        return self._asking.ask(now, call.kind, call.fields, call.frames, call.number)

@@ -1,189 +1,305 @@
-"""Who has registered with the coordinator: their signs of life, and the numbered views of them."""
+"""Who takes part: who becomes a member, who is one no longer, and whether the run goes on without those that are gone.
 
-import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+Members learn of each other by numbered views. A member that is gone stays gone: its place may be taken by a later life.
+"""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cnnstrategies.paramserver.coordinator.members import History, Member
+from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 
-SERVER, WORKER = "server", "worker"
 WRITER = 0  # the worker that writes checkpoints and logs: its loss for ever ends the run
+CONFIRM_SECONDS = 5.0  # for a supervision to say what becomes of one that was silent
+PATIENCE = 6  # times the time-out: for a server that lives and does not take up a view
 
 
 @dataclass
-class Member:
-    """A process that has registered.
+class _Place:
+    """What is known of those with one role and number.
 
     Attributes:
-        peer: Who it is.
-        process: Its process id, for messages to the user.
-        host: Where it runs, for the same.
-        seen: When its last sign of life came.
-        endpoint: Where a server listens.
-        public_key: Its CURVE key; empty without encryption.
-        acknowledged: Number of the newest view that it has said to have seen.
-        came: When it has registered.
-        since: For a server, the number of the first view with it, or of the first one of training if that has waited
-            for it.
-        asked: The last collective for which a worker has come.
-        figures: What it has last said of itself; see :data:`.window.FIGURES`.
-        measured: When it has.
+        member: Who has it.
+        appeared: Whether nobody waits any more for its first process.
+        life: The first that can register: those before it are over.
+        promise: Until when somebody must have taken it, and why the run ends else.
     """
 
-    peer: Peer
-    process: int
-    host: str
-    seen: float
-    endpoint: str = ""
-    public_key: str = ""
-    acknowledged: int = -1
-    came: float = 0.0
-    since: int = 0
-    asked: int = 0
-    figures: Mapping[str, float] = field(default_factory=dict)
-    measured: float = 0.0
-
-    @classmethod
-    def of(cls, peer: Peer, hello: Message, now: float) -> "Member":
-        """A process that says hello."""
-        host, endpoint, key = (hello.string(name) for name in ("host", "endpoint", "public_key"))
-        return cls(peer, hello.integer("process"), host[:255], now, endpoint, key, came=now)
-
-    def __str__(self) -> str:
-        return f"{self.peer} (process {self.process} on {self.host})"
+    member: Member | None = None
+    appeared: bool = False
+    life: int = 0
+    promise: tuple[float, str] | None = None
 
 
 class Roster:
-    """The members of a run, and what they are told of each other.
+    """The members of a run.
 
     Args:
-        workers: How many workers the run has.
-        servers: How many servers it has.
-        survivable: How many of these can be lost for ever.
+        settings: Of the coordinator.
         send: Sends a message.
-        elastic: How many workers may join beside those of the run, with the numbers after theirs.
+        forget: Drops what else is known of a member that is gone.
+        finish: Ends the run.
 
     Attributes:
+        began: When members were waited for first.
         group: The workers that take part in collectives; at first all that are expected.
-        sealed_at: The collective with which training has begun; -1 before. Before that views name no workers.
+        sealed: Whether training has begun. Before that views name no workers.
         lost_servers: The servers that have died and not come back.
+        silent: The members that were silent: role, id and life of each, for the supervisions to end them.
         view_message: The view as a message: one for all, so that it is encoded once.
         gone: Those that were members and are no longer, with whether they left; of one place for who joins the last.
     """
 
     def __init__(
         self,
-        workers: int,
-        servers: int,
-        survivable: int,
+        settings: CoordinatorSettings,
         send: Callable[[Peer, Message], None],
-        elastic: int = 0,
+        forget: Callable[[Member], None],
+        finish: Callable[[str], None],
     ) -> None:
-        self.group = set(range(workers))
-        self.sealed_at = -1
+        self.began = 0.0
+        self.group = set(range(settings.workers))
+        self.sealed = False
         self.lost_servers: set[int] = set()
+        self.silent: list[list[str | int]] = []
         self.gone: dict[Peer, bool] = {}
-        self._workers = workers
-        self._servers = servers
-        self._survivable = survivable
-        self._elastic = elastic
+        self.history = History()
+        self._settings = settings
         self._send = send
-        self._members: dict[tuple[str, int], Member] = {}
-        self._appeared: set[tuple[str, int]] = set()
-        self._first_life: dict[tuple[str, int], int] = {}
+        self._forget = forget
+        self._finish = finish
+        places = [(SERVER, one) for one in range(settings.servers)]
+        places += [(WORKER, one) for one in range(settings.workers + settings.elastic)]
+        self._places = {place: _Place() for place in places}
+        self._left_behind: set[Peer] = set()  # Members when the run was over, silent since: they are to hear why.
         self._view = View(0, (), ())
         self.view_message = self._message()
-
-    @property
-    def sealed(self) -> bool:
-        """Whether training has begun."""
-        return self.sealed_at >= 0
 
     # Members
 
     @property
     def members(self) -> list[Member]:
         """All of them, workers after servers."""
-        return [member for _, member in sorted(self._members.items())]
+        return [place.member for place in self._places.values() if place.member is not None]
 
-    def expects(self, role: str, identity: int) -> bool:
-        """Whether the run has such a member, or a place for it."""
-        return identity < {SERVER: self._servers, WORKER: self._workers + self._elastic}.get(role, 0)
-
-    def is_elastic(self, role: str, identity: int) -> bool:
-        """Whether a place is for workers that join and leave: nobody waits for one in it."""
-        return role == WORKER and identity >= self._workers
-
-    @property
-    def of_the_run(self) -> set[int]:
-        """The group without those that have joined: without these the others have nobody to train for."""
-        return {worker for worker in self.group if worker < self._workers}
-
-    def free_place(self) -> tuple[int, int] | None:
-        """The lowest number that nobody has of those for workers that join, and a life that was never there."""
-        for identity in range(self._workers, self._workers + self._elastic):
-            if self.at(WORKER, identity) is None:
-                return identity, self._first_life.get((WORKER, identity), 0)
-        return None
-
-    def has_appeared(self, role: str, identity: int) -> bool:
-        """Whether nobody waits any more for the first process of a place."""
-        return (role, identity) in self._appeared
-
-    def missing(self) -> list[str]:
-        """The expected members that have never been there."""
-        expected = itertools.chain(
-            ((WORKER, number) for number in range(self._workers)),
-            ((SERVER, number) for number in range(self._servers)),
-        )
-        return [f"{role} {number}" for role, number in expected if (role, number) not in self._appeared]
+    def at(self, role: str, identity: int) -> Member | None:
+        """The member with a number, whatever its life."""
+        place = self._places.get((role, identity))
+        return None if place is None else place.member
 
     def find(self, peer: Peer) -> Member | None:
         """A member, if it is this very process."""
         member = self.at(peer.role, peer.id)
         return member if member is not None and member.peer == peer else None
 
-    def at(self, role: str, identity: int) -> Member | None:
-        """The member with a number, whatever its life."""
-        return self._members.get((role, identity))
+    def is_elastic(self, role: str, identity: int) -> bool:
+        """Whether a place is for workers that join and leave: nobody waits for one in it."""
+        return role == WORKER and identity >= self._settings.workers
 
-    def is_over(self, peer: Peer) -> bool:
-        """Whether a process was a member and is none any more, or its life is known to have ended before it came."""
-        return peer in self.gone or peer.life < self._first_life.get((peer.role, peer.id), 0)
+    @property
+    def of_the_run(self) -> set[int]:
+        """The group without those that have joined: without these the others have nobody to train for."""
+        return {worker for worker in self.group if not self.is_elastic(WORKER, worker)}
 
-    def has_begun_again(self, peer: Peer) -> bool:
-        """Whether a later life is known to have begun in a process's place."""
-        return peer.life + 1 < self._first_life.get((peer.role, peer.id), 0)
+    def free_place(self) -> tuple[int, int] | None:
+        """The lowest number that nobody has of those for workers that join, and a life that was never there."""
+        for (role, identity), place in self._places.items():
+            if place.member is None and self.is_elastic(role, identity):
+                return identity, place.life
+        return None
+
+    def missing(self) -> list[str]:
+        """The expected members that have never been there."""
+        found = [(role, one) for (role, one), place in self._places.items() if not place.appeared]
+        absent = [(role, one) for role, one in found if not self.is_elastic(role, one)]
+        return [f"{role} {one}" for role, one in sorted(absent, key=lambda place: place[0] == SERVER)]
 
     def has_left(self, worker: int) -> bool:
         """Whether a worker has gone on purpose."""
         return any(left and peer[:2] == (WORKER, worker) for peer, left in self.gone.items())
 
-    def add(self, member: Member) -> None:
-        """A process has registered; it takes the place of another with its number."""
-        self._members[member.peer.role, member.peer.id] = member
-        self.account_for(*member.peer[:2])
-        self.bury(member.peer.role, member.peer.id, member.peer.life - 1)
-
     def account_for(self, role: str, identity: int) -> None:
         """Nobody waits any more for the first process of a place."""
-        if self.expects(role, identity):
-            self._appeared.add((role, identity))
-
-    def bury(self, role: str, identity: int, life: int) -> None:
-        """A life is over, and those before it: no message of it can register it any more."""
-        self._first_life[role, identity] = max(self._first_life.get((role, identity), 0), life + 1)
+        if place := self._places.get((role, identity)):
+            place.appeared = True
 
     def remove(self, member: Member, left: bool = False) -> None:
-        """A process is gone."""
-        place = member.peer.role, member.peer.id
-        del self._members[place]
-        if self.is_elastic(*place):
+        """A process is gone, on purpose or not."""
+        peer = member.peer
+        place = self._places[peer.role, peer.id]
+        place.member = None
+        if self.is_elastic(peer.role, peer.id):
             # A new life comes in each epoch: those before the last are known by its number.
-            self.bury(*place, member.peer.life)
-            self.gone = {peer: how for peer, how in self.gone.items() if peer[:2] != place}
-        self.gone[member.peer] = left
+            place.life = max(place.life, peer.life + 1)
+            self.gone = {other: how for other, how in self.gone.items() if other[:2] != peer[:2]}
+        self.gone[peer] = left
+
+    # Joining
+
+    def refusal(self, peer: Peer) -> str | None:
+        """Why a process that is no member cannot become one."""
+        settings, place = self._settings, self._places.get((peer.role, peer.id))
+        if place is None:
+            more = f", and {settings.elastic} places for workers that join" if settings.elastic else ""
+            return (
+                f"this run has {settings.workers} workers and {settings.servers} servers{more}: no {peer} is expected"
+            )
+        if (peer in self.gone or peer.life < place.life) and peer not in self._left_behind:
+            return (
+                f"{peer} was silent for {settings.timeout:g} s and counts as dead: the run goes on without it; "
+                "raise `timeout` if it was only busy"
+            )
+        known = place.member
+        if known is not None and known.peer != peer and known.peer.life >= peer.life:
+            return f"{peer} was registered already ({known}), or has been replaced"
+        return None
+
+    def admit(self, now: float, peer: Peer, hello: Message) -> bool:
+        """Register a process that is not refused; a second time does nothing.
+
+        Returns:
+            Whether it is a member: not if it comes in the place of another that is not known to be dead.
+        """
+        place = self._places[peer.role, peer.id]
+        if place.member is not None:
+            return place.member.peer == peer
+        place.member = member = Member.of(peer, hello, now)
+        was_waited_for = not place.appeared and peer.id not in self.lost_servers
+        place.appeared, place.promise = True, None
+        place.life = max(place.life, peer.life)
+        if peer.life and not self.is_elastic(peer.role, peer.id):
+            self.history.note(now, f"{member} has taken the place of the one before")
+        if peer.role == SERVER:
+            # A server that another replaces without having been missed has lost its state all the same.
+            self.lost_servers.discard(peer.id)
+            # Training has waited for one that comes late: it is as old as the others. Not so where one had died in its
+            # place before: then it may have begun with the copies.
+            member.since = (self._view.begun if was_waited_for else 0) or self.number + 1
+            self.publish()
+        return True
+
+    # Losing
+
+    def look(self, now: float, over: bool, overdue: tuple[int, list[str]]) -> None:
+        """Take out the members that give no sign of life; to be called several times a second.
+
+        Args:
+            now: The time.
+            over: Whether the run is over, and nobody's loss matters any more.
+            overdue: A view, and the servers that live and have not taken it up in good time.
+        """
+        timeout, appear = self._settings.timeout, self._settings.appear
+        silent = [member for member in self.members if now - member.seen > timeout]
+        if over:
+            for member in silent:
+                self.remove(member)
+                self._left_behind.add(member.peer)
+            return
+        if self._hears_nobody(now):
+            return
+        for member in silent:
+            self._miss(now, member, f"was silent for {timeout:g} s")
+        view, blind = overdue
+        for member in self.members:
+            # One that has not seen any yet is being set up: it imports.
+            set_up = member.acknowledged > 0 or now - member.came > appear
+            if str(member.peer) in blind and set_up:
+                self._miss(now, member, f"has not taken up view {view} for {PATIENCE * timeout:g} s")
+        if now - self.began > appear and (missing := self.missing()):
+            self._finish(
+                f"{', '.join(missing)} did not appear within {appear:g} s: start the run on all "
+                "its machines, and dedicated servers; --network.wait sets how long to wait"
+            )
+        for place in self._places.values():
+            if place.promise is not None and now > place.promise[0]:
+                self._finish(place.promise[1])
+
+    def died(self, now: float, member: Member, how: str, replaced: bool, over: bool = False) -> None:
+        """A supervision has said that a process has died.
+
+        Args:
+            now: The time.
+            member: Which one; it may not have registered yet, or have been missed already.
+            how: In which way.
+            replaced: Whether another takes its place.
+            over: Whether the run is over, and its loss matters no more.
+        """
+        place = self._places.get((member.peer.role, member.peer.id))
+        if place is None or member.peer.life < place.life:
+            return  # That was said before, or another has come since.
+        place.life = member.peer.life + 1
+        place.appeared |= not replaced
+        known = place.member
+        if known is not None and known.peer.life > member.peer.life:
+            return
+        if known is not None:
+            self.remove(known)
+            self._forget(known)
+            member = known
+        if not over:  # Else nobody needs a view of who is left.
+            self._lose(now, member, how, replaced)
+
+    def _hears_nobody(self, now: float) -> bool:
+        """Whether it is more likely that this process is cut off than that all others have died at once."""
+        members = self.members
+        quiet = now - max((member.seen for member in members), default=now)
+        timeout = self._settings.timeout
+        if len(members) > 1 and quiet > timeout:
+            self._finish(
+                f"the coordinator has heard none of the {len(members)} members for {timeout:g} s: it is cut off"
+            )
+        return len(members) > 1 and quiet > timeout / 2
+
+    def _miss(self, now: float, member: Member, how: str) -> None:
+        self.remove(member)
+        if not self.is_elastic(*member.peer[:2]):  # No supervision has started one of these.
+            self.silent.append([*member.peer[:3]])
+        self._forget(member)
+        # The supervision asks for the silent, ends them, and says whether another takes their place.
+        # That takes it a moment, unless it is gone itself.
+        confirmed = min(self._settings.timeout, CONFIRM_SECONDS)
+        self._lose(now, member, how, replaced=self._settings.supervised, seconds=confirmed)
+
+    def _lose(self, now: float, member: Member, how: str, replaced: bool, seconds: float | None = None) -> None:
+        """Decide whether the run goes on without a member that was removed.
+
+        Args:
+            now: The time.
+            member: Which one.
+            how: It was lost.
+            replaced: Whether another takes its place.
+            seconds: In which that one must have come, or been announced; None for as long as any may take to appear.
+        """
+        self.history.lost(now, member, how)
+        peer = member.peer
+        trouble = self._without_server(member, how) if peer.role == SERVER else self._without_worker(member, how)
+        if trouble is not None and replaced:
+            seconds = self._settings.appear if seconds is None else seconds
+            text = f"{member} {how}, and nobody took its place within {seconds:g} s"
+            self._places[peer.role, peer.id].promise = now + seconds, text
+        elif trouble is not None:
+            self._finish(trouble)
+        if peer.role == WORKER and self.sealed and not self.of_the_run:
+            self._finish(f"{member} {how}, and no worker is left")
+
+    def _without_server(self, member: Member, how: str) -> str | None:
+        self.lost_servers.add(member.peer.id)
+        if self._copies_are_left:
+            self.publish()  # Its copies take over; if it returns, it is a new one.
+            return None
+        return f"{member} {how}: its parameters are lost; with replication: 2 a run survives this"
+
+    def _without_worker(self, member: Member, how: str) -> str | None:
+        if self.is_elastic(*member.peer[:2]):
+            return None
+        if not self.sealed:
+            when = " before training began" if self._settings.servers else ", and every worker is needed here"
+            return f"{member} {how}{when}"
+        if member.peer.id == WRITER:
+            return f"{member}, which writes checkpoints and logs, {how}: with max_restarts it would return"
+        return None
 
     # Views
 
@@ -193,48 +309,34 @@ class Roster:
         return self._view.number
 
     @property
-    def begun(self) -> int:
-        """Number of the first view of training; 0 before."""
-        return self._view.begun
-
-    @property
-    def copies_are_left(self) -> bool:
-        """Whether each slice has a server in spite of those that were lost."""
-        return len(self.lost_servers) <= self._survivable
+    def _copies_are_left(self) -> bool:
+        return len(self.lost_servers) <= self._settings.survivable
 
     def publish(self) -> None:
         """Give the view, which has changed, the next number and send it to all."""
-        self._view = self._next_view()
-        self.view_message = self._message()
-        for member in self._members.values():
-            self._send(member.peer, self.view_message)
-
-    def _next_view(self) -> View:
-        servers = [member for member in self.members if member.peer.role == SERVER]
-        workers = [m for m in self.members if m.peer.role == WORKER and m.peer.id in self.group] if self.sealed else []
-        return View(
+        members = self.members
+        servers = [member for member in members if member.peer.role == SERVER]
+        workers = [m for m in members if m.peer.role == WORKER and m.peer.id in self.group] if self.sealed else []
+        self._view = View(
             self.number + 1,
             tuple(ServerInfo(m.peer.id, m.endpoint, m.public_key, m.since) for m in servers),
             tuple(WorkerInfo(m.peer.id, m.peer.life, m.public_key) for m in workers),
-            tuple(sorted(self.lost_servers)) if self.copies_are_left else (),
+            tuple(sorted(self.lost_servers)) if self._copies_are_left else (),
             self._view.begun or (self.number + 1 if self.sealed else 0),
         )
-
-    def not_seen(self, number: int) -> list[str]:
-        """The servers that a view has not reached; those whose slices others hold may be lost."""
-        expected = range(self._servers) if not self.copies_are_left else set(range(self._servers)) - self.lost_servers
-        return [
-            f"{SERVER} {one}"
-            for one in expected
-            if (member := self.at(SERVER, one)) is None or member.acknowledged < number
-        ]
-
-    # Messages
-
-    def tell_all(self, message: Message) -> None:
-        """Send a message to all members."""
-        for member in self._members.values():
-            self._send(member.peer, message)
+        self.view_message = self._message()
+        self.tell_all(self.view_message)
 
     def _message(self) -> Message:
         return Message("view", {"view": self._view.as_dict()})
+
+    def tell_all(self, message: Message) -> None:
+        """Send a message to all members."""
+        for member in self.members:
+            self._send(member.peer, message)
+
+    def not_seen(self, number: int) -> list[str]:
+        """The servers that a view has not reached; those whose slices others hold may be lost."""
+        servers = set(range(self._settings.servers)) - (self.lost_servers if self._copies_are_left else set())
+        seen = {m.peer.id for m in self.members if m.peer.role == SERVER and m.acknowledged >= number}
+        return [f"{SERVER} {one}" for one in sorted(servers - seen)]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+SERVER, WORKER = "server", "worker"
 SECRET_BITS = 62  # of the number by which the coordinator knows a process: nobody else can guess it
 
 
@@ -49,7 +50,7 @@ class Address:
         heartbeat: Seconds between two heartbeats.
         timeout: Seconds of silence after which either side counts the other as dead.
         appear: Seconds in which the coordinator must have answered once.
-        session: Which of the sessions that follow one another at this place. A coordinator hears those of its own.
+        session: The coordinator's.
     """
 
     coordinator: str

@@ -1,4 +1,4 @@
-"""What must not be waited for without end: members that were promised, and members that wait for each other."""
+"""Members that wait for each other in a circle, which must not last."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -71,31 +71,15 @@ def behind(waiting: Collection[int], others: Collection[int], figures: Mapping[i
 
 
 class Watchdog:
-    """Promises that must be kept in time, and circles of waits that must not last.
-
-    Args:
-        timeout: Seconds that a circle may last.
-    """
+    """Says why a run cannot go on, if members have been stuck for some seconds."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        self._promises: dict[tuple[str, int], tuple[float, str]] = {}
         self._since = 0.0
         self._circle: list[Wait] = []
 
-    def promise(self, role: str, identity: int, until: float, else_why: str) -> None:
-        """Somebody will take a place."""
-        self._promises[role, identity] = until, else_why
-
-    def kept(self, role: str, identity: int) -> None:
-        """Somebody has taken the place."""
-        self._promises.pop((role, identity), None)
-
     def look(self, now: float, waits: Sequence[Wait]) -> str | None:
-        """Why the run cannot go on, if a promise was not kept or a circle has lasted."""
-        for until, why in self._promises.values():
-            if now > until:
-                return why
+        """Look at who waits, several times a second; why the run cannot go on, or None."""
         circle = stuck(waits)
         if circle != self._circle:
             self._circle, self._since = circle, now

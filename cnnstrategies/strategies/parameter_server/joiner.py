@@ -9,8 +9,7 @@ from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.collectives import Collectives
-from cnnstrategies.paramserver.coordinator.roster import WORKER
-from cnnstrategies.paramserver.coordinator.settings import Address
+from cnnstrategies.paramserver.coordinator.settings import WORKER, Address
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.places import ANSWER_SECONDS, Place, RunAddress
 from cnnstrategies.paramserver.services import load_keys

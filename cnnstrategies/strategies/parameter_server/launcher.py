@@ -30,7 +30,7 @@ from cnnstrategies._lightning_private import (
     check_start,
     script_command,
 )
-from cnnstrategies.paramserver.coordinator.roster import WORKER
+from cnnstrategies.paramserver.coordinator.settings import WORKER
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.private_directory import let_go
 from cnnstrategies.paramserver.services import Forked, Handle, StartMethod

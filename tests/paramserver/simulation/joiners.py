@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from cnnstrategies.paramserver.coordinator.meetings import MIDWAY
 from cnnstrategies.paramserver.coordinator.participant import Participant
-from cnnstrategies.paramserver.coordinator.roster import WORKER
+from cnnstrategies.paramserver.coordinator.settings import WORKER
 from cnnstrategies.paramserver.coordinator.window import PLACE, WATCHER
 from cnnstrategies.paramserver.core.node import Message, Peer, Send
 from simulation.faults import draw
