@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cnnstrategies.paramserver.drivers.line import Watcher
+from cnnstrategies.paramserver.places import Watcher
 from cnnstrategies.paramserver.security import KeyPair
 
 PAUSE = 0.25  # seconds between two questions

@@ -32,7 +32,7 @@ from ranks import report
 from wire import far_hosts
 
 from cnnstrategies import ImageClassifier
-from cnnstrategies.paramserver.drivers.line import Watcher
+from cnnstrategies.paramserver.places import Watcher
 from cnnstrategies.strategies import ParameterServerStrategy
 
 HERE = Path(__file__).parent

@@ -5,7 +5,6 @@ It speaks with the coordinator alone, and needs neither torch nor Lightning.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -16,8 +15,7 @@ from rich.text import Text
 
 from cnnstrategies.commands.front.options import watch_parser
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.drivers.line import Watcher
-from cnnstrategies.paramserver.places import RunAddress
+from cnnstrategies.paramserver.places import RunAddress, Watcher
 from cnnstrategies.paramserver.security import KeyPair
 
 MOST_FAULTS = 8  # that are shown
@@ -176,18 +174,12 @@ def _answers(watcher: Watcher, address: RunAddress, key_file: str | None) -> Ite
             if last["ended"] is not None:
                 raise RunGoneError(f"The run is over: {last['ended']['message']}")
             yield last
-        elif last is None and (_is_gone(address) or now - heard > FIRST_SECONDS):
+        elif last is None and (address.is_gone or now - heard > FIRST_SECONDS):
             keys = "it has keys: give --key_file" if key_file is None else f"its keys are not those of {key_file}"
             raise ConfigurationError(
                 f"no coordinator answers at {address.coordinator}: the run does not train, is not reached from here, "
                 f"or {keys}"
             )
-        elif last is not None and (_is_gone(address) or now - heard > last["timeout"]):
+        elif last is not None and (address.is_gone or now - heard > last["timeout"]):
             raise RunGoneError(f"The run is over: its coordinator at {address.coordinator} has gone")
         time.sleep(max(0.0, asked + PAUSE - now))
-
-
-def _is_gone(address: RunAddress) -> bool:
-    """Whether nothing can listen at an address any more."""
-    path = address.coordinator.removeprefix("ipc://")
-    return path != address.coordinator and not Path(path).exists()

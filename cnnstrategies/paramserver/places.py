@@ -6,11 +6,16 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.coordinator.settings import Address
+from cnnstrategies.paramserver.coordinator.window import PLACE, WATCH, WATCHER
+from cnnstrategies.paramserver.core.node import Message, Peer
+from cnnstrategies.paramserver.core.requests import DONE
 from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.paramserver.drivers.line import Watcher
-from cnnstrategies.paramserver.security import KeyPair, is_local
+from cnnstrategies.paramserver.drivers.control import Line
+from cnnstrategies.paramserver.security import KeyPair, is_local, process_number
 
 NAME = "watch.json"
 ANSWER_SECONDS = 2.0
@@ -74,6 +79,52 @@ class RunAddress:
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(f"--run {run}: {newest} holds no address: remove it") from error
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing can listen there any more."""
+        path = self.coordinator.removeprefix("ipc://")
+        return path != self.coordinator and not Path(path).exists()
+
+
+class Watcher:
+    """A connection to a coordinator, for questions.
+
+    Args:
+        coordinator: Its endpoint.
+        keys: The run's; None for no encryption.
+    """
+
+    def __init__(self, coordinator: str, keys: KeyPair | None = None) -> None:
+        own = None if keys is None else KeyPair.create()
+        peer = Peer(WATCHER, 0, 0, process_number(own))
+        self._line = Line(Address(coordinator, WATCHER, 0), peer, own, keys)
+        self._asked = 0
+
+    def ask(self, seconds: float, kind: str = WATCH) -> Message | None:
+        """How the run goes; see :mod:`.coordinator.window`. None if no answer came in so many seconds."""
+        self._asked += 1
+        self._line.send(Message(kind, request=self._asked))
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            for _, answer in self._line.receive(left):
+                if answer.kind == DONE and answer.request == self._asked:
+                    return answer
+        return None
+
+    def place(self, seconds: float) -> Message | None:
+        """A place in the run for a worker that joins it; see :meth:`ask`."""
+        return self.ask(seconds, PLACE)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._line.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 @dataclass(frozen=True)
 class Place:
@@ -113,7 +164,7 @@ def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool
         while True:
             answer, now = watcher.place(ANSWER_SECONDS), time.monotonic()
             if answer is None:
-                if now - heard > patience or _is_gone(address):
+                if now - heard > patience or address.is_gone:
                     raise _unanswered(address)
                 continue
             heard, fields = now, answer.fields
@@ -142,9 +193,3 @@ def _unanswered(address: RunAddress) -> ConfigurationError:
         f"no coordinator answers at {address.coordinator}: the run does not train, is not reached from here, or its "
         f"keys are others ({keys})"
     )
-
-
-def _is_gone(address: RunAddress) -> bool:
-    """Whether nothing can listen at an address any more."""
-    path = address.coordinator.removeprefix("ipc://")
-    return path != address.coordinator and not Path(path).exists()

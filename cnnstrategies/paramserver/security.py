@@ -1,6 +1,7 @@
 """CURVE keys, who may connect, and where encryption may be left out."""
 
 import hashlib
+import hmac
 import ipaddress
 import os
 import re
@@ -14,6 +15,8 @@ from zmq.utils import z85
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import SECRET_BITS
+
+PROOF_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,11 @@ def fingerprint(public_key: str) -> int:
     return int.from_bytes(hashlib.sha256(public_key.encode()).digest()[:8], "big") >> (64 - SECRET_BITS)
 
 
+def prove(run: KeyPair, public_key: str) -> bytes:
+    """What only who has a run's keys can say of a key: with it, whoever has that key takes part."""
+    return hmac.digest(run.secret.encode(), public_key.encode(), "sha256")
+
+
 def process_number(keys: KeyPair | None) -> int:
     """That of this process: of its own keys, or without encryption one that nobody can guess."""
     return secrets.randbits(SECRET_BITS) if keys is None else fingerprint(keys.public)
@@ -90,13 +98,8 @@ def is_local(endpoint: str) -> bool:
 def check_endpoint(endpoint: str, encrypted: bool, insecure: bool = False) -> None:
     """Refuse TCP without encryption: any user of this machine reaches the loopback.
 
-    Args:
-        endpoint: Where a socket is bound, or what it connects to.
-        encrypted: Whether it uses CURVE.
-        insecure: The user has said that the network may be used without.
-
     Raises:
-        ConfigurationError: Anyone on the network could read and change the parameters.
+        ConfigurationError: It is not encrypted, and the user has not said (`insecure`) that it need not be.
     """
     if not (encrypted or insecure) and (endpoint.startswith("tcp://") or not is_local(endpoint)):
         raise ConfigurationError(
@@ -116,7 +119,7 @@ class Gatekeeper:
     An unknown key is refused for the moment (status 300): the peer tries again, and may have become a member.
 
     Args:
-        context: The context whose sockets are guarded; it can have one gatekeeper.
+        context: Whose sockets are guarded; it can have one gatekeeper.
         admitted: Whether a public key in Z85 form may connect.
     """
 

@@ -25,14 +25,14 @@ from torch.optim import Optimizer
 from cnnstrategies.paramserver.combiner.board import Board
 from cnnstrategies.paramserver.compression import Encoder
 from cnnstrategies.paramserver.core.node import Message, Peer
-from cnnstrategies.paramserver.drivers.control import Bindings
+from cnnstrategies.paramserver.drivers.control import parse, parse_checked
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.limits import allow_files, allow_threads
-from cnnstrategies.paramserver.security import Gatekeeper, check_endpoint
+from cnnstrategies.paramserver.security import Gatekeeper, KeyPair, check_endpoint, prove
 from cnnstrategies.paramserver.services import pass_on_termination
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.supervision import Watched, end_silent
+from cnnstrategies.paramserver.supervision import Watched
 from cnnstrategies.paramserver.worker.outgoing import check_range
 from cnnstrategies.strategies.parameter_server.base import WorkerGroup
 from cnnstrategies.strategies.parameter_server.checks import check_dispatch, check_optimizers
@@ -143,8 +143,6 @@ def options_that_are_not_finite_go_to_servers(
 @replaces(
     check_endpoint,
     killed_by=test_security.test_a_network_needs_encryption_or_an_explicit_word_the_loopback_too,
-    endpoint="tcp://127.0.0.1:*",
-    private=False,
 )
 def servers_listen_on_the_loopback_without_keys(
     right: Callable[[str, bool, bool], None], endpoint: str, encrypted: bool, insecure: bool = False
@@ -162,12 +160,21 @@ def any_key_is_let_in(
     right(self, context, lambda key: True)
 
 
-@replaces(Bindings.check, killed_by=test_security.test_a_key_belongs_to_one_life_of_one_member)
+@replaces(
+    parse_checked, killed_by=test_security.test_nobody_speaks_in_another_ones_name, key="a member's own",
+)  # fmt: skip
 def a_member_speaks_in_another_ones_name(
-    right: Callable[[Bindings, str, Peer, Message], None], self: Bindings, key: str, sender: Peer, message: Message
-) -> None:
-    if message.kind == "register":
-        right(self, key, sender, message)
+    right: Callable[[bytes | memoryview, str, KeyPair], tuple[Peer, Message]],
+    frame: bytes | memoryview,
+    key: str,
+    run: KeyPair,
+) -> tuple[Peer, Message]:
+    return parse(frame)
+
+
+@replaces(prove, killed_by=test_security.test_nobody_speaks_in_another_ones_name, key="a stranger's")
+def a_proof_is_anybodys(right: Callable[[KeyPair, str], bytes], run: KeyPair, public_key: str) -> bytes:
+    return right(run, run.public)
 
 
 # Own steps
@@ -210,22 +217,21 @@ def processes_start_where_their_threads_cannot(right: Callable[[int], None], pro
 
 
 @replaces(
-    end_silent,
+    Watched.end_silent,
     killed_by=test_supervision.test_who_is_ended_because_it_was_silent_is_not_called_killed,
     stopped=True,
     seconds=61,
     missed=[],
     why="was stopped, as by SIGSTOP, for 61 s",
 )
-def who_was_stopped_is_called_killed(right: Callable[[Watched], None], one: Watched) -> None:
-    right(one)
-    one.why = ""
+def who_was_stopped_is_called_killed(right: Callable[[Watched], None], self: Watched) -> None:
+    right(self)
+    self.why = ""
 
 
 @replaces(
     pass_on_termination,
     killed_by=test_control_sockets.test_a_server_that_is_told_to_end_has_the_run_stop,
-    dedicated=False,
 )
 def a_server_does_not_hear_that_it_is_to_end(
     right: Callable[[str, Callable[[str, int], None]], None], who: str, announce: Callable[[str, int], None]

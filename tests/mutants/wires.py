@@ -1,18 +1,14 @@
 """What comes of bytes that change on their way between processes."""
 
 import contextlib
-import math
 from collections.abc import Callable
 from typing import Any
 
-import test_control_sockets
 import test_failures
 import test_transport
 import zmq
 from mutants.faulty import replaces
 
-from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.paramserver.drivers.line import Line
 from cnnstrategies.paramserver.drivers.sockets import Bundle, Socket, notice_silence, send
 from cnnstrategies.paramserver.messages import SMALL_BYTES, InvalidMessageError, begins
 
@@ -32,18 +28,6 @@ def a_connection_on_which_nothing_comes_is_waited_for(
     right: Callable[[Socket, float, int], None], socket: Socket, seconds: float, largest: int = 0
 ) -> None:
     pass
-
-
-@replaces(
-    Line.open,
-    killed_by=test_control_sockets.test_a_connection_that_takes_longer_than_some_heartbeats_comes_about,
-    noticed_by=(RunEnded,),
-)
-def a_connection_is_made_anew_while_it_comes_about(
-    right: Callable[[Line, float], None], self: Line, now: float
-) -> None:
-    self._opened = -math.inf
-    right(self, now)
 
 
 @replaces(begins, killed_by=test_transport.test_a_header_whose_payload_was_lost_takes_no_other_one_for_it)

@@ -1,9 +1,8 @@
-"""A connection between processes that is slow, or that a test can cut or change a byte on."""
+"""A connection between processes that a test can cut or change a byte on."""
 
 import contextlib
 import socket
 import threading
-import time
 from pathlib import Path
 
 LONG = b"\x02\0\0\0\0\0"  # How a frame of more than 255 and less than 65,536 bytes begins.
@@ -15,15 +14,13 @@ class Cable:
     Args:
         path: The socket at which it is reached instead.
         listening: The endpoint of the process.
-        delay: Seconds that what is sent together needs in each direction.
 
     Attributes:
         endpoint: Where it is reached instead.
     """
 
-    def __init__(self, path: Path, listening: str, delay: float = 0.0) -> None:
+    def __init__(self, path: Path, listening: str) -> None:
         self.endpoint = f"ipc://{path}"
-        self._delay = delay
         self._there = listening.removeprefix("ipc://")
         self._ends: list[socket.socket] = []
         self._change: tuple[bool, str] | None = None
@@ -45,7 +42,6 @@ class Cable:
     def _carry(self, source: socket.socket, target: socket.socket, back: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1000):
-                time.sleep(self._delay)
                 target.sendall(self._after(data, back))
         for end in (source, target):
             with contextlib.suppress(OSError):

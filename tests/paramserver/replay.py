@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.drivers.control import Line
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
-from cnnstrategies.paramserver.drivers.line import Line
 from cnnstrategies.paramserver.drivers.links import Links
 from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.membership import Membership
@@ -365,7 +365,7 @@ def _go_on(supervision: Supervision, limit: float) -> Iterator[Callable[[], None
     def tick() -> None:
         assert time.monotonic() < deadline, "it goes on for ever"
         for one in supervision.watched:
-            if one.code is None and one.handle is not None and is_stopped(one.handle.pid):
+            if one.code is None and is_stopped(one.handle.pid):
                 began = since.setdefault(one.handle.pid, time.monotonic())
                 if time.monotonic() - began > PAUSE:
                     one.handle.send_signal(signal.SIGCONT)

@@ -18,6 +18,7 @@ from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.core.requests import REFUSED
 from cnnstrategies.paramserver.drivers.control import TAG, Loop, encode, parse
+from cnnstrategies.paramserver.security import PROOF_BYTES
 
 pytestmark = pytest.mark.light
 KINDS = [
@@ -58,7 +59,8 @@ def frame(chance: random.Random) -> bytes:
     if chance.random() < 0.05:
         body = chance.randbytes(chance.randrange(60))
     length = len(body) if chance.random() < 0.95 else chance.randrange(1 << 32)
-    return TAG + struct.pack("<I", length) + body + b"x" * (len(sizes) if chance.random() < 0.95 else 2)
+    rest = body + b"x" * (len(sizes) if chance.random() < 0.95 else 2)
+    return TAG + bytes(PROOF_BYTES) + struct.pack("<I", length) + rest
 
 
 def test_nonsense_is_refused_or_dropped_and_members_go_on():

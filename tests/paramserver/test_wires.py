@@ -19,7 +19,7 @@ from rough_wires import FAR, HERE, Wires
 from test_replay import the_weights_are_those_of_one_process
 
 from cnnstrategies.paramserver.core.node import Message
-from cnnstrategies.paramserver.drivers.line import Watcher
+from cnnstrategies.paramserver.places import Watcher
 from cnnstrategies.paramserver.security import KeyPair
 
 RUNS = int(os.environ.get("CNNSTRATEGIES_FAULTS", "2"))

@@ -1,25 +1,25 @@
 """The control plane's roles in a process, and their messages on the wire: few, small, JSON with buffers, checked.
 
-A message is one frame: a tag with the version, the length of a JSON array, the array, and the buffers one after the
-other. The array has the kind, the sender, the request, the buffers' lengths and the fields. Whatever does not fit is
-dropped by the receiver.
+A message is one frame: a tag with the version, a proof, the length of a JSON array, the array, and the buffers one
+after the other. The array has the kind, the sender, the request, the buffers' lengths and the fields. Whatever does not
+fit is dropped by the receiver.
 
-Every process of a run has the run's key, so it proves only that who has it may take part. Under it a process registers
-a key of its own, and then speaks with that alone: what a member says is believed because nobody else has its key.
+Every process of a run has the run's keys, and makes a pair of its own with which it connects. Its messages prove that
+it has the run's, which are the coordinator's, and what it says is believed because nobody else has its own: the
+coordinator knows each process by the fingerprint of its key.
 """
 
+import contextlib
+import hmac
 import itertools
 import json
 import struct
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
 
 import zmq
 
 from cnnstrategies.paramserver.coordinator.settings import SECRET_BITS, Address
-from cnnstrategies.paramserver.coordinator.window import WATCHER
 from cnnstrategies.paramserver.core.node import (
     LARGEST,
     Call,
@@ -34,76 +34,33 @@ from cnnstrategies.paramserver.core.node import (
     Timer,
 )
 from cnnstrategies.paramserver.drivers import sockets
-from cnnstrategies.paramserver.security import KeyPair, fingerprint
+from cnnstrategies.paramserver.security import PROOF_BYTES, KeyPair, fingerprint, prove
 
-TAG = b"CNNPS3"
+TAG = b"CNNPS4"
 MAX_HEADER = 1 << 20
 LARGEST_MESSAGE = 1 << 30  # bytes; libzmq drops a connection that announces more before it allocates anything
 RECONNECT_MS = 20
 ROLES = ("worker", "server", "supervision", "coordinator", "watcher")
-_START = struct.Struct(f"<{len(TAG)}sI")
+DESK = Peer("coordinator", 0)  # Who answers.
+_START = struct.Struct(f"<{len(TAG)}s{PROOF_BYTES}sI")
 
 
-def connect(
-    address: Address, context: "zmq.Context[zmq.Socket[bytes]]", keys: KeyPair | None, run: KeyPair | None
-) -> "zmq.Socket[bytes]":
-    """A socket to the coordinator.
-
-    Args:
-        address: Where it is.
-        context: Of the socket.
-        keys: With which this process speaks; None for no encryption.
-        run: The run's keys, which are the coordinator's.
-    """
-    connection = context.socket(zmq.DEALER)
-    connection.setsockopt(zmq.LINGER, 200)
-    connection.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-    connection.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
-    connection.setsockopt(zmq.SNDHWM, 0)
-    sockets.notice_silence(connection, address.timeout)
-    if run is not None:
-        sockets.secure(connection, keys, run.public)
-    connection.connect(address.coordinator)
-    return connection
-
-
-def encode(sender: Peer, message: Message) -> bytes:
-    """A message as a frame."""
+def encode(sender: Peer, message: Message, proof: bytes = b"") -> bytes:
+    """A message as a frame; the coordinator proves nothing, for who connects knows its key."""
     about = [message.kind, sender, message.request, [len(buffer) for buffer in message.frames], message.fields]
     text = json.dumps(about, separators=(",", ":")).encode()
-    return b"".join([_START.pack(TAG, len(text)), text, *message.frames])
-
-
-def send(socket: "zmq.Socket[bytes]", sender: Peer, message: Message) -> None:
-    """Send a message to the one peer of a socket."""
-    sockets.send(socket, encode(sender, message))
-
-
-class Arrived(NamedTuple):
-    """What has come, not checked yet.
-
-    Attributes:
-        route: Of its connection, at a ROUTER.
-        frame: What should be a message.
-        key: The public key of its connection, where it has one.
-    """
-
-    route: bytes
-    frame: memoryview
-    key: str = ""
-
-
-def receive(socket: "zmq.Socket[bytes]", routed: bool = False, encrypted: bool = False) -> Arrived:
-    """What waits; see :func:`~cnnstrategies.paramserver.drivers.sockets.take` for the arguments and errors."""
-    route, frame = sockets.take(socket, routed)
-    return Arrived(route, frame.buffer, str(frame.get("User-Id")) if encrypted else "")
+    return b"".join([_START.pack(TAG, proof, len(text)), text, *message.frames])
 
 
 def parse(frame: bytes | memoryview) -> tuple[Peer, Message]:
-    """The sender and the message in a frame."""
+    """The sender and the message in a frame.
+
+    Raises:
+        ControlError: It is no message.
+    """
     if len(frame) < _START.size:
         raise ControlError("no message")
-    tag, length = _START.unpack_from(frame)
+    tag, _, length = _START.unpack_from(frame)
     rest = frame[_START.size :]
     if tag != TAG or length > min(len(rest), MAX_HEADER):
         raise ControlError("no message of this version")
@@ -128,70 +85,83 @@ def parse(frame: bytes | memoryview) -> tuple[Peer, Message]:
     return Peer(*sender), Message(kind, fields, buffers, request)
 
 
-REGISTER, REGISTERED = "register", "registered"
-DESK = Peer("coordinator", 0)  # Who answers.
-MOST_KEYS = 1 << 16  # that are known at a time
-MEMBERS = frozenset(ROLES) - {"coordinator", WATCHER}
+def parse_checked(frame: bytes | memoryview, key: str, run: KeyPair) -> tuple[Peer, Message]:
+    """What has come over a connection with a key, if who has that key has the run's, too, and speaks for itself.
+
+    Raises:
+        ControlError: It is no message, or another one's.
+    """
+    start = len(TAG)
+    if not hmac.compare_digest(bytes(frame[start : start + PROOF_BYTES]), prove(run, key)):
+        raise ControlError("a stranger's key")
+    sender, message = parse(frame)
+    if sender.process != fingerprint(key) or message.fields.get("public_key", key) != key:
+        raise ControlError(f"{message.kind}: a key that is not its sender's")
+    return sender, message
 
 
-class Bindings:
-    """Whose keys are known at the coordinator.
+class Line:
+    """A process's connection to the coordinator. Used by one thread.
 
     Args:
-        run: The run's public key.
-        members: Those whose keys are never forgotten.
-        most: How many keys are known at a time.
-
-    Attributes:
-        bound: Whose each key is, the last registered last.
+        address: Where the coordinator is.
+        peer: Who this process is.
+        own: Its own keys; None for no encryption.
+        run: The run's keys; None for no encryption.
     """
 
-    def __init__(self, run: str, members: Callable[[], set[Peer]], most: int = MOST_KEYS) -> None:
-        self._run = run
-        self._members = members
-        self._most = most
-        self.bound: OrderedDict[str, Peer] = OrderedDict()
+    def __init__(self, address: Address, peer: Peer, own: KeyPair | None, run: KeyPair | None) -> None:
+        self._peer = peer
+        self._proof = b"" if run is None or own is None else prove(run, own.public)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        sockets.notice_silence(self._socket, address.timeout)
+        if run is not None:
+            sockets.secure(self._socket, own, run.public)
+        self._socket.connect(address.coordinator)
 
-    def admits(self, key: str) -> bool:
-        """Whether who has a key may connect."""
-        return key == self._run or key in self.bound
+    def send(self, message: Message) -> None:
+        """Send a message, as soon as there is a connection."""
+        sockets.send(self._socket, encode(self._peer, message, self._proof))
 
-    def check(self, key: str, sender: Peer, message: Message) -> None:
-        """Look whether a message comes from whom it says."""
-        if message.kind == REGISTER:
-            self._register(key, sender, message.string("public_key"))
-        elif sender.role == WATCHER:
-            if key != self._run:
-                raise ControlError("who only watches has the run's key")
-        elif self.bound.get(key) != sender:
-            raise ControlError(f"{message.kind}: a key that is not its sender's")
-        elif message.fields.get("public_key", key) != key:
-            raise ControlError(f"{message.kind}: another one's key")
+    def receive(self, seconds: float, wake: int | None = None) -> list[tuple[Peer, Message]]:
+        """Wait for messages; what is none is dropped.
 
-    def _register(self, key: str, sender: Peer, own: str) -> None:
-        if key != self._run or sender.role not in MEMBERS or not own.isascii() or sender.process != fingerprint(own):
-            raise ControlError("a key is registered in another one's name")
-        if self.bound.setdefault(own, sender) != sender:
-            raise ControlError("a key is one member's, for one life")
-        self.bound.move_to_end(own)
-        if len(self.bound) > self._most:
-            members = self._members()
-            del self.bound[next(key for key, peer in self.bound.items() if peer not in members)]
+        Args:
+            seconds: How long for the first.
+            wake: A file descriptor that ends the wait when it is readable.
+        """
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        if wake is not None:
+            poller.register(wake, zmq.POLLIN)
+        poller.poll(int(1000 * seconds) + 1)
+        found = []
+        while self._socket.poll(0):
+            with contextlib.suppress(ControlError):
+                found.append(parse(sockets.take(self._socket, routed=False)[1].buffer))
+        return found
+
+    def cut(self) -> None:
+        """Make the connection anew: what is on its way is lost."""
+        sockets.reconnect(self._socket)
+
+    def drain(self) -> None:
+        """Wait until all that was sent has left, and send no more."""
+        self._context.destroy(sockets.DRAIN_MS)
+
+    def close(self) -> None:
+        """Close the connection; what was sent last has a moment to leave."""
+        self._socket.close()
+        self._context.term()
 
 
 class Loop:
-    """A role with its timers. Used by one thread.
-
-    Args:
-        role: What is run.
-        send: Sends a message to a peer; must not wait.
-        on_return: Takes the result of a call.
-        on_end: Hears of the role's end.
-
-    Attributes:
-        role: What is run.
-        send: Sends a message to a peer.
-    """
+    """A role with its timers. Used by one thread; `send` must not wait."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The process of a coordinator: its socket, who may connect, and the file of its journal."""
+"""The process of a coordinator: its socket, and the file of its journal."""
 
 import os
 import queue
@@ -17,19 +17,8 @@ from cnnstrategies.paramserver.coordinator.journal import Journaled, Store
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.window import WATCHER
 from cnnstrategies.paramserver.core.node import Call, ControlError, End, Message, Peer
-from cnnstrategies.paramserver.drivers.control import (
-    DESK,
-    LARGEST_MESSAGE,
-    REGISTER,
-    REGISTERED,
-    Arrived,
-    Bindings,
-    Loop,
-    encode,
-    parse,
-    receive,
-)
-from cnnstrategies.paramserver.drivers.sockets import DRAIN_MS, secure
+from cnnstrategies.paramserver.drivers.control import DESK, LARGEST_MESSAGE, Loop, encode, parse, parse_checked
+from cnnstrategies.paramserver.drivers.sockets import DRAIN_MS, secure, take
 from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 
@@ -51,7 +40,6 @@ class CoordinatorService:
     Attributes:
         endpoint: Where the socket is bound.
         dropped: How many messages were none.
-        loop: Runs the role.
         routes: Numbers of the connections by which peers are reached.
 
     Raises:
@@ -66,21 +54,16 @@ class CoordinatorService:
         follows: bool = False,
     ) -> None:
         allow_files(files_of_coordinator(settings.workers + settings.elastic, settings.servers), "the coordinator")
+        self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         secure(self._socket, keys)
-        role: Coordinator | Journaled
-        role = coordinator = Coordinator(settings)
-        if journal is not None:
-            role = Journaled(coordinator, journal, follows)
-            coordinator = role.coordinator
-        self._gatekeeper = self._bindings = None
-        if keys is not None:
-            self._bindings = Bindings(keys.public, lambda: {member.peer for member in coordinator.members})
-            self._gatekeeper = Gatekeeper(self._context, self._bindings.admits)
+        # Who connects knows the run's public key; each message is asked for more. Only so libzmq tells of the key.
+        self._gatekeeper = None if keys is None else Gatekeeper(self._context, lambda key: True)
+        role = Coordinator(settings)
         self._bind(settings, BIND_SECONDS if settings.session or follows else 0.0)
         self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
         self.dropped = 0
@@ -88,7 +71,7 @@ class CoordinatorService:
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self.routes: OrderedDict[Peer, bytes] = OrderedDict()
         self._encoded: tuple[Message | None, bytes] = None, b""
-        self.loop = Loop(role, self.send, on_end=self._end)
+        self.loop = Loop(role if journal is None else Journaled(role, journal, follows), self.send, on_end=self._end)
         self.loop.start()
 
     def _bind(self, settings: CoordinatorSettings, seconds: float) -> None:
@@ -106,12 +89,9 @@ class CoordinatorService:
             time.sleep(LONGEST_WAIT)
 
     def run(self, orphaned: Callable[[], bool] = lambda: False) -> None:
-        """Serve until told to stop.
+        """Serve until told to stop, or until `orphaned`, which is asked several times a second, says so.
 
         What fails in it ends it, and all who have said hello are told: none of them waits for its silence.
-
-        Args:
-            orphaned: Asked several times a second; True ends the service.
         """
         try:
             self._serve(orphaned)
@@ -134,7 +114,7 @@ class CoordinatorService:
             if self._socket in ready:
                 for _ in range(AT_ONCE):
                     try:
-                        self.handle(receive(self._socket, True, self._bindings is not None))
+                        self._handle(*take(self._socket, routed=True))
                     except zmq.Again:
                         break
             while not self._calls.empty():
@@ -145,16 +125,14 @@ class CoordinatorService:
         """Tell every member a number, as :meth:`.Membership.announce` does; from any thread."""
         self._calls.put(Call(0, "notice", {"name": name, "value": value}))
 
-    def handle(self, arrived: Arrived) -> None:
+    def _handle(self, route: bytes, frame: zmq.Frame) -> None:
         """Act on one message; what is not one, or not its sender's, is counted and dropped."""
         try:
-            sender, message = parse(arrived.frame)
-            if self._bindings is not None:
-                self._bindings.check(arrived.key, sender, message)
-                if message.kind == REGISTER:
-                    self._socket.send_multipart([arrived.route, encode(DESK, Message(REGISTERED))])
-                    return
-            self.routes[sender] = arrived.route  # Another one after a cut.
+            if self._keys is None:
+                sender, message = parse(frame.buffer)
+            else:
+                sender, message = parse_checked(frame.buffer, str(frame.get("User-Id")), self._keys)
+            self.routes[sender] = route  # Another one after a cut.
             self.routes.move_to_end(sender)
             if len(self.routes) > ROUTES:
                 self.routes.popitem(last=False)
