@@ -24,10 +24,9 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Gathered:
-    """What a collective brought together.
+    """What a collective brought together: the value of each worker that took part, by its number.
 
     Attributes:
-        values: The value of each worker that took part, by its number.
         joined: Whether this worker has just been let into a group that is already training.
         admitted: The workers that have just been let in.
         midway: Whether this worker was let in after the others had met, who do not wait for it.
@@ -50,9 +49,6 @@ class Collectives:
     Every worker of the group calls the same ones in the same order. One that dies is no longer waited for, so the
     results are those of the workers that are there.
 
-    Args:
-        membership: This worker's; its errors come through all methods here.
-
     Attributes:
         present: Numbers of the workers that took part in the last one; None before the first.
     """
@@ -63,30 +59,19 @@ class Collectives:
         self.present: Sequence[int] | None = None
 
     def gather(self, value: Any, operation: str = "gather") -> Gathered:
-        """Bring the values of all workers together.
-
-        Args:
-            value: What :func:`~cnnstrategies.codec.encode` takes.
-            operation: A name; workers that meet under different names are told so.
-        """
+        """Bring the values of all workers together; those that meet under different names are told so."""
         return self._collect(value, operation)
 
     def start(self, midway: bool = False) -> Gathered:
         """The end of the set-up: training begins when all are here.
 
-        A worker that is started later is let in at a :meth:`boundary`, whose values it then gets.
-
-        Args:
-            midway: Whether it may also be let in after one, while the others take chunks of the epoch that began there.
+        A worker that is started later is let in at a :meth:`boundary`, whose values it then gets; or, if it comes
+        `midway`, after one, while the others take chunks of the epoch that began there.
         """
         return self._collect(None, "start", seal=True, **({MIDWAY: True} if midway else {}))
 
     def boundary(self, value: Any) -> Gathered:
-        """Stand still together for a moment in which workers that were started later are let in.
-
-        Args:
-            value: What such a worker needs in order to go on from here.
-        """
+        """Stand still together for a moment in which workers that were started later are let in, with these values."""
         return self._collect(value, "boundary", boundary=True)
 
     def barrier(self, name: str = "barrier") -> None:
@@ -103,15 +88,7 @@ class Collectives:
             source = gathered.leader
 
     def reduce(self, tensor: Tensor, how: str) -> Tensor:
-        """Combine tensors of the same shape.
-
-        Args:
-            tensor: This worker's.
-            how: ``sum``, ``mean``, ``max``, ``min`` or ``product``.
-
-        Returns:
-            The result, the same on every worker, on the tensor's device and with its type.
-        """
+        """Combine tensors of the same shape, in one of the :data:`REDUCTIONS`; the same on every worker."""
         values = self._collect(tensor, f"reduce {how}").values
         stacked = torch.stack([values[number] for number in sorted(values)])
         return REDUCTIONS[how](stacked).to(tensor)
@@ -127,22 +104,14 @@ class Collectives:
     def begin_epoch(self, number: int, samples: int, chunk: int, done: str = "") -> int:
         """Have the coordinator cut an epoch into chunks, as the first who asks says; how many samples that has said.
 
-        Args:
-            number: The epoch.
-            samples: How many it has.
-            chunk: Samples of a chunk.
-            done: Those that were worked on before the run began, as :meth:`progress` has told a run before.
+        What is `done`, as :meth:`progress` has told a run before, is not given out.
         """
         more = {"done": done} if done else {}
         answer = self.membership.ask("epoch", {"epoch": number, "samples": samples, "chunk": chunk, **more})
         return int(answer.fields.get("samples", samples))
 
     def progress(self, epoch: int, processed: int) -> str:
-        """What all have worked on of an epoch; every worker says how far it is.
-
-        Args:
-            epoch: The epoch.
-            processed: Positions that this worker has processed in it.
+        """What all have worked on of an epoch; every worker says how many positions it has processed.
 
         Returns:
             For worker 0 a bit for each chunk, in hexadecimal digits; else nothing.
@@ -155,11 +124,9 @@ class Collectives:
         return self.membership.ask("progress", {**fields, "tell": True}).string("done")
 
     def take(self, epoch: int, processed: int) -> Chunk:
-        """The next chunk of an epoch for this worker; an empty one when there are no more.
+        """The next chunk of an epoch for this worker, of which it has processed so many positions.
 
-        Args:
-            epoch: The epoch.
-            processed: Positions that this worker has processed in it.
+        An empty one when there are no more.
         """
         message = self.membership.ask("take", {"epoch": epoch, "processed": processed})
         return Chunk(message.integer("epoch"), message.integer("start"), message.integer("stop"))

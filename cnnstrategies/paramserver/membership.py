@@ -16,18 +16,42 @@ from cnnstrategies.paramserver.coordinator.participant import VIEW, Participant
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import Buffer, Call, ControlError, End, Message, Return
 from cnnstrategies.paramserver.core.view import RunEnded, View
-from cnnstrategies.paramserver.drivers.control import Loop
-from cnnstrategies.paramserver.drivers.line import Line
+from cnnstrategies.paramserver.drivers.control import Line, Loop
 from cnnstrategies.paramserver.security import KeyPair, process_number
 
 WARN_SECONDS = 60.0  # between two lines about a wait
 STOP = "stop"  # what a process announces that has received a signal to end
 
 
-class Views:
-    """One user's view of the membership: a ``ViewSource``.
+class Bell:
+    """A descriptor that any thread can make readable."""
 
-    Each user has its own, since to have returned a view once is to have told that user.
+    def __init__(self) -> None:
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        return self._descriptor
+
+    def ring(self) -> None:
+        """Make it readable."""
+        os.eventfd_write(self._descriptor, 1)
+
+    def hush(self) -> None:
+        """Make it unreadable."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._descriptor)
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._descriptor)
+
+
+class Views(Bell):
+    """One user's view of the membership: a :class:`~cnnstrategies.paramserver.core.view.ViewSource`.
+
+    Each user has its own, since to have returned a view once is to have told that user. It rings when there is a view
+    that :meth:`current` has not returned, or the run has ended.
 
     Args:
         newest: The newest view, and how the run has ended if it has.
@@ -35,20 +59,18 @@ class Views:
     """
 
     def __init__(self, newest: Callable[[], tuple[View, RunEnded | None]], on_news: Callable[[], None]) -> None:
+        super().__init__()
         self._newest = newest
         self._on_news = on_news
-        self._readable, self._writable = os.pipe()
-        os.set_blocking(self._readable, False)
-        os.set_blocking(self._writable, False)
         self.seen = -1
-        self.announce()
+        self.ring()
 
     def current(self) -> View:
-        """The newest view; see :class:`~cnnstrategies.paramserver.core.view.ViewSource`."""
-        _drain(self._readable)
+        """The newest view."""
+        self.hush()
         view, ended = self._newest()
         if ended is not None:
-            self.announce()  # It stays readable: the next to wait must not sleep.
+            self.ring()  # It stays readable: the next to wait must not sleep.
             raise RunEnded(str(ended), ended.clean)
         if view.number > self.seen:
             self.seen = view.number
@@ -56,7 +78,7 @@ class Views:
         return view
 
     def wait_newer(self, number: int, timeout: float) -> View:
-        """Wait for a view with a higher number; see :class:`~cnnstrategies.paramserver.core.view.ViewSource`.
+        """Wait for a view with a higher number.
 
         Raises:
             TimeoutError: None came.
@@ -67,29 +89,9 @@ class Views:
             if left <= 0:
                 raise TimeoutError(f"no view newer than {number} within {timeout:g} s")
             waiting = select.poll()  # Unlike `select` it takes descriptors of any number.
-            waiting.register(self._readable, select.POLLIN)
+            waiting.register(self, select.POLLIN)
             waiting.poll(1000 * left)
         return view
-
-    def fileno(self) -> int:
-        """Readable when there is a view that :meth:`current` has not returned, or the run has ended."""
-        return self._readable
-
-    def announce(self) -> None:
-        """Make the descriptor readable."""
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._writable, b"x")
-
-    def close(self) -> None:
-        """Close the descriptor."""
-        os.close(self._readable)
-        os.close(self._writable)
-
-
-def _drain(descriptor: int) -> None:
-    with contextlib.suppress(BlockingIOError):
-        while os.read(descriptor, 4096):
-            pass
 
 
 class Membership:
@@ -127,10 +129,8 @@ class Membership:
         self._numbers = itertools.count(1)
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._closing = False
-        self._wake_in, self._wake_out = os.pipe()
-        for descriptor in (self._wake_in, self._wake_out):
-            os.set_blocking(descriptor, False)
-        self.views = Views(self._newest, self._tell_seen)
+        self._wake = Bell()
+        self.views = Views(self._newest, lambda: self._call(None))
         self._sources: list[Views] = []
         self._thread = threading.Thread(target=self.run, name="heartbeats", daemon=True)
         self._thread.start()
@@ -143,16 +143,12 @@ class Membership:
         From then on it is this user that must have seen a view before the coordinator counts it as seen.
         """
         with self._changed:
-            self._sources.append(Views(self._newest, self._tell_seen))
+            self._sources.append(Views(self._newest, lambda: self._call(None)))
             return self._sources[-1]
 
     def _newest(self) -> tuple[View, RunEnded | None]:
         view = self.participant.view
         return view if view is not None else View(-1, (), ()), self._ended
-
-    def _tell_seen(self) -> None:
-        self._calls.put(None)
-        self._wake()
 
     # The run
 
@@ -172,8 +168,7 @@ class Membership:
         """
         number = next(self._numbers)
         began = time.monotonic()
-        self._calls.put(Call(number, kind, fields, frames))
-        self._wake()
+        self._call(Call(number, kind, fields, frames))
         with self._changed:
             while not self._changed.wait_for(lambda: number in self._results or self._ended, WARN_SECONDS):
                 waited = time.monotonic() - began
@@ -190,24 +185,18 @@ class Membership:
 
     def end(self, message: str, clean: bool = False) -> None:
         """Have every process of the run end, with a message."""
-        self._calls.put(Call(0, "end", {"message": message, "clean": clean}))
-        self._wake()
+        self._call(Call(0, "end", {"message": message, "clean": clean}))
 
     def announce(self, name: str, value: int) -> None:
         """Tell every process of the run a number, without waiting for any; the first under a name counts."""
-        self._calls.put(Call(0, "notice", {"name": name, "value": value}))
-        self._wake()
+        self._call(Call(0, "notice", {"name": name, "value": value}))
 
     def announced(self, name: str) -> int | None:
         """The number that some process has told under a name, if any has."""
         return self.participant.notices.get(name)
 
     def tell(self, figures: Callable[[], Mapping[str, float]]) -> None:
-        """Say with each heartbeat how this process does.
-
-        Args:
-            figures: Gives them, by the names of :data:`.coordinator.window.FIGURES`; called in another thread.
-        """
+        """Say with each heartbeat how this process does; called in another thread. See :data:`.window.FIGURES`."""
         self.participant.figures = figures
 
     @property
@@ -222,28 +211,30 @@ class Membership:
         return self.participant.losses
 
     def close(self, leave: bool = True, done: Mapping[str, object] | None = None) -> None:
-        """Stop the thread.
+        """Stop the thread; tell the coordinator before that this process goes on purpose (`leave`).
 
-        Args:
-            leave: Tell the coordinator that this process goes on purpose.
-            done: And how far it has come: ``epoch``, and positions ``processed`` in it.
+        And how far it has come (`done`): ``epoch``, and positions ``processed`` in it.
         """
         if self._closing:
             return
         if leave:
             self._calls.put(Call(0, "leave", done or {}))
         self._closing = True
-        self._wake()
+        self._wake.ring()
         self._thread.join(self.address.timeout + 1.0)
         if not self._thread.is_alive():
             for views in (self.views, *self._sources):
                 views.close()
-            os.close(self._wake_in)
-            os.close(self._wake_out)
+            self._wake.close()
 
     @property
     def _name(self) -> str:
         return f"{self.address.role} {self.address.id}"
+
+    def _call(self, call: Call | None) -> None:
+        """Have the thread call the role; None tells it which view was taken up."""
+        self._calls.put(call)
+        self._wake.ring()
 
     # The thread
 
@@ -273,10 +264,10 @@ class Membership:
                 closing_until = closing_until or now + self.address.timeout
                 if self.participant.idle or now > closing_until:
                     return
-            for sender, message in line.receive(loop.until_next(0.05 if closing else 1.0), self._wake_in):
+            for sender, message in line.receive(loop.until_next(0.05 if closing else 1.0), self._wake.fileno()):
                 with contextlib.suppress(ControlError):
                     loop.message(sender, message)
-            _drain(self._wake_in)
+            self._wake.hush()
             loop.fire()
 
     @property
@@ -301,8 +292,4 @@ class Membership:
 
     def _announce(self) -> None:
         for views in (self.views, *self._sources):
-            views.announce()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_out, b"x")
+            views.ring()

@@ -82,7 +82,6 @@ class CoordinatorProcess:
     """A coordinator to start.
 
     Attributes:
-        settings: Of the coordinator.
         key_file: The run's CURVE keys; None for no encryption.
         directory: The run's directory, which is removed when the process that started this one is killed.
         journal: The file of its journal; None if it is not started again when it is killed.
@@ -112,8 +111,6 @@ class ServerProcess:
     """A server to start.
 
     Attributes:
-        address: Its place, and the coordinator's.
-        endpoint: Where it listens.
         key_file: The run's CURVE keys; None for no encryption.
         insecure: No encryption although other machines reach the endpoint.
         known_as: Name of this machine for the others, where the endpoint does not have it.
@@ -183,13 +180,8 @@ def load_keys(path: str | None) -> KeyPair | None:
 Service = CoordinatorProcess | ServerProcess
 
 
-def to_json(service: Service) -> str:
-    """The settings as text for the program."""
-    return json.dumps({"kind": type(service).__name__, **asdict(service)})
-
-
-def from_json(text: str) -> Service:
-    """The settings that :func:`to_json` wrote."""
+def _from_json(text: str) -> Service:
+    """The service that :func:`start` has described."""
     values: dict[str, Any] = json.loads(text)
     if values.pop("kind") == CoordinatorProcess.__name__:
         return CoordinatorProcess(CoordinatorSettings(**values.pop("settings")), **values)
@@ -199,20 +191,17 @@ def from_json(text: str) -> Service:
 def start(service: Service, method: StartMethod) -> Handle:
     """Start the process of a service."""
     if method == "fork":
-        process = multiprocessing.get_context("fork").Process(target=_forked, args=(service,), daemon=True)
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=lambda: sys.exit(serve(service)), daemon=True)
         process.start()
         return Forked(process)
     # -u: what it prints last must not be lost when it is killed.
     command = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
     program = subprocess.Popen([sys.executable, "-u", "-c", command], stdin=subprocess.PIPE)
     assert program.stdin is not None
-    program.stdin.write(to_json(service).encode())
+    program.stdin.write(json.dumps({"kind": type(service).__name__, **asdict(service)}).encode())
     program.stdin.close()
     return program
-
-
-def _forked(service: Service) -> None:
-    sys.exit(serve(service))
 
 
 def serve(service: Service, dedicated: bool = False) -> int:
@@ -222,7 +211,9 @@ def serve(service: Service, dedicated: bool = False) -> int:
         service: What to run.
         dedicated: Whether it is to say how the run ended: nobody on its machine does.
     """
-    _outlive_signals()
+    # Terminals and job managers signal all processes: the workers stop after their step, and need this one till then.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)
     name_process(f"ps-server-{service.address.id}" if isinstance(service, ServerProcess) else "ps-coordinator")
     try:
         service.run()
@@ -243,13 +234,7 @@ def serve(service: Service, dedicated: bool = False) -> int:
 def main() -> None:
     """Serve what the standard input describes."""
     if text := sys.stdin.read():  # Else whoever started this was killed meanwhile.
-        serve_and_exit(from_json(text))
-
-
-def _outlive_signals() -> None:
-    # Terminals and job managers signal all processes: the workers stop after their step, and need this one till then.
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(signum, signal.SIG_IGN)
+        serve_and_exit(_from_json(text))
 
 
 def pass_on_termination(who: str, announce: Callable[[str, int], None]) -> None:

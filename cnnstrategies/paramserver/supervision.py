@@ -7,16 +7,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from cnnstrategies.paramserver.coordinator.participant import Reporter
-from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
-from cnnstrategies.paramserver.coordinator.settings import Address
+from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, Address
 from cnnstrategies.paramserver.core.node import Call, ControlError, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
-from cnnstrategies.paramserver.drivers.control import Loop
-from cnnstrategies.paramserver.drivers.line import Line
+from cnnstrategies.paramserver.drivers.control import Line, Loop
 from cnnstrategies.paramserver.security import KeyPair, process_number
 from cnnstrategies.paramserver.services import Handle, ending
 from cnnstrategies.runtime.processes import is_stopped
@@ -37,6 +35,10 @@ class Watched:
         id: Its number among those of its role.
         start: Starts its process; takes the incarnation.
         restarts: How often it may be started again when it is killed.
+        code: Its exit code; None as long as it runs, or is started again.
+        stopped: For how many seconds it has been.
+        why: It was ended from here.
+        ended: When it has ended by itself while the coordinator was not reached.
     """
 
     role: str
@@ -44,16 +46,27 @@ class Watched:
     start: Callable[[int], Handle]
     restarts: int = 0
     incarnation: int = 0
-    handle: Handle | None = None
+    handle: Handle = field(init=False)
     code: int | None = None
-    stopped: float = 0.0  # for so many seconds
-    why: str = ""  # it was ended from here
-    ended: float | None = None  # by itself, at this time, while the coordinator was not reached
+    stopped: float = 0.0
+    why: str = ""
+    ended: float | None = None
 
     def __str__(self) -> str:
         number = "" if self.role == COORDINATOR else f" {self.id}"
-        process = "" if self.handle is None else f" (process {self.handle.pid} on {os.uname().nodename})"
-        return f"{self.role}{number}{process}"
+        return f"{self.role}{number} (process {self.handle.pid} on {os.uname().nodename})"
+
+    @property
+    def life(self) -> tuple[str, int, int]:
+        """Who it is to the coordinator."""
+        return self.role, self.id, self.incarnation
+
+    def end_silent(self) -> None:
+        """End it, and keep why: not whoever stopped or silenced it has killed it."""
+        silent = f"was stopped, as by SIGSTOP, for {self.stopped:.0f} s" if self.stopped else "gave no sign of life"
+        self.why = self.why or f"{silent}, and is ended"
+        self.stopped = 0.0
+        self.handle.send_signal(signal.SIGKILL)
 
 
 class Supervision:
@@ -72,6 +85,9 @@ class Supervision:
     Args:
         coordinator: The coordinator's address, as this node's supervision sees it.
         keys: The run's CURVE keys.
+
+    Attributes:
+        deaths: What has become of those that have not ended as they should.
     """
 
     def __init__(self, coordinator: Address, keys: KeyPair | None = None) -> None:
@@ -82,7 +98,7 @@ class Supervision:
         self._asked_at = self._heard_at = self._looked_at = time.monotonic()
         self._ended_at: float | None = None
         self._over = False  # the session of this coordinator
-        self._missed: set[tuple[str, int, int]] = set()  # role, number and life of those that it has heard too long ago
+        self._missed: set[tuple[str, int, int]] = set()  # lives of those that it has heard too long ago
         self._stopping = False
         self._own = None if keys is None else KeyPair.create()
         self._peer = Peer(coordinator.role, coordinator.id, 0, process_number(self._own))
@@ -104,39 +120,39 @@ class Supervision:
         """The workers among the processes."""
         return [one for one in self.watched if one.role == WORKER]
 
+    def _running(self, *roles: str) -> list[Watched]:
+        return [one for one in self.watched if one.code is None and one.role in (roles or (one.role,))]
+
     def watch(self, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until every worker has ended."""
-        while any(worker.code is None for worker in self.workers):
+        while self._running(WORKER):
             self.look()
             tick()
             time.sleep(POLL)
 
     def look(self) -> None:
         """Look once at every process, and now and then ask the coordinator who has gone silent."""
-        for one in self.watched:
-            if one.code is None and one.handle is not None:
-                code = one.handle.poll()
-                if code is not None:
-                    self._on_end(one, code)
+        for one in self._running():
+            code = one.handle.poll()
+            if code is not None:
+                self._on_end(one, code)
         now = time.monotonic()
         self.end_the_stopped(now)
         if now - self._asked_at > ASK_EVERY and not (self._stopping or self._over):
             self.ask()
             self._asked_at = time.monotonic()
         if self._ended_at is not None and now - self._ended_at > self.coordinator.timeout + GRACE:
-            for one in self.workers:
-                if one.code is None and one.handle is not None:
-                    self.deaths.append(f"{one} did not end by itself")
-                    one.handle.send_signal(signal.SIGKILL)
+            for one in self._running(WORKER):
+                self.deaths.append(f"{one} did not end by itself")
+                one.handle.send_signal(signal.SIGKILL)
             self._ended_at = now
 
     def send_signal(self, signum: int) -> None:
         """Send a signal to every worker that runs; after one that ends them, none is started again."""
         if signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
             self._run_ends()
-        for one in self.workers:
-            if one.code is None and one.handle is not None:
-                one.handle.send_signal(signum)
+        for one in self._running(WORKER):
+            one.handle.send_signal(signum)
 
     def stop(self, at_once: bool = False) -> None:
         """End the servers and the coordinator, and whatever still runs.
@@ -145,9 +161,9 @@ class Supervision:
             at_once: Also when workers, of other nodes maybe, have not left yet and need them.
         """
         self._stopping = True
-        for one in self.watched:
-            if one.code is None and one.handle is not None and (one.why or is_stopped(one.handle.pid)):
-                end_silent(one)  # The workers have not waited for it as long as this process.
+        for one in self._running():
+            if one.why or is_stopped(one.handle.pid):
+                one.end_silent()  # The workers have not waited for it as long as this process.
                 self.deaths.append(f"{one} {one.why}")
                 print(self.deaths[-1], file=sys.stderr, flush=True)
         heard = time.monotonic()
@@ -158,7 +174,7 @@ class Supervision:
             elif not self._coordinator_lives() or time.monotonic() - heard > self.coordinator.timeout:
                 break
             time.sleep(POLL)
-        coordinates = any(one.role == COORDINATOR and one.code is None for one in self.watched)
+        coordinates = bool(self._running(COORDINATOR))
         if coordinates:
             self.send("end", {"message": "the run is over", "clean": True})
         self._end(SERVER, GRACE)
@@ -200,14 +216,9 @@ class Supervision:
             if one.restarts and self._over:
                 follows += ": only the first session of a run has restarts"
             print(f"{what}; {follows}", file=sys.stderr, flush=True)
-        if one.role == COORDINATOR and not replaced:
-            one.code = code
-            if not self._over:
-                self._run_ends()
-            return
-        assert one.handle is not None
         if one.role == COORDINATOR:
-            pass  # The next one has its journal.
+            if not (replaced or self._over):  # One that is replaced goes on with its journal.
+                self._run_ends()
         elif self._over:
             if one is self.workers[0]:
                 self._run_ends()  # It had started the services of the present session.
@@ -231,7 +242,7 @@ class Supervision:
         if not 0 < code < 128 or one.role == COORDINATOR or self._over or self._ended_at is not None:
             return False
         if self.ask():
-            return (one.role, one.id, one.incarnation) in self._missed
+            return one.life in self._missed
         now = time.monotonic()
         if one.ended is None:
             if not one.restarts or now - self._heard_at < self.coordinator.timeout / 2:
@@ -247,15 +258,30 @@ class Supervision:
         """End those that are stopped: the coordinator cannot miss who has not registered yet, or has left."""
         # At most a second: this process may have been stopped with them, as by Ctrl-Z.
         passed, self._looked_at = min(now - self._looked_at, 1.0), now
-        for one in self.watched:
-            if one.code is not None or one.handle is None:
-                continue
+        for one in self._running():
             one.stopped = one.stopped + passed if is_stopped(one.handle.pid) else 0.0
             limit = self.coordinator.timeout
             if one.role == COORDINATOR and one.restarts:
                 limit /= 2  # Its members wait for so long in all.
             if one.stopped > limit:
-                end_silent(one)
+                one.end_silent()
+
+    def _coordinator_lives(self) -> bool:
+        return any(one.handle.poll() is None for one in self._running(COORDINATOR))
+
+    def _end(self, role: str, grace: float) -> None:
+        deadline = time.monotonic() + grace
+        for one in self._running(role):
+            while (code := one.handle.poll()) is None and time.monotonic() < deadline:
+                time.sleep(POLL)
+            if code is None:
+                with contextlib.suppress(ProcessLookupError):
+                    one.handle.send_signal(signal.SIGKILL)
+            while (code := one.handle.poll()) is None:
+                time.sleep(POLL)
+            one.code = code
+
+    # The coordinator
 
     def ask(self) -> bool:
         """Ask the coordinator whether its session goes on and who is silent, and end these; whether it has answered."""
@@ -268,33 +294,11 @@ class Supervision:
             self._over = True
         elif ended is not None:
             self._run_ends()
-        for role, identity, incarnation in answer.fields.get("silent", []):
-            self._missed.add((role, identity, incarnation))
-            for one in self.watched:
-                same = (one.role, one.id, one.incarnation) == (role, identity, incarnation)
-                if same and one.code is None and one.handle is not None and one.handle.poll() is None:
-                    end_silent(one)
+        self._missed |= {(role, identity, life) for role, identity, life in answer.fields.get("silent", [])}
+        for one in self._running():
+            if one.life in self._missed and one.handle.poll() is None:
+                one.end_silent()
         return True
-
-    def _coordinator_lives(self) -> bool:
-        return any(
-            one.role == COORDINATOR and one.code is None and one.handle is not None and one.handle.poll() is None
-            for one in self.watched
-        )
-
-    def _end(self, role: str, grace: float) -> None:
-        deadline = time.monotonic() + grace
-        for one in self.watched:
-            if one.role != role or one.handle is None or one.code is not None:
-                continue
-            while (code := one.handle.poll()) is None and time.monotonic() < deadline:
-                time.sleep(POLL)
-            if code is None:
-                with contextlib.suppress(ProcessLookupError):
-                    one.handle.send_signal(signal.SIGKILL)
-            while (code := one.handle.poll()) is None:
-                time.sleep(POLL)
-            one.code = code
 
     def send(self, kind: str, fields: Mapping[str, object] | None = None) -> Message | None:
         """Ask the coordinator over a connection of its own, for a moment; None if it has not answered by then.
@@ -322,12 +326,3 @@ class Supervision:
             return answer if isinstance(answer, Message) and answer.kind == DONE else None
         finally:
             line.close()
-
-
-def end_silent(one: Watched) -> None:
-    """End a process, and keep why: not whoever stopped or silenced it has killed it."""
-    assert one.handle is not None
-    silent = f"was stopped, as by SIGSTOP, for {one.stopped:.0f} s" if one.stopped else "gave no sign of life"
-    one.why = one.why or f"{silent}, and is ended"
-    one.stopped = 0.0
-    one.handle.send_signal(signal.SIGKILL)

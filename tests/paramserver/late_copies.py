@@ -4,6 +4,8 @@ from collections import deque
 
 import torch
 
+from cnnstrategies.paramserver.drivers.staging import Copies
+
 
 class LateEvent:
     """A copy that reads and writes as late as it may, after all that were begun before."""
@@ -26,7 +28,7 @@ class LateEvent:
         self._target.copy_(self._source)
 
 
-class LateCopies:
+class LateCopies(Copies):
     """A device that does what it is told when it must."""
 
     def __init__(self) -> None:

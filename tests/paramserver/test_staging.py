@@ -11,7 +11,7 @@ from roles import PlainRoles
 from simulated_cuda import simulate
 
 from cnnstrategies.paramserver.drivers import staging
-from cnnstrategies.paramserver.drivers.staging import CudaCopies, Staging, staging_for
+from cnnstrategies.paramserver.drivers.staging import Copies, Staging, staging_for
 
 STEPS = 5
 
@@ -98,7 +98,7 @@ def test_the_gpu_copies_after_what_it_was_told_and_uses_after_it_has_copied(monk
     for name, fake in (("Stream", Stream), ("Event", Event), ("stream", lambda stream: stream)):
         monkeypatch.setattr(staging.torch.cuda, name, fake)
     monkeypatch.setattr(staging.torch.cuda, "current_stream", lambda device: Stream("computing"))
-    copies = CudaCopies(torch.device("cuda:0"))
+    copies = Copies(torch.device("cuda:0"))
     event = copies.begin(Target(), torch.ones(1))  # type: ignore[arg-type]
     copies.before_use(event)
     assert told == [

@@ -39,12 +39,7 @@ class Link(NamedTuple):
 class Links:
     """Sends to servers and receives from them; never blocks but in :meth:`receive`, for a moment.
 
-    Args:
-        specification: What all processes of the run agree on.
-        slices: All slices.
-        views: Tells of the membership.
-        heard: Told of the time, server and header of each message when it comes; whether it is to be acted on.
-        keys: CURVE keys; None for no encryption.
+    `heard` is told of the time, server and header of each message when it comes; whether it is to be acted on.
     """
 
     def __init__(

@@ -17,12 +17,9 @@ class Listener:
     Connections wait in the kernel until the server takes it over.
 
     Args:
-        endpoint: ``ipc://path`` or ``tcp://address:port``; port ``*`` for any free one.
+        endpoint: ``ipc://path`` or ``tcp://address:port``; port ``*`` for any free one, which the attribute has.
         encrypted: Whether the server will have CURVE keys.
         insecure: Allow no keys on an endpoint that other machines reach.
-
-    Attributes:
-        endpoint: The same with the real port.
 
     Raises:
         ConfigurationError: The endpoint is no such address, or open to other machines without encryption.
@@ -72,13 +69,9 @@ DRAIN_MS = 10_000  # for what was sent, to leave
 
 
 def server_socket(context: Context, listener: Listener, keys: KeyPair | None, largest: int) -> Socket:
-    """A ROUTER on an address that is already bound.
+    """A ROUTER on an address that is already bound, which belongs to it from now on.
 
-    Args:
-        context: The process's context.
-        listener: The address; belongs to the socket from now on.
-        keys: CURVE keys; None for no encryption.
-        largest: Bytes of the largest frame; a peer that announces more is disconnected before anything is allocated.
+    A peer that announces more than the bytes of the largest frame is disconnected before anything is allocated.
     """
     router: Socket = context.socket(zmq.ROUTER)
     router.copy_threshold = SMALL_BYTES
@@ -93,15 +86,7 @@ def server_socket(context: Context, listener: Listener, keys: KeyPair | None, la
 
 
 def client_socket(context: Context, server: ServerInfo, keys: KeyPair | None, largest: int, patience: float) -> Socket:
-    """A DEALER that is connected to a server.
-
-    Args:
-        context: The process's context.
-        server: The server.
-        keys: CURVE keys; None for no encryption.
-        largest: Bytes of the largest frame.
-        patience: Seconds of silence that are a failure.
-    """
+    """A DEALER that is connected to a server; so many seconds of silence are a failure."""
     dealer: Socket = context.socket(zmq.DEALER)
     dealer.copy_threshold = SMALL_BYTES
     dealer.linger = LINGER_MS
@@ -167,11 +152,7 @@ def reconnect(socket: Socket) -> None:
 
 
 def largest_frame(payload: int) -> int:
-    """Bytes of the largest frame that a :class:`Bundle` sends.
-
-    Args:
-        payload: Bytes of the largest payload.
-    """
+    """Bytes of the largest frame that a :class:`Bundle` sends, for those of the largest payload."""
     return max(payload, BUNDLE_BYTES + SMALL_BYTES + (MOST_TOGETHER + 1) * HEADER_BYTES)
 
 
@@ -181,10 +162,6 @@ class Bundle:
     Most parameters of a CNN are small, and each message on its own wakes a thread at both ends. What leaves is always
     one frame: libzmq ends this process where a connection breaks in the middle of a message of several, just when its
     socket is closed. A large payload follows the frame with its header, as a message of its own, for it is not copied.
-
-    Args:
-        to: The socket.
-        route: The peer, if the socket is a ROUTER.
     """
 
     def __init__(self, to: Socket, route: bytes | None = None) -> None:
@@ -194,12 +171,9 @@ class Bundle:
         self._bytes = 0
 
     def send(self, header: Header, payload: Any = b"", wait: bool = False) -> None:
-        """Send a message after those that wait.
+        """Send a message after those that wait, or have it wait with them, if it is small.
 
-        Args:
-            header: Its header.
-            payload: If it is large, its memory is read later, by libzmq's thread, and kept alive until then.
-            wait: Let it wait for the next ones, if it is small.
+        The memory of a large payload is read later, by libzmq's thread, and kept alive until then.
         """
         self._waiting.append(header.pack())
         if len(payload) > SMALL_BYTES:
@@ -227,9 +201,7 @@ class Bundle:
 def take(socket: Socket, routed: bool) -> tuple[bytes, zmq.Frame]:
     """The frame that waits, and where it came from; an empty one if it was not alone, as all that is sent here is.
 
-    Args:
-        socket: A DEALER, or a ROUTER (`routed`).
-        routed: Whether a frame with the sender's route comes first.
+    At a ROUTER (`routed`) a frame with the sender's route comes first.
 
     Raises:
         zmq.Again: Nothing is waiting.
@@ -244,14 +216,7 @@ def take(socket: Socket, routed: bool) -> tuple[bytes, zmq.Frame]:
 
 
 class Received(NamedTuple):
-    """One message, not checked yet.
-
-    Attributes:
-        route: Where it came from, at a ROUTER.
-        header: Its header.
-        payload: What belongs to it; keeps the frame's memory.
-        user: The sender's CURVE key in Z85 form, as the gatekeeper admitted it.
-    """
+    """One message, not checked yet; `user` is the sender's CURVE key in Z85 form, as the gatekeeper admitted it."""
 
     route: bytes
     header: bytes
@@ -260,14 +225,7 @@ class Received(NamedTuple):
 
 
 class Inbox:
-    """Takes apart what the :class:`Bundle` of each peer has sent.
-
-    Args:
-        socket: A DEALER, or a ROUTER (`routed`).
-        session: The run's number.
-        routed: Whether a frame with the sender's route comes first.
-        encrypted: Whether the sender's key is known.
-    """
+    """Takes apart what the :class:`Bundle` of each peer has sent to a DEALER, or a ROUTER (`routed`)."""
 
     def __init__(self, socket: Socket, session: int, routed: bool, encrypted: bool) -> None:
         self._socket = socket

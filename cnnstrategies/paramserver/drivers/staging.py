@@ -3,36 +3,12 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class Event(Protocol):
-    """A copy's end."""
-
-    def query(self) -> bool:
-        """Whether it is over."""
-
-    def synchronize(self) -> None:
-        """Wait until it is."""
-
-
-class Copies(Protocol):
-    """Copies in the background."""
-
-    def host(self, tensor: Tensor) -> Tensor:
-        """Memory of the host for a tensor of the device, of the same shape and type."""
-
-    def begin(self, target: Tensor, source: Tensor) -> Event:
-        """Copy between host and device once what the device has been told so far is done."""
-
-    def before_use(self, event: Event) -> None:
-        """Have what the device is told from here on wait for a copy."""
-
-
-class CudaCopies:
+class Copies:
     """Copies on a stream of their own, from and to pinned memory, as NCCL and DDP's reducer do."""
 
     def __init__(self, device: torch.device) -> None:
@@ -52,9 +28,8 @@ class CudaCopies:
         event.record(self._side)
         return event
 
-    def before_use(self, event: Event) -> None:
+    def before_use(self, event: torch.cuda.Event) -> None:
         """Have the present stream wait; the caller goes on."""
-        assert isinstance(event, torch.cuda.Event)
         torch.cuda.current_stream(self._device).wait_event(event)
 
 
@@ -72,8 +47,8 @@ class Staging:
         self._copies = copies
         self._gradients = [copies.host(parameter) for parameter in parameters]
         # The source of each copy is kept until it is over: else its memory would be used again.
-        self._coming: deque[tuple[int, Tensor, Event]] = deque()
-        self._going: dict[int, Event] = {}
+        self._coming: deque[tuple[int, Tensor, torch.cuda.Event]] = deque()
+        self._going: dict[int, torch.cuda.Event] = {}
 
     @cached_property
     def values(self) -> list[Tensor]:
@@ -92,15 +67,12 @@ class Staging:
         self._coming.append((index, gradient, event))
 
     def fetched(self, wait: bool = False) -> Iterator[tuple[int, Tensor]]:
-        """Gradients that have come since the last time, in the order in which they were asked for.
-
-        Args:
-            wait: For all that were asked for.
+        """Gradients that have come since the last time, or all (`wait`), in the order in which they were asked for.
 
         Yields:
             Parameter and gradient, which stays as it is until the parameter's next one is fetched.
         """
-        while self._coming and (wait or self._coming[0][2].query()):
+        while self._coming and (wait or self._coming[0][2].query()):  # type: ignore[no-untyped-call]
             index, _, event = self._coming.popleft()
             event.synchronize()
             yield index, self._gradients[index]
@@ -135,5 +107,5 @@ def staging_for(parameters: Sequence[Tensor]) -> Staging | None:
     """For parameters on one GPU; None for others, which are copied where they are needed."""
     devices = {parameter.device for parameter in parameters}
     if len(devices) == 1 and (device := devices.pop()).type == "cuda":
-        return Staging(parameters, CudaCopies(device))
+        return Staging(parameters, Copies(device))
     return None
