@@ -1,10 +1,7 @@
-"""Learning-rate schedules that are made of others, which YAML can name."""
+"""A learning-rate schedule that is made of others, which YAML can name."""
 
-from collections.abc import Sequence
-
-from lightning.pytorch.cli import LRSchedulerCallable
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from cnnstrategies.errors import ConfigurationError
 
@@ -41,36 +38,3 @@ class WarmupCosine(SequentialLR):
             super().__init__(optimizer, [ramp, cosine], milestones=[warmup])
         else:
             super().__init__(optimizer, [cosine], milestones=[])
-
-
-class InTurn(SequentialLR):
-    """Schedulers one after another: each begins where the one before ends, and counts from 0.
-
-    Args:
-        optimizer: The optimizer.
-        schedulers: Build the schedulers.
-        milestones: Where the second and each further one begins, in epochs, or in optimizer steps where the model has
-            ``lr_interval: step``.
-
-    Raises:
-        ConfigurationError: There is not a milestone between each two, they do not increase, or a scheduler is one that
-            watches a metric.
-    """
-
-    def __init__(
-        self, optimizer: Optimizer, schedulers: Sequence[LRSchedulerCallable], milestones: Sequence[int]
-    ) -> None:
-        if len(milestones) != len(schedulers) - 1 or sorted({0, *milestones})[1:] != list(milestones):
-            raise ConfigurationError(
-                f"milestones={list(milestones)} for {len(schedulers)} schedulers: one increasing number, above 0, is "
-                "needed between each two"
-            )
-        made: list[LRScheduler] = []
-        for build in schedulers:
-            one = build(optimizer)
-            if isinstance(one, ReduceLROnPlateau):
-                raise ConfigurationError(
-                    "ReduceLROnPlateau watches a metric and cannot be one of several schedulers in turn: name it alone"
-                )
-            made.append(one)
-        super().__init__(optimizer, made, list(milestones))

@@ -1,20 +1,19 @@
-"""Which parameters are decayed, how fast each layer learns, and schedules made of others."""
+"""Which parameters are decayed, how fast each layer learns, and the schedule of both."""
 
 import functools
 import math
-from unittest import mock
 
 import pytest
 import torch
 import torchvision
 from conftest import PlainCNN
 from torch import nn
-from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import OneCycleLR
 
 from cnnstrategies import ConfigurationError, ImageClassifier
-from cnnstrategies.models.parameter_groups import layer_depths
+from cnnstrategies.models.network_module import layer_depths
 from cnnstrategies.networks import SmallCNN
-from cnnstrategies.schedules import InTurn, WarmupCosine
+from cnnstrategies.schedules import WarmupCosine
 
 
 def sgd(parameters):
@@ -30,6 +29,7 @@ def rates_of(scheduler, steps):
     return rates
 
 
+@pytest.mark.light
 def test_norms_and_biases_are_not_decayed_where_that_is_asked_for():
     network = SmallCNN(10)
     model = ImageClassifier(network, 10, sgd, decay_norms_and_biases=False)
@@ -45,26 +45,13 @@ def test_norms_and_biases_are_not_decayed_where_that_is_asked_for():
     ] == [0.01]
 
 
+@pytest.mark.light
 def test_each_layer_learns_at_a_share_of_the_next_ones_rate():
     model = ImageClassifier(PlainCNN(), 10, sgd, layer_lr_decay=0.5, decay_norms_and_biases=False)
     rates = {id(p): group["lr"] for group in model.configure_optimizers().param_groups for p in group["params"]}
     for layer, rate in ((0, 0.025), (2, 0.05), (5, 0.1)):
         for parameter in model.network[layer].parameters():
             assert rates[id(parameter)] == pytest.approx(rate)
-
-
-def test_layers_begin_to_learn_one_after_the_other_from_the_last():
-    model = ImageClassifier(PlainCNN(), 10, functools.partial(torch.optim.AdamW, lr=0.1), unfreeze_every=2)
-    optimizer = model.configure_optimizers()
-    for epoch, learning in ((0, {5}), (1, {5}), (2, {2, 5}), (4, {0, 2, 5})):
-        before = {name: p.detach().clone() for name, p in model.network.named_parameters()}
-        with mock.patch.object(type(model), "current_epoch", epoch):
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            optimizer.step()
-        after = dict(model.network.named_parameters())
-        assert {int(name[0]) for name in after if not torch.equal(after[name], before[name])} == learning
-        assert {group["lr"] for group in optimizer.param_groups} == {0.1}
 
 
 @pytest.mark.light
@@ -99,34 +86,14 @@ def test_warmup_and_cosine_follow_the_formula_for_each_group():
     assert [rate for (rate,) in rates_of(again, 2)] == pytest.approx([0.1, 0.1 * (1 + math.cos(math.pi / 5)) / 2])
 
 
-def test_schedulers_in_turn_each_count_from_their_start_and_resume():
-    def made():
-        builders = [
-            lambda optimizer: LinearLR(optimizer, 0.5, total_iters=2),
-            lambda optimizer: StepLR(optimizer, 2, 0.1),
-            lambda optimizer: ConstantLR(optimizer, 0.25, total_iters=9),
-        ]
-        return InTurn(sgd(PlainCNN().parameters()), builders, [2, 6])
-
-    expected = [0.05, 0.075, 0.1, 0.1, 0.01, 0.01, 0.025, 0.025]
-    assert [rate for (rate,) in rates_of(made(), 8)] == pytest.approx(expected)
-    first, second = made(), made()
-    rates_of(first, 4)
-    state, optimizer_state = first.state_dict(), first.optimizer.state_dict()
-    second.load_state_dict(state)
-    second.optimizer.load_state_dict(optimizer_state)
-    assert [rate for (rate,) in rates_of(second, 4)] == pytest.approx(expected[4:])
-
-
 MISTAKES = {
     "warm-up": (lambda o: WarmupCosine(o, 5, warmup=5), "warmup=5 and total=5"),
     "start": (lambda o: WarmupCosine(o, 5, 1, start=0.0), "start=0.0 is outside"),
-    "milestones": (lambda o: InTurn(o, [lambda o: CosineAnnealingLR(o, 3)] * 3, [4, 4]), r"milestones=\[4, 4\] for 3"),
-    "metric": (lambda o: InTurn(o, [ReduceLROnPlateau, ReduceLROnPlateau], [4]), "watches a metric"),
     "one cycle": (lambda o: OneCycleLR(o, 0.1, total_steps=9), "layer_lr_decay=0.5 and OneCycleLR"),
 }
 
 
+@pytest.mark.light
 @pytest.mark.parametrize(("scheduler", "message"), MISTAKES.values(), ids=MISTAKES.keys())
 def test_a_mistake_is_refused(scheduler, message):
     with pytest.raises(ConfigurationError, match=message):

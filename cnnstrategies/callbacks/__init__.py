@@ -6,7 +6,6 @@ from cnnstrategies.callbacks.epoch_metrics import EpochMetrics
 from cnnstrategies.callbacks.first_batch import FirstBatch
 from cnnstrategies.callbacks.from_configuration import FromConfiguration
 from cnnstrategies.callbacks.graceful_stop import GracefulStop
-from cnnstrategies.callbacks.pipeline_timeline import PipelineTimeline
 from cnnstrategies.callbacks.predictions import PredictionWriter
 from cnnstrategies.callbacks.progress_bar import ProgressBar
 from cnnstrategies.callbacks.pruning import Pruning
@@ -23,7 +22,6 @@ __all__ = [
     "FirstBatch",
     "FromConfiguration",
     "GracefulStop",
-    "PipelineTimeline",
     "PredictionWriter",
     "ProgressBar",
     "Pruning",

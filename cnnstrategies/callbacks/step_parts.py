@@ -1,40 +1,39 @@
-"""The parts of a training step, and what a strategy's engine measures within them."""
+"""The parts of a training step under each strategy, and the clock that splits a step's time among them."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.pytorch.profilers import Profiler
 from typing_extensions import override
 
-from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.timeline import Span
 
 TOTAL = "step"
+# The part that an action stands for which Lightning announces to the profiler, by the end of the action's name.
+# The closure of `optimizer_step` contains `training_step` and `backward`; each moment counts for the innermost.
+ACTIONS = {
+    "train_dataloader_next": "data",
+    "batch_to_device": "transfer",
+    "training_step": "forward",
+    "backward": "backward",
+    "optimizer_step": "optimizer",
+}
 
 
-class StepParts:
-    """The parts of a step under a strategy in which each rank runs the whole network.
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a step: what each is, in their order, by which actions they are known, and which wait for others."""
 
-    Attributes:
-        actions: The part that an action stands for which is announced to the Trainer's profiler, by the end of the
-            action's name. The closure of ``optimizer_step`` contains ``training_step`` and ``backward``; each moment
-            counts for the innermost.
-        explained: What each part is, in the order of a step.
-        waiting: Parts in which a rank waits for others.
-        stages: The ranks of each stage; none where there are no stages.
-    """
+    explained: Mapping[str, str]
+    actions: Mapping[str, str]
+    waiting: tuple[str, ...] = ()
 
-    actions: ClassVar[Mapping[str, str]] = {
-        "train_dataloader_next": "data",
-        "batch_to_device": "transfer",
-        "training_step": "forward",
-        "backward": "backward",
-        "optimizer_step": "optimizer",
-    }
-    explained: ClassVar[Mapping[str, str]] = {
+
+WHOLE_NETWORK = Parts(
+    {
         "data": "waiting for the loader",
         "transfer": "copy, batch hooks",
         "forward": "network, loss, metrics",
@@ -43,31 +42,12 @@ class StepParts:
         "optimizer": "clipping, update",
         "other": "callbacks, logging",
         TOTAL: "end to end",
-    }
-    waiting: tuple[str, ...] = ()
-    stages: tuple[Sequence[int], ...] = ()
-
-    def begin(self) -> None:
-        """Start to measure."""
-
-    def end(self) -> None:
-        """Measure no longer."""
-
-    def seconds(self) -> Mapping[str, float]:
-        """For each part that the engine measures itself its seconds so far."""
-        return {}
-
-
-class PipelineParts(StepParts):
-    """The parts of a step of a pipeline, whose whole schedule runs within ``training_step``."""
-
-    actions: ClassVar[Mapping[str, str]] = {
-        **StepParts.actions,
-        "share_batch": "share",
-        "gather_outputs": "gather",
-        "training_step": "metrics",
-    }
-    explained: ClassVar[Mapping[str, str]] = {
+    },
+    ACTIONS,
+)
+# The whole schedule runs within `training_step`; the engine tells it apart.
+STAGES = Parts(
+    {
         "data": "waiting for the loader",
         "transfer": "copy, batch hooks",
         "share": "the batch to all ranks",
@@ -81,36 +61,13 @@ class PipelineParts(StepParts):
         "optimizer": "clipping, update",
         "other": "callbacks, logging",
         TOTAL: "end to end",
-    }
-    waiting = ("share", "receive", "send", "reduce", "gather")
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._watchers = pipeline.watchers
-        self._seconds: dict[str, float] = {}
-        self.stages = tuple(pipeline.placement.ranks(stage) for stage in range(pipeline.placement.stages))
-
-    def begin(self) -> None:
-        """Have the engine time its tasks."""
-        if self._add not in self._watchers:
-            self._watchers.append(self._add)
-
-    def end(self) -> None:
-        """Have the engine time nothing for this."""
-        if self._add in self._watchers:
-            self._watchers.remove(self._add)
-
-    def seconds(self) -> Mapping[str, float]:
-        """Seconds of each kind of task so far."""
-        return self._seconds
-
-    def _add(self, span: Span) -> None:
-        self._seconds[span.kind] = self._seconds.get(span.kind, 0.0) + span.end - span.start
-
-
-class ServerParts(StepParts):
-    """The parts of a step of a worker, which waits for parameters in the middle of its forward."""
-
-    explained: ClassVar[Mapping[str, str]] = {
+    },
+    {**ACTIONS, "share_batch": "share", "gather_outputs": "gather", "training_step": "metrics"},
+    ("share", "receive", "send", "reduce", "gather"),
+)
+# A worker waits for parameters in the middle of its forward.
+WORKER = Parts(
+    {
         "data": "waiting for the loader",
         "transfer": "copy, batch hooks",
         "wait": "waiting for the servers",
@@ -119,63 +76,67 @@ class ServerParts(StepParts):
         "optimizer": "clipping, update, pushes",
         "other": "callbacks, logging",
         TOTAL: "end to end",
-    }
-
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = strategy
-
-    def seconds(self) -> Mapping[str, float]:
-        """Seconds that the worker has waited so far."""
-        counters = self._strategy.counters
-        return {"wait": counters.seconds_waited} if isinstance(counters, Counters) else {}
+    },
+    ACTIONS,
+)
 
 
-def parts_under(strategy: Any) -> StepParts:
+def parts_under(strategy: Any) -> Parts:
     """The parts of a step under a strategy that has been set up."""
-    pipeline = getattr(strategy, "pipeline", None)
-    if isinstance(pipeline, Pipeline):
-        return PipelineParts(pipeline)
-    return ServerParts(strategy) if hasattr(strategy, "counters") else StepParts()
+    if isinstance(getattr(strategy, "pipeline", None), Pipeline):
+        return STAGES
+    return WORKER if hasattr(strategy, "counters") else WHOLE_NETWORK
 
 
-class PartClock:
-    """Splits the time while it runs among parts that may lie within each other.
+class PartClock(Profiler):
+    """The Trainer's profiler for a while: splits the time among parts that may lie within each other.
 
-    Each moment counts once: for the innermost part that is open, or for ``rest`` where none is.
+    Each moment counts once: for the innermost part that is open, or for ``other`` where none is. What ``inner`` says
+    that the strategy has measured so far (seconds, by names of its own) counts for these instead of the part in which
+    it passed. Lightning's actions are passed on to the user's profiler, in whose place it is. On an accelerator every
+    reading waits until the device's queue is empty, so that a kernel counts for the part that launched it.
 
-    Args:
-        device: Where the work runs. On an accelerator every reading waits until its queue is empty, so that a kernel
-            counts for the part that launched it.
-        rest: Name for the time outside all parts.
-        inner: Time that others have measured within the parts: for each of their names the seconds so far. It counts
-            for that name instead of the part in which it passed.
-
-    Attributes:
-        seconds: Time of each part so far.
-        running: Whether time is being counted.
-        open_parts: Those that have begun and not ended, the innermost last.
+    ``wanted`` has the next batch that is loaded start it; ``open_parts`` has the innermost last.
     """
 
     def __init__(
-        self, device: torch.device, rest: str = "other", inner: Callable[[], Mapping[str, float]] = dict
+        self,
+        user: Profiler,
+        device: torch.device,
+        actions: Mapping[str, str],
+        inner: Callable[[], Mapping[str, float]],
     ) -> None:
+        super().__init__()
+        self.user = user
         self.seconds: dict[str, float] = {}
-        self.running = False
-        self._device = device
-        self._rest = rest
-        self._inner = inner
-        self._inner_before: Mapping[str, float] = {}
+        self.running = self.wanted = False
         self.open_parts: list[str] = []
+        self._device, self._actions, self._inner = device, actions, inner
         self._mark = 0.0
+        self._inner_before: Mapping[str, float] = {}
 
-    def start(self) -> None:
+    @override
+    def start(self, action_name: str) -> None:
+        self.user.start(action_name)
+        if (part := self._actions.get(action_name.rpartition(".")[2])) is not None:
+            if part == "data" and self.wanted and not self.running:
+                self.run()
+            self.begin(part)
+
+    @override
+    def stop(self, action_name: str) -> None:
+        if action_name.rpartition(".")[2] in self._actions:
+            self.end()
+        self.user.stop(action_name)
+
+    def run(self) -> None:
         """Count from now on. Call it outside all parts."""
         self.running = True
         self.open_parts.clear()
         self._mark = self._now()
         self._inner_before = dict(self._inner())
 
-    def stop(self) -> None:
+    def pause(self) -> None:
         """Count no longer; the time since the last reading counts for no part."""
         self.running = False
 
@@ -191,7 +152,7 @@ class PartClock:
                 self._count(name, since)
                 passed -= since
             self._inner_before = inner
-            self._count(self.open_parts[-1] if self.open_parts else self._rest, passed)
+            self._count(self.open_parts[-1] if self.open_parts else "other", passed)
 
     def begin(self, part: str) -> None:
         """Open a part."""
@@ -211,43 +172,3 @@ class PartClock:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return time.perf_counter()
-
-
-class ActionTap(Profiler):
-    """Passes Lightning's actions on to the user's profiler and reports some of them.
-
-    Lightning announces what it does to ``trainer.profiler`` by names such as ``[Strategy]DDPStrategy.backward``.
-
-    Args:
-        inner: The profiler that had this place.
-        parts: The part that each action stands for, by the end of its name after the last dot.
-        on_start: Called with the part when one of these actions starts.
-        on_stop: Called with the part when it has ended.
-    """
-
-    def __init__(
-        self,
-        inner: Profiler,
-        parts: Mapping[str, str],
-        on_start: Callable[[str], None],
-        on_stop: Callable[[str], None],
-    ) -> None:
-        super().__init__()
-        self.inner = inner
-        self._parts = parts
-        self._on_start = on_start
-        self._on_stop = on_stop
-
-    @override
-    def start(self, action_name: str) -> None:
-        self.inner.start(action_name)
-        part = self._parts.get(action_name.rpartition(".")[2])
-        if part is not None:
-            self._on_start(part)
-
-    @override
-    def stop(self, action_name: str) -> None:
-        part = self._parts.get(action_name.rpartition(".")[2])
-        if part is not None:
-            self._on_stop(part)
-        self.inner.stop(action_name)

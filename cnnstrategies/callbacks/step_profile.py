@@ -1,6 +1,7 @@
 """Where a training step's time goes."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from cnnstrategies._torch_private import communication_seconds, measure_every_step, measure_rarely
-from cnnstrategies.callbacks.step_parts import TOTAL, ActionTap, PartClock, StepParts, parts_under
+from cnnstrategies.callbacks.step_parts import TOTAL, WHOLE_NETWORK, PartClock, parts_under
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.worker.connections import Counters
+from cnnstrategies.pipeline.engine import Pipeline
+from cnnstrategies.pipeline.timeline import Span, draw_timeline, write_trace
+from cnnstrategies.pipeline.transport import broadcast_value
 
 
 class StepProfile(Callback):
@@ -42,6 +47,10 @@ class StepProfile(Callback):
     Args:
         skip_first: Steps that are not profiled: caches, connections and workers warm up.
         steps: Steps that are profiled; all that follow when left out.
+        timeline: Under a pipeline, the first of the profiled steps that are drawn as well, task by task: when the
+            profiled steps are over, ``timeline.png`` with a row per rank and ``timeline.json``, which opens in Perfetto
+            or chrome://tracing, are in the logger's folder. Ranks of several machines are as far apart in it as their
+            clocks.
 
     Attributes:
         milliseconds: After fit: mean over the ranks of each part's time per step, and ``communication_total``,
@@ -49,17 +58,20 @@ class StepProfile(Callback):
         stages: After fit under a pipeline: the same for each stage.
 
     Raises:
-        ConfigurationError: A number is out of its range.
+        ConfigurationError: A number is out of its range, or ``timeline`` is given under another strategy.
     """
 
-    def __init__(self, skip_first: int = 10, steps: int | None = 50) -> None:
+    def __init__(self, skip_first: int = 10, steps: int | None = 50, timeline: int = 0) -> None:
         if skip_first < 1:
             raise ConfigurationError(f"skip_first={skip_first}: at least 1 step starts the clock; 10 is usual")
         if steps is not None and steps < 1:
             raise ConfigurationError(f"steps={steps}: profile at least 1 step; 50 is usual")
+        if timeline < 0:
+            raise ConfigurationError(f"timeline={timeline} is negative; 0 draws nothing, and 1 a step")
         self.skip_first = skip_first
         self.steps = steps
-        self._tap: ActionTap | None = None
+        self.timeline = timeline
+        self._clock: PartClock | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -68,8 +80,10 @@ class StepProfile(Callback):
         self.stages: list[Mapping[str, float]] = []
         self._seen = 0
         self._measured = 0
-        self._parts = StepParts()
-        self._clock: PartClock | None = None
+        self._parts = WHOLE_NETWORK
+        self._pipeline: Pipeline | None = None
+        self._engine: dict[str, float] = {}  # Seconds of each kind of the pipeline's tasks so far.
+        self._spans: list[Span] = []
         self._ddp: DistributedDataParallel | None = None
         self._all_reduces: list[tuple[float, float]] = []  # Seconds in the open, and in total.
         self._synchronised = 0  # Profiled steps that end with an all-reduce.
@@ -78,19 +92,31 @@ class StepProfile(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._forget()
-        self._parts = parts_under(trainer.strategy)
-        self._clock = PartClock(trainer.strategy.root_device, inner=self._parts.seconds)
-        inner = trainer.profiler  # type: ignore[attr-defined]  # set outside the class
-        self._tap = ActionTap(inner, self._parts.actions, self._action_starts, self._action_ends)
-        trainer.profiler = self._tap  # type: ignore[attr-defined]
-        if isinstance(trainer.strategy.model, DistributedDataParallel):
-            self._ddp = trainer.strategy.model
+        strategy: Any = trainer.strategy
+        self._parts = parts_under(strategy)
+        if isinstance(pipeline := getattr(strategy, "pipeline", None), Pipeline):
+            self._pipeline = pipeline
+        elif self.timeline:
+            raise ConfigurationError(
+                f"StepProfile(timeline={self.timeline}) draws a pipeline, and the strategy is "
+                f"{type(strategy).__name__}: use strategy hybrid_pipeline, or leave timeline out"
+            )
+
+        def inner() -> Mapping[str, float]:
+            counters = getattr(strategy, "counters", None)
+            return {"wait": counters.seconds_waited} if isinstance(counters, Counters) else self._engine
+
+        user = trainer.profiler  # type: ignore[attr-defined]  # set outside the class
+        self._clock = PartClock(user, strategy.root_device, self._parts.actions, inner)
+        trainer.profiler = self._clock  # type: ignore[attr-defined]
+        if isinstance(strategy.model, DistributedDataParallel):
+            self._ddp = strategy.model
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._clock is not None and self._profiling():
             # Before an epoch's first batch the loader starts its workers.
-            self._start()
+            self._run(self._clock)
             self._clock.begin("data")
             self._opening = True
 
@@ -99,6 +125,16 @@ class StepProfile(Callback):
         if self._clock is not None and self._opening:
             self._clock.end()
             self._opening = False
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        ddp = self._ddp
+        if self._clock is not None and self._clock.running and ddp is not None and ddp.require_backward_grad_sync:
+            # DDP publishes an all-reduce's times in the forward before the next one.
+            if self._synchronised:
+                total, hidden = communication_seconds(ddp)
+                self._all_reduces.append((max(0.0, total - hidden), total))
+            self._synchronised += 1
 
     @override
     def on_train_batch_end(
@@ -113,36 +149,38 @@ class StepProfile(Callback):
         if self._seen == self.skip_first and self._ddp is not None:
             measure_every_step(self._ddp)
         if not self._profiling():
-            self._clock.stop()
+            self._clock.pause()
             if self._seen > self.skip_first:
-                self._remove_tap(trainer)
+                self._remove_clock(trainer)
+                self._draw(trainer)
         elif not self._clock.running:
-            self._start()
+            self._run(self._clock)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The clock starts again when the next training batch is asked for.
         if self._clock is not None:
-            self._clock.stop()
+            self._clock.pause()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._clock is not None:
-            self._clock.stop()
+            self._clock.pause()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._remove_tap(trainer)
+        self._remove_clock(trainer)
+        self._draw(trainer)
         names, times = self._everyone(trainer)
         if self._measured == 0:
             if trainer.is_global_zero:
                 print(f"StepProfile: fit ended after {self._seen} steps; skip_first={self.skip_first} left none")
             return
         self.milliseconds = dict(zip(names, times.mean(0).tolist(), strict=True))
-        self.stages = stage_means(self._parts, names, times)
+        placement = None if self._pipeline is None else self._pipeline.placement
+        ranks = [placement.ranks(stage) for stage in range(placement.stages)] if placement else []
+        self.stages = [dict(zip(names, times[list(one)].mean(0).tolist(), strict=True)) for one in ranks]
         if trainer.is_global_zero:
-            title = f"Where {self._measured} training steps spent"
-            Console(soft_wrap=True).print(profile_table(self._parts, names, times, title))
+            Console(soft_wrap=True).print(self._table(names, times))
         figures = {f"profile/{part}_ms": value for part, value in self.milliseconds.items()}
         for stage, means in enumerate(self.stages):
             figures |= {f"profile/stage_{stage}/{part}_ms": value for part, value in means.items()}
@@ -151,7 +189,48 @@ class StepProfile(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._remove_tap(trainer)
+        self._remove_clock(trainer)
+
+    def _profiling(self) -> bool:
+        return self._seen >= self.skip_first and (self.steps is None or self._seen < self.skip_first + self.steps)
+
+    def _run(self, clock: PartClock) -> None:
+        if self._pipeline is not None and self._note not in self._pipeline.watchers:
+            self._pipeline.watchers.append(self._note)
+        clock.wanted = True
+        clock.run()
+
+    def _note(self, span: Span) -> None:
+        self._engine[span.kind] = self._engine.get(span.kind, 0.0) + span.end - span.start
+        if self._measured < self.timeline:
+            self._spans.append(span)
+
+    def _remove_clock(self, trainer: Trainer) -> None:
+        if self._clock is not None and trainer.profiler is self._clock:  # type: ignore[attr-defined]
+            self._clock.pause()
+            self._clock.wanted = False
+            trainer.profiler = self._clock.user  # type: ignore[attr-defined]
+            if self._pipeline is not None and self._note in self._pipeline.watchers:
+                self._pipeline.watchers.remove(self._note)
+            if self._ddp is not None:
+                measure_rarely(self._ddp)
+
+    def _draw(self, trainer: Trainer) -> None:
+        """Draw the timeline, once; a collective."""
+        if self._pipeline is None or not self._spans:
+            return
+        control = self._pipeline.transport.control
+        everyone = [broadcast_value(self._spans, rank, group=control) for rank in range(trainer.world_size)]
+        self._spans = []
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # On every rank: it is broadcast.
+        if not trainer.is_global_zero:
+            return
+        spans: list[Span] = [span for own in everyone for span in own]
+        names = {rank: self._pipeline.placement.describe(rank) for rank in range(trainer.world_size)}
+        folder.mkdir(parents=True, exist_ok=True)
+        last = self.skip_first + min(self.timeline, self._measured)
+        draw_timeline(spans, folder / "timeline.png", f"Measured, steps {self.skip_first + 1} to {last}", names)
+        write_trace(spans, folder / "timeline.json", names)
 
     def _everyone(self, trainer: Trainer) -> tuple[list[str], Tensor]:
         """The parts that were measured, and each rank's milliseconds (ranks, parts); a collective."""
@@ -159,86 +238,34 @@ class StepProfile(Callback):
         steps = max(1, self._measured)
         times = {part: seconds / steps for part, seconds in self._clock.seconds.items()}
         times[TOTAL] = sum(times.values())
-        times["communication"], times["communication_total"] = self._communication(steps)
-        times["backward"] = times.get("backward", 0.0) - times["communication"]
-        names = [*self._parts.explained, "communication_total"]
+        names = [name for name in self._parts.explained if self._all_reduces or name != "communication"]
+        if self._all_reduces:
+            share = self._synchronised / steps
+            open_, total = (share * sum(one) / len(one) for one in zip(*self._all_reduces, strict=True))
+            times |= {"communication": open_, "communication_total": total, "backward": times["backward"] - open_}
+            names.append("communication_total")
         mine = torch.tensor([1000 * times.get(name, 0.0) for name in names], device=trainer.strategy.root_device)
-        gathered = trainer.strategy.all_gather(mine).reshape(-1, len(names)).cpu()
-        if not self._all_reduces:
-            names = [name for name in names if not name.startswith("communication")]
-            gathered = gathered[:, [list(self._parts.explained).index(name) for name in names]]
-        return names, gathered
+        return names, trainer.strategy.all_gather(mine).reshape(-1, len(names)).cpu()
 
-    def _communication(self, steps: int) -> tuple[float, float]:
-        """Seconds of all-reduce per step: in the open, and in total."""
-        if not self._all_reduces:
-            return 0.0, 0.0
-        in_the_open, total = (sum(seconds) / len(seconds) for seconds in zip(*self._all_reduces, strict=True))
-        share = self._synchronised / steps
-        return share * in_the_open, share * total
-
-    def _profiling(self) -> bool:
-        return self._seen >= self.skip_first and (self.steps is None or self._seen < self.skip_first + self.steps)
-
-    def _start(self) -> None:
-        assert self._clock is not None
-        self._parts.begin()
-        self._clock.start()
-
-    def _action_starts(self, part: str) -> None:
-        assert self._clock is not None
-        if part == "data" and self._profiling() and not self._clock.running:
-            self._start()
-        self._clock.begin(part)
-
-    def _action_ends(self, part: str) -> None:
-        assert self._clock is not None
-        self._clock.end()
-        if (
-            part == "forward"
-            and self._clock.running
-            and self._ddp is not None
-            and self._ddp.require_backward_grad_sync  # Not while gradients accumulate.
-        ):
-            # DDP publishes an all-reduce's times in the forward before the next one.
-            if self._synchronised:
-                total, hidden = communication_seconds(self._ddp)
-                self._all_reduces.append((max(0.0, total - hidden), total))
-            self._synchronised += 1
-
-    def _remove_tap(self, trainer: Trainer) -> None:
-        if self._tap is not None:
-            trainer.profiler = self._tap.inner  # type: ignore[attr-defined]
-            self._tap = None
-            self._parts.end()
-            if self._ddp is not None:
-                measure_rarely(self._ddp)
-
-
-def profile_table(parts: StepParts, names: Sequence[str], times: Tensor, title: str) -> Table:
-    """A row for each part: its mean, those of the stages or else the least and greatest of a rank, and its share."""
-    stages = stage_means(parts, names, times)
-    columns = ["part", "ms", *([f"stage {stage}" for stage in range(len(stages))] or ["min", "max"]), "share", "what"]
-    table = Table(*columns, title=title)
-    for column in table.columns[1:-1]:
-        column.justify = "right"
-    means = dict(zip(names, times.mean(0).tolist(), strict=True))
-    for index, name in enumerate(names):
-        if name not in parts.explained:
-            continue
-        spread = [stage[name] for stage in stages] or [float(times[:, index].min()), float(times[:, index].max())]
-        share = f"{means[name] / means[TOTAL]:.0%}"
-        table.add_row(name, *(f"{figure:.2f}" for figure in (means[name], *spread)), share, parts.explained[name])
-    if total := means.get("communication_total"):
-        hidden = 1 - means["communication"] / total
-        table.caption = f"All-reduce took {total:.2f} ms; backward hid {hidden:.0%} of it."
-    if stages:
-        waits = [sum(stage.get(name, 0.0) for name in parts.waiting) / stage[TOTAL] for stage in stages]
-        each = ", ".join(f"stage {stage} {share:.0%}" for stage, share in enumerate(waits))
-        table.caption = f"Waiting for other ranks: {each}. The others wait for the stage that waits least."
-    return table
-
-
-def stage_means(parts: StepParts, names: Sequence[str], times: Tensor) -> list[Mapping[str, float]]:
-    """For each stage the mean of each part over its replicas."""
-    return [dict(zip(names, times[list(ranks)].mean(0).tolist(), strict=True)) for ranks in parts.stages]
+    def _table(self, names: Sequence[str], times: Tensor) -> Table:
+        """A row for each part: mean, those of the stages or else the least and greatest of a rank, and share."""
+        stages, means, explained = self.stages, self.milliseconds, self._parts.explained
+        spreads = [f"stage {stage}" for stage in range(len(stages))] or ["min", "max"]
+        title = f"Where {self._measured} training steps spent"
+        table = Table("part", "ms", *spreads, "share", "what", title=title)
+        for column in table.columns[1:-1]:
+            column.justify = "right"
+        for index, name in enumerate(names):
+            if name in explained:
+                least, most = float(times[:, index].min()), float(times[:, index].max())
+                spread = [stage[name] for stage in stages] or [least, most]
+                share = f"{means[name] / means[TOTAL]:.0%}"
+                table.add_row(name, *(f"{figure:.2f}" for figure in (means[name], *spread)), share, explained[name])
+        if total := means.get("communication_total"):
+            hidden = 1 - means["communication"] / total
+            table.caption = f"All-reduce took {total:.2f} ms; backward hid {hidden:.0%} of it."
+        if stages:
+            waits = [sum(stage.get(name, 0.0) for name in self._parts.waiting) / stage[TOTAL] for stage in stages]
+            each = ", ".join(f"stage {stage} {share:.0%}" for stage, share in enumerate(waits))
+            table.caption = f"Waiting for other ranks: {each}. The others wait for the stage that waits least."
+        return table

@@ -3,7 +3,6 @@
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
@@ -48,15 +47,10 @@ class ImageClassifier(NetworkModule):
             0 turns it off.
         cutmix_alpha: Pastes a rectangle of one training image into another (Yun et al. 2019); 0 turns it off.
             With both on, each batch draws one of the two.
-        train_sizes: Progressive resizing: epochs, and the height and width to which training images are scaled from
-            then on. Before the first of them, and in evaluation, they stay as the data module gives them.
         decay_norms_and_biases: Whether the optimizer's weight decay is that of normalisations and biases, which are the
             parameters of one dimension, too.
         layer_lr_decay: Learning rate of each layer as a share of the next one's, in (0, 1]; the last layer has the
             optimizer's. For fine-tuning. Layers are the network's blocks in the order in which it names them.
-        unfreeze_every: Train the last layer first, and one more after each so many epochs; 0 trains all from the start.
-        test_time_flips: In evaluation and prediction, average the logits of each image and of its mirror image; no
-            pipeline does.
         aux_weight: Weight of the loss of each auxiliary classifier.
         channels_last: Store images and weights with the channels innermost, which is faster on GPUs with tensor
             cores and on recent CPUs.
@@ -79,18 +73,14 @@ class ImageClassifier(NetworkModule):
         label_smoothing: float = 0.0,
         mixup_alpha: float = 0.0,
         cutmix_alpha: float = 0.0,
-        train_sizes: dict[int, int] | None = None,
         decay_norms_and_biases: bool = True,
         layer_lr_decay: float = 1.0,
-        unfreeze_every: int = 0,
-        test_time_flips: bool = False,
         aux_weight: float = 0.4,
         channels_last: bool = False,
         compile_backend: str | None = None,
     ) -> None:
         super().__init__(
             *(network, num_classes, optimizer, lr_scheduler, lr_interval, decay_norms_and_biases, layer_lr_decay),
-            unfreeze_every,
             *(channels_last, compile_backend),
             least=TASKS[task].least,
         )
@@ -114,11 +104,6 @@ class ImageClassifier(NetworkModule):
                 f"class_weights={class_weights}: a number from 0 on for each of the {num_classes} classes is needed, "
                 "or balanced"
             )
-        for epoch, size in (train_sizes or {}).items():
-            if epoch < 0 or size < 1:
-                raise ConfigurationError(
-                    f"train_sizes has {epoch}: {size}: it is given epochs from 0 on, and sizes of at least 1 pixel"
-                )
         # Objects cannot be stored in a checkpoint that loads with weights_only=True; a configuration can.
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
         self.task = task
@@ -132,8 +117,6 @@ class ImageClassifier(NetworkModule):
         self.register_buffer("class_weights", weights, persistent=False)
         self.class_weights: Tensor | None
         self.aux_weight = aux_weight
-        self.test_time_flips = test_time_flips
-        self.train_sizes = dict(sorted((train_sizes or {}).items()))
         mixers: list[nn.Module] = []
         if mixup_alpha:
             mixers.append(v2.MixUp(alpha=mixup_alpha, num_classes=num_classes))
@@ -208,44 +191,24 @@ class ImageClassifier(NetworkModule):
         return len(targets)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Scale and mix training images and choose the memory format, on the device."""
-        if self.trainer.training:
-            sizes = [size for epoch, size in self.train_sizes.items() if epoch <= self.current_epoch]
-            if sizes:
-                images, targets = batch
-                scaled = F.interpolate(images, (sizes[-1], sizes[-1]), mode="bilinear", antialias=True)
-                batch = scaled, targets
-            if self.mix is not None:
-                batch = self.mix(*batch)
+        """Mix training images and choose the memory format, on the device."""
+        if self.mix is not None and self.trainer.training:
+            batch = self.mix(*batch)
         return super().on_after_batch_transfer(batch, dataloader_idx)
-
-    def evaluated(self, images: Tensor) -> Any:
-        """The network's outputs for images that are not trained on."""
-        if not self.test_time_flips:
-            return super().evaluated(images)
-        return (main_logits(self.network(images)) + main_logits(self.network(images.flip(-1)))) / 2
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Classify a batch of ``(images, indices)``.
 
-        Returns:
-            ``index`` (N,), the positions in the predict dataset, and ``probabilities`` (N, num_classes), of labels each
-            by itself, or the ``values`` of a regression.
+        ``index`` (N,) are the positions in the predict dataset, ``probabilities`` (N, num_classes) those of the
+        classes, of labels each by itself; a regression has ``values``.
         """
         images, indices = batch
-        outputs = self.evaluated(images)
+        outputs = self.network(images)
         check_logits(outputs, len(images), self.num_classes)
         return {"index": indices, self.learns.predicted: self.learns.values(main_logits(outputs).float())}
 
     def log_step(self, stage: Literal["train", "val", "test"], outputs: Any, targets: Tensor, loss: Tensor) -> None:
-        """Add a batch to a stage's metrics and log them.
-
-        Args:
-            stage: Which metrics.
-            outputs: What the network returned for the batch.
-            targets: Class indices (N,) or class probabilities (N, num_classes).
-            loss: Mean loss over the batch.
-        """
+        """Add a batch to a stage's metrics and log them."""
         logits = main_logits(outputs)
         check_logits(logits, len(targets), self.num_classes)  # The loss of a subclass may not check.
         super().log_step(stage, logits, targets, loss)

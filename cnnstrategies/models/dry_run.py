@@ -25,9 +25,6 @@ def check_network(model: NetworkModule, datamodule: LightningDataModule | None, 
 
     What is not certain is left to the model's first step: a model of one's own, a network whose outputs depend on more
     than shapes, and outputs of a shape that real images might not give.
-
-    Raises:
-        ConfigurationError: The numbers differ, or the network is for images of another number of channels.
     """
     shape = getattr(datamodule, "image_shape", None)
     if type(model) not in (ImageClassifier, ImageSegmenter) or shape is None:
@@ -43,15 +40,10 @@ def check_network(model: NetworkModule, datamodule: LightningDataModule | None, 
 
 
 def outputs_without_data(network: nn.Module, image_shape: Sequence[int], training: bool) -> Any:
-    """Run a copy of a network on torch's meta device, where tensors have shapes and no contents.
+    """What a copy of a network returns for ``SAMPLES`` images on torch's meta device, where tensors have no contents.
 
-    The network itself, its weights and the random numbers stay as they are.
-
-    Returns:
-        Its outputs for ``SAMPLES`` images; None where they depend on more than shapes, or the network cannot be copied.
-
-    Raises:
-        ConfigurationError: The network is for images of another number of channels.
+    None where that depends on more than shapes, or the network cannot be copied. The network itself, its weights and
+    the random numbers stay as they are.
     """
     shape = (SAMPLES, *image_shape)
     try:
@@ -68,11 +60,7 @@ def outputs_without_data(network: nn.Module, image_shape: Sequence[int], trainin
 
 
 def copy_without_contents(module: nn.Module) -> nn.Module:
-    """A copy of a module whose tensors have shapes and no contents, and so take no memory.
-
-    Args:
-        module: Any whose tensors are copied by ``copy.deepcopy``.
-    """
+    """A copy of a module whose tensors have shapes and no contents, and so take no memory."""
     # The memo has deepcopy take these for the copies of the tensors.
     without_contents: dict[int, Any] = {
         **{id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()},

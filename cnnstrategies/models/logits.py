@@ -42,13 +42,7 @@ def name_of(network: nn.Module) -> str:
 def check_logits(outputs: Any, samples: int, num_classes: int) -> None:
     """Refuse outputs of another number of classes; cross-entropy takes more of them than there are, and trains.
 
-    Args:
-        outputs: What the network returned: logits, or a tuple of the main ones followed by auxiliary ones or None.
-        samples: Number of images that it was given.
-        num_classes: The model's.
-
-    Raises:
-        ConfigurationError: A shape is not (samples, num_classes).
+    Outputs are logits, or a tuple of the main ones followed by auxiliary ones or None.
     """
     main, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
     for logits in (main, *(extra for extra in auxiliary if extra is not None)):

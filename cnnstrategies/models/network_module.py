@@ -1,6 +1,7 @@
 """What the modules of this package share: a network, its optimizer and its schedule."""
 
 import os
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -13,13 +14,13 @@ from torchmetrics import Metric
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.logits import main_logits
-from cnnstrategies.models.parameter_groups import hold_back, parameter_groups, scale_learning_rates
 from cnnstrategies.pretrained import trained_with
 from cnnstrategies.runtime.compiling import compile_parts
 from cnnstrategies.runtime.seeds import mixed_seed
 
 Batch = tuple[Tensor, Tensor]
 ON_BAR = ("train_loss", "val_acc", "test_acc", "val_miou", "test_miou", "val_map", "val_mae")
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class MeanOverSamples(Metric):
@@ -47,24 +48,7 @@ class MeanOverSamples(Metric):
 
 
 class NetworkModule(LightningModule):
-    """Base of the modules that train one network on ``(images, targets)``.
-
-    Args:
-        network: Maps images to what the subclass compares with the targets.
-        num_classes: Number of classes.
-        optimizer: Builds the optimizer from the parameters; AdamW with its defaults when left out.
-        lr_scheduler: Builds the learning-rate scheduler from the optimizer; none when left out.
-        lr_interval: Whether the scheduler advances after each epoch or after each optimizer step.
-        decay_norms_and_biases: Whether the optimizer's weight decay is that of normalisations and biases too.
-        layer_lr_decay: Learning rate of each layer as a share of the next one's, in (0, 1].
-        unfreeze_every: Epochs after which the next layer before those that learn begins to learn; 0 for all at once.
-        channels_last: Store images and weights with the channels innermost.
-        compile_backend: Compile the network with this ``torch.compile`` backend; not compiled when left out.
-        least: Of ``num_classes``.
-
-    Raises:
-        ConfigurationError: A number is out of its range, or the data has another number of classes.
-    """
+    """Base of the modules that train one network on ``(images, targets)``; their arguments are explained there."""
 
     def __init__(
         self,
@@ -75,7 +59,6 @@ class NetworkModule(LightningModule):
         lr_interval: Literal["epoch", "step"],
         decay_norms_and_biases: bool,
         layer_lr_decay: float,
-        unfreeze_every: int,
         channels_last: bool,
         compile_backend: str | None,
         least: int = 2,
@@ -85,8 +68,6 @@ class NetworkModule(LightningModule):
             raise ConfigurationError(f"num_classes={num_classes}: at least {least} is needed")
         if not 0 < layer_lr_decay <= 1:
             raise ConfigurationError(f"layer_lr_decay={layer_lr_decay} is outside (0, 1]; 0.65 to 0.9 is usual")
-        if unfreeze_every < 0:
-            raise ConfigurationError(f"unfreeze_every={unfreeze_every} is negative; 0 trains all layers from the start")
         self.network = network.to(memory_format=torch.channels_last) if channels_last else network
         self.num_classes = num_classes
         # Not the argument's default: jsonargparse would pass AdamW's weight decay on to the optimizer chosen instead.
@@ -95,18 +76,13 @@ class NetworkModule(LightningModule):
         self.lr_interval = lr_interval
         self.decay_norms_and_biases = decay_norms_and_biases
         self.layer_lr_decay = layer_lr_decay
-        self.unfreeze_every = unfreeze_every
         self.channels_last = channels_last
         self.compile_backend = compile_backend
 
     quality: str = "acc"  # The metric by which networks are compared.
 
     def check_data(self, datamodule: LightningDataModule | None) -> None:
-        """Refuse data with another number of classes.
-
-        Raises:
-            ConfigurationError: It is not the model's.
-        """
+        """Refuse data with another number of classes."""
         classes = getattr(datamodule, "num_classes", self.num_classes)
         if classes != self.num_classes:
             raise ConfigurationError(
@@ -165,14 +141,7 @@ class NetworkModule(LightningModule):
         raise NotImplementedError
 
     def log_step(self, stage: Literal["train", "val", "test"], outputs: Any, targets: Tensor, loss: Tensor) -> None:
-        """Add a batch to a stage's metrics and log them.
-
-        Args:
-            stage: Which metrics: ``train_metrics``, ``val_metrics`` or ``test_metrics``, of which ``loss`` is the mean.
-            outputs: What the network returned for the batch.
-            targets: What the metrics compare its main logits with.
-            loss: Mean loss over the batch.
-        """
+        """Add a batch to a stage's metrics, of which ``loss`` is the mean loss, and log them."""
         compared = self.compared(main_logits(outputs).detach(), targets)
         for name, metric in getattr(self, f"{stage}_metrics").items():
             if name == "loss":
@@ -203,32 +172,29 @@ class NetworkModule(LightningModule):
         """Add a test batch to the metrics; its ``logits`` and ``targets`` are for callbacks."""
         return self._evaluate("test", batch)
 
-    def evaluated(self, images: Tensor) -> Any:
-        """The network's outputs for images that are not trained on."""
-        return self.network(images)
-
     def _evaluate(self, stage: Literal["val", "test"], batch: Batch) -> dict[str, Tensor]:
         images, targets = batch
-        outputs = self.evaluated(images)
+        outputs = self.network(images)
         self.log_step(stage, outputs, targets, self.loss(outputs, targets))
         return {"logits": main_logits(outputs), "targets": targets}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build the optimizer and the scheduler over the parameters that are trained."""
-        by_layer = self.layer_lr_decay < 1 or self.unfreeze_every > 0
-        groups, depths = parameter_groups(self, self.network, self.decay_norms_and_biases, by_layer)
-        plain = self.decay_norms_and_biases and not by_layer
-        # A factory of one's own may take nothing but parameters.
-        optimizer = self.optimizer_factory([p for group in groups for p in group["params"]] if plain else groups)
-        if by_layer:
-            scale_learning_rates(optimizer, [self.layer_lr_decay**depth for depth in depths])
-        if self.unfreeze_every:
-            hold_back(optimizer, lambda depth: self.current_epoch < depth * self.unfreeze_every, depths)
+        groups = self._groups()
+        if self.decay_norms_and_biases and self.layer_lr_decay == 1:
+            # A factory of one's own may take nothing but parameters.
+            optimizer = self.optimizer_factory([one for members in groups.values() for one in members])
+        else:
+            undecayed: dict[str, Any] = {"weight_decay": 0.0}
+            made = [{"params": members, **({} if decayed else undecayed)} for (_, decayed), members in groups.items()]
+            optimizer = self.optimizer_factory(made)
+            for group, (depth, _) in zip(optimizer.param_groups, groups, strict=True):  # Before a scheduler is made.
+                group["lr"] = group["lr"] * self.layer_lr_decay**depth
         if self.lr_scheduler_factory is None:
             return optimizer
         scheduler = self.lr_scheduler_factory(optimizer)
         rates = {float(group["lr"]) for group in optimizer.param_groups}
-        if self.layer_lr_decay < 1 < len(set(depths)) and len(rates) == 1:
+        if self.layer_lr_decay < 1 < len({depth for depth, _ in groups}) and len(rates) == 1:
             raise ConfigurationError(
                 f"layer_lr_decay={self.layer_lr_decay} and {type(scheduler).__name__}, which gives all layers one "
                 "learning rate: take another scheduler, such as cnnstrategies.schedules.WarmupCosine"
@@ -242,3 +208,44 @@ class NetworkModule(LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": self.lr_interval},
         }
+
+    def _groups(self) -> dict[tuple[int, bool], list[nn.Parameter]]:
+        """What is trained, by how far its layer is from the end of the network, and whether its weight is to decay."""
+        depths = layer_depths(self.network) if self.layer_lr_decay < 1 else {}
+        groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                decayed = self.decay_norms_and_biases or parameter.ndim > 1
+                groups.setdefault((depths.get(id(parameter), 0), decayed), []).append(parameter)
+        return groups
+
+
+def layer_depths(network: nn.Module) -> dict[int, int]:
+    """How far from the end the layer of each parameter is, by the parameter's ``id``: 0 in the last layer.
+
+    Layers are the network's submodules in the order in which it names them: containers such as ``nn.Sequential`` are
+    opened, blocks are not. One that has only normalisations and biases belongs to the layer before.
+    """
+    layers: list[list[nn.Parameter]] = []
+    for parameters in _units(network):
+        if layers and all(parameter.ndim < 2 for parameter in parameters):
+            layers[-1] += parameters
+        else:
+            layers.append(parameters)
+    depths: dict[int, int] = {}
+    for depth, members in enumerate(reversed(layers)):
+        for parameter in members:
+            depths[id(parameter)] = depth  # One that two layers share learns as the first.
+    return depths
+
+
+def _units(module: nn.Module) -> Iterator[list[nn.Parameter]]:
+    own = list(module.parameters(recurse=False))
+    if own:
+        yield own
+    children = [child for child in module.children() if any(True for _ in child.parameters())]
+    for child in children:
+        if isinstance(child, CONTAINERS) or (len(children) == 1 and not own and any(True for _ in child.children())):
+            yield from _units(child)
+        else:
+            yield list(child.parameters())

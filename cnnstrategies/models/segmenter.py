@@ -39,7 +39,6 @@ class ImageSegmenter(NetworkModule):
             parameters of one dimension, too.
         layer_lr_decay: Learning rate of each layer as a share of the next one's, in (0, 1]; the last layer has the
             optimizer's. For fine-tuning. Layers are the network's blocks in the order in which it names them.
-        unfreeze_every: Train the last layer first, and one more after each so many epochs; 0 trains all from the start.
         channels_last: Store images and weights with the channels innermost, which is faster on GPUs with tensor
             cores and on recent CPUs.
         compile_backend: Compile the network with this ``torch.compile`` backend, for example ``inductor``; not
@@ -60,13 +59,12 @@ class ImageSegmenter(NetworkModule):
         aux_weight: float = 0.5,
         decay_norms_and_biases: bool = True,
         layer_lr_decay: float = 1.0,
-        unfreeze_every: int = 0,
         channels_last: bool = False,
         compile_backend: str | None = None,
     ) -> None:
         super().__init__(
             *(network, num_classes, optimizer, lr_scheduler, lr_interval, decay_norms_and_biases, layer_lr_decay),
-            *(unfreeze_every, channels_last, compile_backend),
+            *(channels_last, compile_backend),
         )
         if aux_weight < 0:
             raise ConfigurationError(f"aux_weight={aux_weight} is negative; use 0 to turn it off")
@@ -119,11 +117,7 @@ class ImageSegmenter(NetworkModule):
         return len(targets)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Segment a batch of ``(images, indices)``.
-
-        Returns:
-            ``index`` (N,), the positions in the predict dataset, and ``masks`` (N, H, W), the classes.
-        """
+        """The ``index`` (N,) of each image in the predict dataset, and ``masks`` (N, H, W), the classes."""
         images, indices = batch
         logits = main_logits(self.network(images))
         check_map(logits, (len(images), self.num_classes, *images.shape[2:]))
@@ -147,11 +141,7 @@ class ImageSegmenter(NetworkModule):
 
 
 def check_map(logits: Any, expected: tuple[int, ...]) -> None:
-    """Refuse logits of another shape; some of them would train, and mean something else.
-
-    Raises:
-        ConfigurationError: Their shape is not ``expected``.
-    """
+    """Refuse logits of another shape; some of them would train, and mean something else."""
     if isinstance(logits, Tensor) and tuple(logits.shape) == expected:
         return
     returned = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__

@@ -16,13 +16,12 @@ from torch.optim.lr_scheduler import (
     MultiStepLR,
     OneCycleLR,
     ReduceLROnPlateau,
-    StepLR,
 )
 from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.callbacks import FromConfiguration
-from cnnstrategies.schedules import InTurn, WarmupCosine
+from cnnstrategies.schedules import WarmupCosine
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
 SAVED = 4  # steps: those of an epoch
@@ -88,11 +87,6 @@ SCHEDULES = {
     "warm-up": lambda total: partial(WarmupCosine, total=total, warmup=3),
     "one cycle, momentum too": lambda total: partial(OneCycleLR, max_lr=0.1, total_steps=total),
     "milestones": lambda total: partial(MultiStepLR, milestones=[total // 4]),
-    "in turn": lambda total: partial(
-        InTurn,
-        schedulers=[partial(LambdaLR, lr_lambda=lambda step: 1 - step / (2 * total)), partial(StepLR, step_size=2)],
-        milestones=[7],
-    ),
     "function": lambda total: partial(LambdaLR, lr_lambda=lambda step: 1 - step / (2 * total)),
 }
 

@@ -3,9 +3,11 @@
 import contextlib
 import csv
 import itertools
+import json
 import multiprocessing
 import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +19,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
-from cnnstrategies import ImageClassifier
+from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.callbacks import StepProfile, step_parts, step_profile
 from cnnstrategies.callbacks.step_parts import PartClock
 from cnnstrategies.data import DigitsDataModule
@@ -185,7 +187,7 @@ class Ranks:
         clock = lambda: self._now.value  # noqa: E731
         monkeypatch.setattr(step_parts, "time", SimpleNamespace(perf_counter=clock))
         monkeypatch.setattr(step_module, "time", SimpleNamespace(time=clock))
-        for name in ("start", "begin", "end", "stop"):
+        for name in ("run", "begin", "end", "pause"):
             monkeypatch.setattr(PartClock, name, self._telling(getattr(PartClock, name)))
         timed = Step.timed
 
@@ -278,7 +280,7 @@ def stages_of(ranks, replicas, slow_first=None, slow_last=None, step=0.0):
     first = nn.Sequential(nn.Conv2d(1, 4, 3), slow_first or nn.Tanh())
     last = nn.Sequential(nn.Conv2d(4, 4, 3), slow_last or nn.Tanh(), nn.Flatten(), nn.Linear(64, 10))
     strategy = HybridPipelineStrategy(replicas=replicas, cuts=["0"], microbatches=4, start_method="fork")
-    profile = StepProfile(skip_first=2, steps=4)
+    profile = StepProfile(skip_first=2, steps=4, timeline=2)
     model = Classifier(nn.Sequential(first, last), 10)
     fit(profile, Untimed(), model=model, strategy=strategy, devices=sum(replicas), max_steps=8, logger=CSVLogger("."))
     with open("lightning_logs/version_0/metrics.csv", newline="") as file:
@@ -288,6 +290,13 @@ def stages_of(ranks, replicas, slow_first=None, slow_last=None, step=0.0):
         if name.startswith("profile/stage_"):
             _, stage, part = name.split("/")
             found[int(stage[6:])][part[:-3]] = float(value)
+    events = json.loads(Path("lightning_logs/version_0/timeline.json").read_text())["traceEvents"]
+    for rank in range(sum(replicas)):
+        tasks = sorted(
+            one["name"] for one in events if one["pid"] == rank and one.get("cat") in ("forward", "backward")
+        )
+        own = range(rank, 4, 2) if replicas == [2, 1] and rank < 2 else range(4)
+        assert tasks == sorted(2 * [f"{kind} {microbatch}" for kind in ("forward", "backward") for microbatch in own])
     for times in found:
         assert times["step"] == pytest.approx(sum(value for part, value in times.items() if part != "step"))
     return found
@@ -350,7 +359,7 @@ def test_accumulation_counts_an_all_reduce_once(monkeypatch, spend):
     assert times["backward"] == pytest.approx(100 - 80 / 4)
 
 
-def test_a_second_fit_is_profiled_by_itself(spend):
+def test_a_second_fit_is_profiled_by_itself_and_one_that_is_too_short_says_so(spend, capsys):
     model, data = spending(spend)
     profile = StepProfile(2, 3)
     trainer = fit(profile, model=model, data=data, max_epochs=1, limit_train_batches=8, logger=False)
@@ -362,17 +371,23 @@ def test_a_second_fit_is_profiled_by_itself(spend):
     trainer.fit_loop.max_epochs = 3
     trainer.fit(model, data)
     assert profile.milliseconds == {}
+    assert "StepProfile: fit ended after 8 steps; skip_first=100 left none" in capsys.readouterr().out
 
 
-def test_a_run_that_is_too_short_says_so(capsys):
-    fit(StepProfile(skip_first=50), model=classifier(), max_steps=3)
-    assert "StepProfile: fit ended after 3 steps; skip_first=50 left none" in capsys.readouterr().out
-
-
+@pytest.mark.light
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"skip_first": 0}, "skip_first=0: .* 10 is usual"), ({"steps": 0}, "steps=0: .* 50 is usual")],
+    [
+        ({"skip_first": 0}, "skip_first=0: .* 10 is usual"),
+        ({"steps": 0}, "steps=0: .* 50 is usual"),
+        ({"timeline": -1}, "timeline=-1 is negative"),
+    ],
 )
 def test_refusals_name_the_value_and_the_remedy(options, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ConfigurationError, match=words):
         StepProfile(**options)
+
+
+def test_a_timeline_is_a_pipelines():
+    with pytest.raises(ConfigurationError, match=r"timeline=1\) draws a pipeline, .* use strategy hybrid_pipeline"):
+        fit(StepProfile(timeline=1), model=classifier(), max_steps=3)

@@ -10,8 +10,8 @@ from conftest import ROOT
 from jsonargparse import Namespace
 
 from cnnstrategies.commands.tune import command as tune
-from cnnstrategies.commands.tune.choices import choices, communication, compilers, decoding, loading
-from cnnstrategies.data import DigitsDataModule, ShardedImageDataModule
+from cnnstrategies.commands.tune.choices import choices, communication, compilers, loading
+from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.models.classifier import ImageClassifier
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune import contest
@@ -143,14 +143,8 @@ def test_communication_is_tried_by_strategy_and_what_changes_learning_only_when_
 def test_loading_is_tried_where_the_data_module_has_arguments_for_it(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     config = SimpleNamespace(trainer=SimpleNamespace(devices=2), data=Namespace(init_args=Namespace(num_workers=1)))
-    assert [one.name for one in loading(config, DigitsDataModule, CPU)] == ["0 workers", "2 workers", "4 workers"]
-    assert loading(config, object, CPU) == []
-    config.data.init_args.decoder = "auto"
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "simplejpeg" or None)
-    assert decoding(config, ShardedImageDataModule, ["precision"]) == [], "decoders round in their own ways"
-    assert decoding(config, DigitsDataModule, ["decoder"]) == []
-    (tried,) = decoding(config, ShardedImageDataModule, ["decoder"])
-    assert (tried.values, tried.effect) == ({"data.init_args.decoder": "pillow"}, Effect.LEARNING)
+    assert [one.name for one in loading(config, DigitsDataModule)] == ["0 workers", "2 workers", "4 workers"]
+    assert loading(config, object) == []
 
 
 @pytest.mark.light

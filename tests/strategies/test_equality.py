@@ -7,7 +7,6 @@ import panels
 import pytest
 import torch
 from conftest import PlainCNN
-from torch import nn
 
 NETWORK = [
     # Without batch normalisation, whose statistics are those of each rank's part; in float64, so that the order of
@@ -22,20 +21,9 @@ NETWORK = [
 ]
 
 
-class Pooled(PlainCNN):
-    """For images of any size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.insert(4, nn.AdaptiveAvgPool2d(4))
-
-
 RECIPE = [
-    "--model.init_args.network=test_equality.Pooled",
-    "--model.init_args.train_sizes={1: 6, 2: 7}",
     "--model.init_args.decay_norms_and_biases=false",
     "--model.init_args.layer_lr_decay=0.5",
-    "--model.init_args.unfreeze_every=1",
     "--model.init_args.lr_interval=step",
     "--model.init_args.lr_scheduler=cnnstrategies.schedules.WarmupCosine",
     "--model.init_args.lr_scheduler.init_args.total=20",

@@ -80,12 +80,7 @@ class Checkpointed(Module):
         self.model = Recomputing()
 
 
-class Flipping(Classifier):
-    test_time_flips = True
-
-
 REFUSED_BEFORE = (
-    (Flipping, "test_time_flips=true gives Flipping.model each batch twice, .* with strategy ddp"),
     (Encoder, r"shared out over self.encoder, self.decoder: have the module's own forward call them"),
     (HeadBeside, r"HeadBeside has trainable parameters that its forward does not use \(head.weight, head.bias\): call"),
     (Gan, "automatic_optimization=False"),

@@ -176,7 +176,7 @@ def on_both(cases: list[Case], world: int) -> tuple[list[Trained], list[Trained]
         return host, [fit(case, "cuda", world) for case in cases]
 
 
-RECIPE = {"channels_last": True, "mixup_alpha": 0.2, "train_sizes": {0: 6}, "label_smoothing": 0.1}
+RECIPE = {"channels_last": True, "mixup_alpha": 0.2, "label_smoothing": 0.1}
 # In half precision torch's own loss scale asks whether a step is to be skipped.
 ALONE = [
     Case("auto", RECIPE),

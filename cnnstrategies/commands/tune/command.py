@@ -2,7 +2,6 @@
 
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -11,52 +10,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import Console
 from rich.status import Status
-from typing_extensions import override
 
 from cnnstrategies.commands.front.options import TuneOptions
 from cnnstrategies.commands.front.refuse import fail
 from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
-from cnnstrategies.commands.run.quiet import quieten
-from cnnstrategies.commands.tune.choices import choices, communication, compilers, decoding, loading
+from cnnstrategies.commands.tune.choices import choices, communication, compilers, loading
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune.contest import Contest, draw, table
 from cnnstrategies.planning.tune.settings import Setting, factorial, nested, write_commented
 from cnnstrategies.planning.tune.trial import TrialError
 
-LOADING = ("decoding", "loading")  # Kinds of settings of which trials load their data as in training.
+LOADING = "loading"  # The kind of settings of which trials load their data as in training.
 UNNOTICED = 0.05  # of a step, for loading a batch in the rank's own process
 
 
-class TuneCLI(ModelAndData):
-    """What ``fit`` parses, and what ``tune`` takes beside it."""
-
-    @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        super().add_arguments_to_parser(parser)
-        parser.add_class_arguments(TuneOptions, None)
-
-
 def main(args: Sequence[str]) -> None:
-    """Find the fastest settings, print them and write them.
-
-    Raises:
-        ConfigurationError: The configuration cannot be run as it is.
-    """
-    sys.argv = ["cnnstrategies tune", *args[1:]]
-    quieten()
-    cli = TuneCLI()
-    options = TuneOptions(**{name.name: getattr(cli.config, name.name) for name in fields(TuneOptions)})
+    """Find the fastest settings, print them and write them."""
+    cli = ModelAndData("tune", args[1:], TuneOptions)
+    options: TuneOptions = cli.own_options()
     device = device_of(cli.config.trainer.accelerator)
     phases = {
         "compute": list(factorial(choices(cli.config, type(cli.model), device, options.allow))),
         "compilation": compilers(cli.config, type(cli.model)),
         "communication": communication(cli.config.trainer, cli.model, options.allow),
-        "decoding": decoding(cli.config, type(cli.datamodule), options.allow),
-        "loading": loading(cli.config, type(cli.datamodule), device),
+        LOADING: loading(cli.config, type(cli.datamodule)),
     }
     console = Console()
     with tempfile.TemporaryDirectory(prefix="cnnstrategies_tune_") as folder, console.status("") as status:
@@ -76,10 +56,8 @@ def main(args: Sequence[str]) -> None:
 class Search:
     """Tries one kind of settings after the other, each on top of what the ones before have found.
 
-    Attributes:
-        contests: What was tried, by kind.
-        chosen: What is faster; None where nothing is.
-        notes: What was not tried, and why.
+    ``contests`` is what was tried, by kind, ``chosen`` what is faster, if anything is, ``notes`` what was not tried,
+    and why.
     """
 
     def __init__(
@@ -99,26 +77,22 @@ class Search:
         self._ends = time.monotonic() + 60 * options.minutes
 
     def run(self, phases: Mapping[str, Sequence[Setting]]) -> None:
-        """Try them.
-
-        Raises:
-            TrialError: The configuration itself does not run.
-        """
+        """Try them; TrialError where the configuration itself does not run."""
         found: list[Setting] = []
         for kind, settings in phases.items():
-            if not settings or (kind in LOADING and self._loads_quickly(kind)):
+            if not settings or (kind == LOADING and self._loads_quickly()):
                 continue
             if time.monotonic() > self._ends:
                 self.notes.append(f"{kind}: not tried, there was no time left; give more --minutes")
                 continue
-            self.contests[kind] = contest = self._contest(len(settings), kind in LOADING)
+            self.contests[kind] = contest = self._contest(len(settings), kind == LOADING)
             if (winner := contest.run(settings)) is not None:
                 found.append(winner)
                 self.chosen = joined(found)
         if len(found) > 1:
             assert self.chosen is not None
             chosen, self.chosen = self.chosen, None
-            self.contests["all together"] = contest = self._contest(1, not self.contests.keys().isdisjoint(LOADING))
+            self.contests["all together"] = contest = self._contest(1, LOADING in self.contests)
             self.chosen = contest.run([chosen])
 
     def _contest(self, count: int, loads: bool) -> Contest:
@@ -137,12 +111,12 @@ class Search:
             progress=self._progress,
         )
 
-    def _loads_quickly(self, kind: str) -> bool:
+    def _loads_quickly(self) -> bool:
         """Whether other ways to load would gain nothing, by what the default's loader has shown."""
-        known = [one for name, one in self.contests.items() if one.default_times and name not in LOADING]
+        known = [one for name, one in self.contests.items() if one.default_times and name != LOADING]
         if not known:
             return False
-        if kind == "loading" and self.device.type == "cpu" and not self._spare_cores():
+        if self.device.type == "cpu" and not self._spare_cores():
             self.notes.append("loading: the ranks use all cores, so none is left for processes that load")
             return True
         step, loads = statistics.median(known[-1].default_times), known[0].loading
@@ -150,7 +124,7 @@ class Search:
         least = step / 1.2 if self.config.data.init_args.get("num_workers", 0) else step * UNNOTICED
         if loads > least:
             return False
-        self.notes.append(f"{kind}: a batch takes {loads * 1e3:.3g} ms, a step {step * 1e3:.3g}: nothing to gain")
+        self.notes.append(f"loading: a batch takes {loads * 1e3:.3g} ms, a step {step * 1e3:.3g}: nothing to gain")
         return True
 
     def _spare_cores(self) -> int:

@@ -132,11 +132,6 @@ def check_module(module: LightningModule, named: str | None = None) -> str:
             "rank its own stage alone; build the module anew and go on from the last checkpoint"
         )
     _check_kind(module, path, network)
-    if getattr(module, "test_time_flips", False):
-        raise ConfigurationError(
-            f"test_time_flips=true gives {name}.{path} each batch twice, and a pipeline runs once for it: leave it "
-            "out, and evaluate the checkpoint with it on one device or with strategy ddp"
-        )
     if not module.automatic_optimization:
         raise ConfigurationError(
             f"{name} sets automatic_optimization=False: strategy hybrid_pipeline runs forward and backward itself; "
