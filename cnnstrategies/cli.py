@@ -28,25 +28,53 @@ def main(args: Sequence[str] | None = None) -> None:
         # As an exception it passes through `ends_together`, which ends the other processes; in training GracefulStop
         # takes over.
         signal.signal(signal.SIGTERM, _exit_on_signal)
-        from cnnstrategies.commands.front.dispatch import run
         from cnnstrategies.commands.front.refuse import write_anywhere
 
         write_anywhere()
-        run(sys.argv[1:])
-    except ConfigurationError as error:
-        from cnnstrategies.commands.front.refuse import fail, in_one_line, shows_tracebacks
+        _run(sys.argv[1:])
+    except (ConfigurationError, ImportError) as error:
+        from cnnstrategies.commands.front.refuse import fail, in_one_line, scarce, shows_tracebacks
 
-        if shows_tracebacks():
-            raise
-        fail(in_one_line(str(error)))
-    except ImportError as error:
-        from cnnstrategies.commands.front.refuse import fail, scarce
-
-        if (line := scarce(error)) is None:
+        line = in_one_line(str(error)) if isinstance(error, ConfigurationError) else scarce(error)
+        if line is None or shows_tracebacks():
             raise
         fail(line)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _run(words: Sequence[str]) -> None:
+    """Run the command that the first word names, or show what the words ask for."""
+    import importlib.metadata
+    import os
+
+    from cnnstrategies.commands.front import help, recipes
+    from cnnstrategies.commands.front.given import accepted
+    from cnnstrategies.commands.front.refuse import show
+    from cnnstrategies.commands.front.table import COMMANDS
+    from cnnstrategies.runtime.processes import STARTER, end_with_parent, told_by_starter
+
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        starter = told_by_starter(STARTER)
+        end_with_parent(None if starter is None else int(starter))
+    name = words[0] if words else help.HELP_WORDS[0]
+    if name in help.HELP_WORDS:
+        show(help.overview())
+    elif name == "--version":
+        show(f"cnnstrategies {importlib.metadata.version('cnnstrategies')}")
+    elif name not in COMMANDS:
+        raise ConfigurationError(f"no command {name!r}{accepted(name, list(COMMANDS))}")
+    elif any(word in help.HELP_WORDS for word in words):
+        show(help.of_command(name))
+    elif help.FULL in words:
+        show(help.in_full(name, "".join(words[words.index(help.FULL) + 1 :][:1])))
+    elif not COMMANDS[name].configured:
+        COMMANDS[name].run(words)
+    else:
+        # As `python -m` does: whoever runs a configuration has the classes that it names beside it.
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        COMMANDS[name].run(recipes.with_files(words))
 
 
 def _exit_on_signal(signum: int, frame: "FrameType | None") -> None:

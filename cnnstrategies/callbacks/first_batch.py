@@ -85,12 +85,7 @@ class FirstBatch(Callback):
 def check_lengths(lengths: Sequence[int], others: str = "") -> None:
     """Refuse an epoch that is longer for one process than for another: they would wait for each other for ever.
 
-    Args:
-        lengths: How many batches each process has; -1 where it cannot know.
-        others: What to say of the longest.
-
-    Raises:
-        ConfigurationError: They differ.
+    A length is -1 where a process cannot know it.
     """
     most, least = max(lengths), min(lengths)
     if most != least and least >= 0:

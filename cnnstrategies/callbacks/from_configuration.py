@@ -214,15 +214,7 @@ def _check_same(trainer: Trainer, states: Sequence[Mapping[str, Any]]) -> None:
 def _follow(
     trainer: Trainer, before: Plain, now: Plain, groups: Sequence[Sequence[Mapping[str, Any]]], states: Sequence[Any]
 ) -> None:
-    """Set what is configured in another way than it was.
-
-    Args:
-        trainer: With what the checkpoint had.
-        before: What was configured then.
-        now: What is.
-        groups: The groups of each optimizer before the checkpoint was loaded.
-        states: The states of the schedules then.
-    """
+    """Set what is configured in another way than it was; ``groups`` and ``states`` are from before the checkpoint's."""
     for number, optimizer in enumerate(trainer.optimizers):
         mine = [index for index, one in enumerate(now["schedules"]) if one["optimizer"] == number]
         theirs = [one for one in before["schedules"] if one["optimizer"] == number]

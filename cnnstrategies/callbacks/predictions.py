@@ -140,18 +140,10 @@ class PredictionWriter(Callback):
 
 
 def gather_rows(trainer: Trainer, indices: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """All ranks' rows, on every rank, through the strategy's own collectives.
+    """All ranks' indices (M,) and rows (M, C), on every rank and on the CPU, ordered by rank.
 
     Ranks may hold different numbers of rows; they are sent in slices of at most ``GATHER_ROWS`` rows, so that the
     extra memory on an accelerator is bounded.
-
-    Args:
-        trainer: Gives the strategy and the world size.
-        indices: This rank's indices (N,).
-        rows: This rank's rows (N, C).
-
-    Returns:
-        The indices (M,) and rows (M, C) of all ranks, on the CPU, ordered by rank.
     """
     world = trainer.world_size
     if world == 1:
@@ -181,14 +173,10 @@ def gather_rows(trainer: Trainer, indices: Tensor, rows: Tensor) -> tuple[Tensor
 
 
 def write_masks(folder: Path, datamodule: Any, indices: Sequence[int], masks: Tensor) -> None:
-    """Write masks as PNG files whose pixels are classes and look like colours.
+    """Write masks (N, H, W) as PNG files whose pixels are classes and look like colours, under their samples' names.
 
-    Args:
-        folder: Where to; each is called as its sample, with .png for an ending.
-        datamodule: Its ``sample_name(index)`` and ``mask_of_image(index, mask)``, which gives the mask the size of its
-            image, are used if it has them.
-        indices: Of the samples in the predict dataset.
-        masks: Their classes (N, H, W).
+    The data module's ``sample_name(index)`` and ``mask_of_image(index, mask)``, which gives the mask the size of its
+    image, are used if it has them.
     """
     sample_name = getattr(datamodule, "sample_name", str)
     mask_of_image = getattr(datamodule, "mask_of_image", lambda index, mask: mask)

@@ -105,10 +105,7 @@ def count_parameters(module: nn.Module) -> tuple[int, int]:
 def whole_network(trainer: Trainer, module: LightningModule, before: tuple[int, int]) -> tuple[int, int] | None:
     """What :func:`count_parameters` gives for the whole network; None where it was never together in one process.
 
-    Args:
-        trainer: After its strategy was set up.
-        module: The module, whose network may be divided.
-        before: The same before the strategy was set up; 0 where the module makes its network in ``configure_model``.
+    ``before`` is the same before the strategy was set up: 0 where the module makes its network in ``configure_model``.
     """
     if before[0]:
         return before
@@ -201,13 +198,7 @@ def _processes(trainer: Trainer) -> str:
 
 
 def parameters(trainer: Trainer, whole: tuple[int, int] | None) -> str:
-    """The parameters of the whole network, and of each device.
-
-    Args:
-        trainer: After its strategy was set up.
-        whole: Number of parameters of the whole module, and of those that are trained; None where they were never
-            together in one process.
-    """
+    """The parameters of the whole network, if known (all, and those that are trained), and of each device."""
     if whole is None:
         text = "not counted"
     else:

@@ -112,13 +112,7 @@ def memory_in_words(held: Sequence[int], gpus: bool) -> str:
 
 
 def draw_curves(history: History, path: Path) -> None:
-    """Draw losses on the left, accuracies in per cent on the right; where there are neither, whatever there is.
-
-    Args:
-        history: Metrics by epoch, of which there are some. ``train_loss``, ``val_loss``, ``train_acc`` and ``val_acc``
-            are drawn where they are known, or else losses and accuracies with other names.
-        path: The PNG file; its directory is made if need be.
-    """
+    """Draw losses on the left, accuracies in per cent on the right; where there are neither, whatever there is."""
     panels = choose_panels(history)
     figure = Figure(figsize=(4.5 * len(panels), 3.6), layout="constrained")
     for axes, (title, names) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):

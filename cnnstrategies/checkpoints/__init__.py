@@ -1,1 +1,1 @@
-"""Checkpoints and other files of a run: written whole, checked, found by words."""
+"""Checkpoints: written whole, checked before a run starts from them."""

@@ -23,16 +23,8 @@ def check_weights(
 ) -> None:
     """Refuse a file that is no checkpoint, or that of another network; its weights are not read.
 
-    What cannot be known without the hooks of a user's module is left to them.
-
-    Args:
-        model: Whose network it is to be.
-        path: The file; anything else, such as a URL, a word or a directory of shards, is not looked at.
-        weights_only: As for ``torch.load``.
-        training: Whether training is to go on from it, which needs more than weights.
-
-    Raises:
-        ConfigurationError: The file is no checkpoint, or that of another network, or holds weights alone.
+    What cannot be known without the hooks of a user's module is left to them, and what is no file, such as a URL, a
+    word or a directory of shards, is not looked at. To go on ``training`` takes more than weights.
     """
     path = Path(path)
     if not path.is_file():

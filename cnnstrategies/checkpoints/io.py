@@ -27,11 +27,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Save ``checkpoint`` at ``path``.
-
-        Raises:
-            ConfigurationError: The disk is full, or cannot be written to.
-        """
+        """Save ``checkpoint`` at ``path``."""
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -43,11 +39,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load the checkpoint at ``path``.
-
-        Raises:
-            ConfigurationError: The file is no checkpoint, only a part of one, or not as it was written.
-        """
+        """Load the checkpoint at ``path``."""
         if str(path).startswith(("http://", "https://")):
             # Lightning would run what is pickled there, and take the file of another URL that ends in the same name.
             with get_filesystem(path).open(str(path)) as remote:
@@ -70,11 +62,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def load_mapped(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-    """Load the checkpoint of a file, of which only what is used comes into memory.
-
-    Raises:
-        ConfigurationError: The file is no checkpoint, or not as it was written.
-    """
+    """Load the checkpoint of a file, of which only what is used comes into memory."""
     with open(path, "rb") as file:
         check_sums(path, file)
     try:
@@ -90,11 +78,7 @@ def _to_memory(storage: Any, location: str) -> Any:
 
 
 def check_sums(path: str | Path, content: BinaryIO) -> None:
-    """Compare a file with the checksums that torch and others write into each archive, and nobody reads.
-
-    Raises:
-        ConfigurationError: It is not what was written.
-    """
+    """Compare a file with the checksums that torch and others write into each archive, and nobody reads."""
     if zipfile.is_zipfile(content):
         try:
             with zipfile.ZipFile(content) as archive:

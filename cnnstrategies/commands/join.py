@@ -15,12 +15,7 @@ from cnnstrategies.paramserver.places import RunAddress, find_place
 
 
 def main(args: Sequence[str]) -> None:
-    """Join a run until it is over, or until told to leave.
-
-    Raises:
-        ConfigurationError: There is no such run, it lets nobody join, or the configuration is not its own.
-        SystemExit: The run has failed; why has been said.
-    """
+    """Join a run until it is over, or until told to leave."""
     if "--help" in args:  # All options of the configuration; those of its own are few.
         from cnnstrategies.commands.run import lightning_cli
 

@@ -100,11 +100,7 @@ def is_for_others(callback: Callback) -> bool:
 
 
 def strategy_of(strategy: Any) -> ParameterServerStrategy:
-    """The strategy of a configuration, which may be a name.
-
-    Raises:
-        ConfigurationError: It is no parameter server.
-    """
+    """The strategy of a configuration, which may be a name."""
     made = StrategyRegistry.get(strategy) if isinstance(strategy, str) and strategy in StrategyRegistry else strategy
     if not isinstance(made, ParameterServerStrategy):
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
@@ -115,12 +111,7 @@ def strategy_of(strategy: Any) -> ParameterServerStrategy:
 
 
 def run(address: RunAddress, place: Place, words: Sequence[str]) -> None:
-    """Train in a run.
-
-    Raises:
-        ConfigurationError: The configuration is not the run's.
-        RunEnded: The run is over.
-    """
+    """Train in a run, until it is over or has failed: RunEnded."""
     # What LightningCLI reads, and what errors are explained by.
     sys.argv[1:] = ["fit", *words]
     quieten()

@@ -18,12 +18,7 @@ MOST_LISTED = 20  # Damaged images; the index has all of them.
 
 
 def main(args: Sequence[str]) -> None:
-    """Pack images, or check packed ones, and say what was done.
-
-    Raises:
-        ConfigurationError: A value is out of its range, the source cannot be read or the shards cannot be written, or
-            a checked shard is damaged.
-    """
+    """Pack images, or check packed ones, and say what was done."""
     given = pack_parser().parse_args(args[1:])
     if given.check is not None:
         index = read_index(given.check)

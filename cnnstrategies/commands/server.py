@@ -53,11 +53,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def server_of(configs: Sequence[Path], index: int) -> ServerProcess:
-    """The server that configurations describe.
-
-    Raises:
-        ConfigurationError: They describe no such server.
-    """
+    """The server that configurations describe."""
     arguments: dict[str, Any] = {}
     wait = APPEAR
     for path in configs:

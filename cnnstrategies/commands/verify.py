@@ -63,12 +63,7 @@ class VerifiedCLI(lightning_cli.CLI):
 
 
 def main(args: Sequence[str]) -> None:
-    """Train under the strategy and on one device, and say whether it comes to the same.
-
-    Raises:
-        ConfigurationError: The strategy refuses the module, or the configuration has a mistake.
-        SystemExit: With code 1 where the runs differ, or one of them fails; what differs has been said.
-    """
+    """Train under the strategy and on one device; exit with 1 where it does not come to the same, or one run fails."""
 
     def train(role: Role) -> None:
         os.environ[ROLE] = role.as_text()

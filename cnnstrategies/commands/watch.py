@@ -122,11 +122,7 @@ class RunGoneError(Exception):
 
 
 def main(args: Sequence[str]) -> None:
-    """Watch a run until it ends, or once.
-
-    Raises:
-        ConfigurationError: No coordinator answers.
-    """
+    """Watch a run until it ends, or once."""
     options = watch_parser().parse_args(args[1:])
     address = RunAddress.find(options.run)
     key_file = options.key_file or address.key_file
@@ -157,12 +153,7 @@ def _keys(path: str | None) -> KeyPair | None:
 
 
 def _answers(watcher: Watcher, address: RunAddress, key_file: str | None) -> Iterator[Answer]:
-    """What the coordinator says, once a second.
-
-    Raises:
-        ConfigurationError: It has never answered.
-        RunGoneError: It answers no more, or says that the run is over.
-    """
+    """What the coordinator says, once a second, until it answers no more or says that the run is over: RunGoneError."""
     heard = time.monotonic()
     last: Answer | None = None
     while True:

@@ -37,15 +37,9 @@ TOLERANCE = 1e-3  # Of the largest logit: another compiler adds up in another or
 
 @dataclass(frozen=True)
 class Comparison:
-    """An exported network beside the checkpoint's, on validation images.
+    """An exported network beside the checkpoint's, on validation images: the largest difference, and the largest logit.
 
-    Attributes:
-        file: The exported network.
-        images: How many were compared.
-        difference: Largest of two logits.
-        largest: Largest logit.
-        agreement: Share of the images with the same class, or of their pixels; None where these have none.
-        of: Words for the pixels, where these have classes.
+    ``agreement`` is the share of the images with the same class, or ``of`` their pixels; None where these have none.
     """
 
     file: Path
@@ -70,20 +64,10 @@ def export(
     output: Path,
     kind: Format,
 ) -> Comparison:
-    """Write a module's network and what belongs to it, and compare what was written with it.
+    """Write a module's network and what belongs to it into a new folder, and compare what was written with it.
 
     Beside the network comes ``export.json`` with the shape of an image, what is done to it before, and the names of the
-    classes.
-
-    Args:
-        model: What maps its images to logits is exported; it is moved to the CPU and to eval mode.
-        datamodule: Whose validation images are compared, and whose preprocessing and classes are described.
-        output: The folder to make.
-        kind: ``safetensors`` for the weights alone, ``torch_export`` for ``torch.export.load``, or ``onnx``.
-
-    Raises:
-        ConfigurationError: A package is missing, the folder is there, the model has no network, the network cannot be
-            exported, or what was written gives other results.
+    classes. The module is moved to the CPU and to eval mode; validation images are compared.
     """
     network = network_of(model, "export")
     if missing := [name for name in NEEDS[kind] if importlib.util.find_spec(name) is None]:

@@ -13,11 +13,7 @@ from cnnstrategies.models.own_forward import has_own_forward, own_forward
 
 
 def network_of(module: LightningModule, purpose: str) -> nn.Module:
-    """What maps images to logits: the ``network`` of this package's modules, else the module's own ``forward``.
-
-    Raises:
-        ConfigurationError: It has neither.
-    """
+    """What maps images to logits: the ``network`` of this package's modules, else the module's own ``forward``."""
     if has_own_forward(module):
         return own_forward(module)
     network = getattr(module, "network", None)
@@ -32,8 +28,7 @@ def network_of(module: LightningModule, purpose: str) -> nn.Module:
 class PredictsImages:
     """The ``predict_step`` of a module that has none: the probabilities of a batch of ``(images, indices)``.
 
-    Args:
-        module: Its ``forward`` maps images to logits (N, classes), or to probabilities, which are taken as they are.
+    Its ``forward`` maps images to logits (N, classes), or to probabilities, which are taken as they are.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -63,11 +58,7 @@ def _as_probabilities(logits: Tensor) -> Tensor:
 
 
 def give_predict_step(module: LightningModule) -> None:
-    """Have a module without a ``predict_step`` predict by its ``forward``.
-
-    Raises:
-        ConfigurationError: It has no ``forward`` either.
-    """
+    """Have a module without a ``predict_step`` predict by its ``forward``."""
     if not is_overridden("predict_step", module, LightningModule):
         network_of(module, "predict")
         module.predict_step = PredictsImages(module)  # type: ignore[method-assign]  # for this object

@@ -32,11 +32,9 @@ Network = Callable[[Tensor], Any]
 class Figures:
     """What a network costs and what it can do.
 
-    Attributes:
-        quality: Share of the validation images that it classifies rightly, or what else a model measures it by, such as
-            the mean IoU of a segmenter.
-        megabytes: Size of its weights and buffers, MB (10^6 bytes).
-        milliseconds: Median time of one batch on the CPU.
+    ``quality`` is the share of the validation images that it classifies rightly, or what else a model measures it by,
+    such as the mean IoU of a segmenter; ``megabytes`` (10^6) are those of weights and buffers, ``milliseconds`` the
+    median time of one batch on the CPU.
     """
 
     quality: float
@@ -60,21 +58,10 @@ def quantize(
 ) -> Report:
     """Quantise a module's network to int8 and save it.
 
-    Weights and activations become int8 by torchao's PT2E flow: the exported graph is given observers, sees
-    training batches to find the range of each activation, and is converted. The file, written by
-    ``torch.export.save``, holds the int8 weights and not the original ones; :func:`load_quantized` brings it back.
-
-    Args:
-        model: What maps its images to logits is quantised; it is moved to the CPU and to eval mode.
-        datamodule: Training batches calibrate, validation batches measure the accuracy.
-        output: The ``.pt2`` file.
-        calibration_batches: Number of training batches that are shown to the observers.
-
-    Returns:
-        Accuracy, size and time before and after, each measured in what :func:`load_quantized` gives.
-
-    Raises:
-        ConfigurationError: torchao is not installed, the model has no network, or the network cannot be exported.
+    Weights and activations become int8 by torchao's PT2E flow: the exported graph is given observers, sees so many
+    training batches to find the range of each activation, and is converted. The file, written by ``torch.export.save``,
+    holds the int8 weights and not the original ones; :func:`load_quantized` brings it back. The figures are measured in
+    what that gives. The module is moved to the CPU and to eval mode.
     """
     network = network_of(model, "quantize")
     network.cpu().eval()
@@ -97,9 +84,6 @@ def save_program(program: "torch.export.ExportedProgram", path: Path) -> None:
     """Write an exported program, as a whole.
 
     By way of memory: where a disk is full, torch's own writer ends the process with an abort.
-
-    Raises:
-        ConfigurationError: The disk is full, or cannot be written to.
     """
     content = io.BytesIO()
     torch.export.save(program, content)
@@ -110,11 +94,7 @@ def save_program(program: "torch.export.ExportedProgram", path: Path) -> None:
 def int8_graph(
     network: nn.Module, datamodule: LightningDataModule, calibration_batches: int
 ) -> tuple["torch.export.ExportedProgram", "GraphModule", Tensor]:
-    """The graph of a network as it is, and as int8, and the batch with which both were traced.
-
-    Raises:
-        ConfigurationError: torchao is not installed, there is no batch, or the network cannot be exported.
-    """
+    """The graph of a network as it is, and as int8, and the batch with which both were traced."""
     if calibration_batches < 1:
         raise ConfigurationError(f"calibration_batches={calibration_batches}: at least 1 is needed; 16 is usual")
     pt2e, quantizer_module = _torchao()
@@ -164,13 +144,7 @@ def load_quantized(path: str | Path, batch_size: int | None = None) -> nn.Module
 
 
 class QuantizedNetwork(nn.Module):
-    """A quantised graph as a network for batches of any size.
-
-    Args:
-        graph: Maps images to logits with quantise and dequantise operators.
-        image_shape: (C, H, W).
-        batch_size: Number of images that int8 kernels compute at once.
-    """
+    """A quantised graph as a network for batches of any size; int8 kernels compute so many images at once."""
 
     def __init__(self, graph: "GraphModule", image_shape: torch.Size, batch_size: int) -> None:
         super().__init__()
@@ -237,11 +211,7 @@ def milliseconds(networks: Sequence[Network], images: Tensor, repeats: int = 20)
 
 
 def exported_program(network: nn.Module, example: Tensor) -> "torch.export.ExportedProgram":
-    """The graph of a network, for batches of any size.
-
-    Raises:
-        ConfigurationError: It cannot be exported.
-    """
+    """The graph of a network, for batches of any size."""
     try:
         # Strict: otherwise the quantizer takes the calls of a module that is used twice, as ResNet's ReLU, for one.
         with torch.no_grad():

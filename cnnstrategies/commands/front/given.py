@@ -38,12 +38,9 @@ MOST_NAMES = 20  # that are listed beside a guess
 
 @dataclass(frozen=True)
 class Given:
-    """A key that was given.
+    """A key that was given, from the root, with dots, and its value: as YAML has it, from the command line a text.
 
-    Attributes:
-        path: From the root, with dots.
-        value: As YAML has it; from the command line, its text.
-        owner: The class that the key is a parameter of, as the configuration names it; None at other places.
+    ``owner`` is the class that it is a parameter of, as the configuration names it; None at other places.
     """
 
     path: str
@@ -52,11 +49,7 @@ class Given:
 
 
 def given(args: Sequence[str]) -> list[Given]:
-    """Every key that was given; those of the command line, which are the likelier culprits, first.
-
-    Raises:
-        ConfigurationError: A file is not YAML, has no keys, or gives arguments of a class beside its ``class_path``.
-    """
+    """Every key that was given; those of the command line, which are the likelier culprits, first."""
     tree: dict[str, Any] = {}
     for position, argument in enumerate(args):
         if match := re.fullmatch(r"(?:--config|-c)(?:=(.*))?", argument):

@@ -101,12 +101,7 @@ def of_command(name: str) -> str:
 
 
 def in_full(name: str, section: str) -> str:
-    """What ``cnnstrategies COMMAND --help_full`` prints: the help of the command's own parser.
-
-    Args:
-        name: The command's.
-        section: Only options of this key at the root; empty for all.
-    """
+    """The help of the command's own parser, or of its options of one key at the root."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         COMMANDS[name].run([name, *(["fit"] if name == "submit" else []), "--help"])

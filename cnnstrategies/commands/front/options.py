@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from cnnstrategies.errors import ConfigurationError
+
 
 def doctor_parser() -> argparse.ArgumentParser:
     """The parser of ``doctor``."""
@@ -103,8 +105,14 @@ class PlanOptions:
     timetable: Path | None = None
     trace: Path | None = None
 
+    def samples_of_a_step(self, devices: int) -> int | None:
+        """Those over all devices, where the options say so."""
+        if self.batch_size is not None and self.batch_per_device is not None:
+            raise ConfigurationError("batch_size and batch_per_device say the same: leave one of them out")
+        return self.batch_size if self.batch_per_device is None else self.batch_per_device * devices
 
-Allowed = Literal["precision", "compression", "microbatches", "decoder"]
+
+Allowed = Literal["precision", "compression", "microbatches"]
 
 
 @dataclass
@@ -113,8 +121,7 @@ class TuneOptions:
 
     Attributes:
         allow: What may be changed although it changes what is learned: ``precision`` (bf16, TF32), ``compression``
-            (of gradients), ``microbatches`` (of a pipeline with batch normalisation), ``decoder`` (of JPEG files in
-            shards: each rounds in its own way).
+            (of gradients), ``microbatches`` (of a pipeline with batch normalisation).
         minutes: Longest time.
         output: YAML file for the settings that were found: ``fit --config X --config tuned.yaml`` takes it.
         plot: Draw the result into this PNG file.

@@ -17,11 +17,7 @@ def names() -> list[str]:
 
 
 def find(given: str) -> Path:
-    """The file that ``--config`` means: one that is there, or the recipe of this name.
-
-    Raises:
-        ConfigurationError: There is neither.
-    """
+    """The file that ``--config`` means: one that is there, or the recipe of this name."""
     if Path(given).is_file():
         return Path(given)
     name = re.sub(r"^(?:\./)?(?:configs/)?(.*?)(?:\.yaml)?$", r"\1", given)
@@ -32,11 +28,7 @@ def find(given: str) -> Path:
 
 
 def with_files(args: Sequence[str]) -> list[str]:
-    """A command line with the files of the recipes that it names.
-
-    Raises:
-        ConfigurationError: It names one that is not there.
-    """
+    """A command line with the files of the recipes that it names."""
     result = list(args)
     for position, argument in enumerate(args):
         if match := re.fullmatch(r"(--config|-c)=(.+)", argument):
@@ -47,11 +39,7 @@ def with_files(args: Sequence[str]) -> list[str]:
 
 
 def main(args: Sequence[str]) -> None:
-    """List the recipes, or print those that are named.
-
-    Raises:
-        ConfigurationError: There is no recipe of this name.
-    """
+    """List the recipes, or print those that are named."""
     if args[1:]:
         show("\n".join(find(name).read_text(encoding="utf-8").rstrip() for name in args[1:]))
         return

@@ -9,13 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Command:
-    """A command of ``cnnstrategies``.
+    """A command of ``cnnstrategies``: what it does, an example of its words, and whether it takes a configuration.
 
-    Attributes:
-        line: What it does.
-        example: The words after the program's name.
-        module: Of this package; its ``main`` takes the words from the command's name on.
-        configured: Whether it takes a configuration.
+    ``module`` is one of this package; its ``main`` takes the words from the command's name on.
     """
 
     line: str

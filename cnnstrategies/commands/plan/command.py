@@ -21,11 +21,7 @@ from cnnstrategies.planning.report import describe, ranking_table, stages_table,
 
 
 def main(args: Sequence[str]) -> None:
-    """Print the strategies for a configuration, or for a profile on a cluster.
-
-    Raises:
-        ConfigurationError: It cannot be planned for; the message says why.
-    """
+    """Print the strategies for a configuration, or for a profile on a cluster."""
     cluster, words = _take_cluster(args[1:])
     if any(re.match(r"--profile(=|$)", word) for word in words) and not any(map(_is_configuration, words)):
         options = _parse(words)
@@ -40,34 +36,19 @@ def main(args: Sequence[str]) -> None:
 
 
 def job_from_files(options: PlanOptions) -> Job:
-    """What to plan for, from a profile and a cluster in files.
-
-    Raises:
-        ConfigurationError: One of them is missing or wrong.
-    """
+    """What to plan for, from a profile and a cluster in files."""
     assert options.profile is not None
     if options.profile_batch is None or options.profile_batch < 1:
         raise ConfigurationError("profile_batch is missing: the samples of the batch that the profile was taken with")
     if options.cluster is None:
         raise ConfigurationError("cluster is missing: a YAML file that describes the machines")
     cluster = read_cluster(options.cluster)
-    samples = batch_of(options, cluster.devices)
+    samples = options.samples_of_a_step(cluster.devices)
     if samples is None:
         raise ConfigurationError("batch_size is missing: the samples of a step; or batch_per_device, for each device")
     profile = read_profile(options.profile, options.profile_batch)
     states = 2 if options.optimizer_states is None else options.optimizer_states
     return Job(profile, cluster, samples, state_copies=2 + states)
-
-
-def batch_of(options: PlanOptions, devices: int) -> int | None:
-    """Samples of a step, where the options say so.
-
-    Raises:
-        ConfigurationError: They say so twice.
-    """
-    if options.batch_size is not None and options.batch_per_device is not None:
-        raise ConfigurationError("batch_size and batch_per_device say the same: leave one of them out")
-    return options.batch_size if options.batch_per_device is None else options.batch_per_device * devices
 
 
 def show(ranking: Ranking, options: PlanOptions) -> None:
@@ -100,11 +81,7 @@ def _is_configuration(word: str) -> bool:
 
 
 def _take_cluster(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The file that ``--cluster`` names, and the words without it: in a configuration ``cluster`` is a job's options.
-
-    Raises:
-        ConfigurationError: No file follows.
-    """
+    """The file that ``--cluster`` names, and the other words: in a configuration ``cluster`` is a job's options."""
     found, others = None, []
     rest = iter(words)
     for word in rest:

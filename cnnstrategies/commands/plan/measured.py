@@ -2,23 +2,19 @@
 
 import inspect
 import os
-import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, fx
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from cnnstrategies.commands.front.options import PlanOptions
 from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
-from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.module import share
 from cnnstrategies.errors import ConfigurationError
@@ -34,29 +30,11 @@ from cnnstrategies.strategies.hybrid_pipeline.contract import find_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 
 
-class PlanCLI(ModelAndData):
-    """What ``fit`` parses, and a plan's own options."""
-
-    @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        super().add_arguments_to_parser(parser)
-        parser.add_class_arguments(PlanOptions, None, skip={"cluster"})
-
-
 def job_from_configuration(words: Sequence[str], cluster: Path | None) -> tuple[Job, PlanOptions]:
-    """What to plan for, and the options that the words give.
-
-    Raises:
-        ConfigurationError: The configuration cannot be planned for; the message says why.
-    """
-    # What LightningCLI reads, and what errors are explained by.
-    sys.argv = ["cnnstrategies plan", *words]
-    quieten()
-    cli = PlanCLI()
-    config = cli.config
-    names = [field.name for field in fields(PlanOptions) if field.name != "cluster"]
-    options = PlanOptions(cluster=cluster, **{name: getattr(config, name) for name in names})
-    return job_for(cli.model, cli.datamodule, config.trainer, options), options
+    """What to plan for, and the options that the words give."""
+    cli = ModelAndData("plan", words, PlanOptions)
+    options: PlanOptions = replace(cli.own_options(), cluster=cluster)
+    return job_for(cli.model, cli.datamodule, cli.config.trainer, options), options
 
 
 def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, options: PlanOptions) -> Job:
@@ -103,11 +81,7 @@ def _samples(
     data: LightningDataModule, options: PlanOptions, devices: int, loading: int, accumulated: int
 ) -> int | None:
     """Samples of a step where options or data say so; where no trainer divides them, this process loads one share."""
-    given = options.batch_size
-    if options.batch_per_device is not None:
-        if given is not None:
-            raise ConfigurationError("batch_size and batch_per_device say the same: leave one of them out")
-        given = options.batch_per_device * devices
+    given = options.samples_of_a_step(devices)
     if isinstance(data, ImageDataModule) and data.global_batch_size is not None:
         whole = data.global_batch_size
         # What the configuration's own strategy refuses is refused here too.

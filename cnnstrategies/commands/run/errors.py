@@ -6,18 +6,19 @@ import importlib
 import inspect
 import pydoc
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.parsing import lightning_hasattr
 from torch import nn
 
+from cnnstrategies import data
 from cnnstrategies._lightning_private import rate_names
 from cnnstrategies.commands.front.given import OF_CLASS, ROOTS, Given, accepted, given, misspelt
 from cnnstrategies.commands.front.refuse import in_one_line
@@ -40,11 +41,7 @@ FROM_ELSEWHERE = ("params", "optimizer")  # Arguments that no configuration give
 
 
 def check_trainer_names(strategy: Any, accelerator: Any) -> None:
-    """Refuse a strategy or accelerator that is not registered.
-
-    Raises:
-        ConfigurationError: The name is unknown; the message lists the known ones.
-    """
+    """Refuse a strategy or accelerator that is not registered."""
     known = {"strategy": ("auto", *StrategyRegistry.available_strategies()), "accelerator": ACCELERATORS}
     for what, value in (("strategy", strategy), ("accelerator", accelerator)):
         if isinstance(value, str) and value not in known[what] and re.fullmatch(r"\w+", value):
@@ -78,11 +75,7 @@ def parameters_of(kind: Any) -> dict[str, inspect.Parameter]:
 
 
 def check_nulls(keys: Sequence[Given]) -> None:
-    """Refuse null where a class needs a value: jsonargparse hands it on, and what comes of it is anyone's guess.
-
-    Raises:
-        ConfigurationError: It does; the message says what it may be.
-    """
+    """Refuse null where a class needs a value: jsonargparse hands it on, and what comes of it is anyone's guess."""
     for key in keys:
         if key.value not in (None, "null"):
             continue
@@ -99,14 +92,9 @@ def check_nulls(keys: Sequence[Given]) -> None:
 
 
 def check_checkpoint(path: Any, words: Sequence[str] = CHECKPOINT_WORDS) -> None:
-    """Refuse a checkpoint that does not exist.
+    """Refuse a checkpoint, as of ``ckpt_path``, that does not exist.
 
-    Args:
-        path: ``ckpt_path``: a file or directory, a URL, one of ``words``, or None.
-        words: What may stand in place of a path; ``registry:...`` may too, unless they are none.
-
-    Raises:
-        ConfigurationError: There is no such file; the message lists the checkpoints beside it.
+    In place of a path there may be one of ``words`` and, unless they are none, ``registry:...``.
     """
     if path is None or str(path) in words:
         return
@@ -143,11 +131,7 @@ def _check_elsewhere(address: str) -> None:
 
 
 def check_callbacks(callbacks: Sequence[Callback], model: LightningModule) -> None:
-    """Refuse callbacks of Lightning that need an attribute of the model which it has not.
-
-    Raises:
-        ConfigurationError: It has not.
-    """
+    """Refuse callbacks of Lightning that need an attribute of the model which it has not."""
     name = type(model).__name__
     for callback in callbacks:
         if isinstance(callback, LearningRateFinder):
@@ -160,7 +144,7 @@ def check_callbacks(callbacks: Sequence[Callback], model: LightningModule) -> No
         if isinstance(callback, BackboneFinetuning) and not isinstance(getattr(model, "backbone", None), nn.Module):
             raise ConfigurationError(
                 f"trainer.callbacks: BackboneFinetuning needs a part of the model named backbone, and {name} has none: "
-                "for layers that begin to learn later, leave it out and give model.init_args.unfreeze_every=2"
+                "leave it out, and give frozen: true to the network, or model.init_args.layer_lr_decay=0.8"
             )
 
 
@@ -280,17 +264,7 @@ def _classes_for(key: str | None, given: str) -> str:
         name = StrategyRegistry[given]["strategy"].__name__
         return f"; to give this strategy arguments write {name}"
     if key == "data":
-        names = sorted(cls.__name__ for cls in _subclasses(LightningDataModule) if _is_ours(cls))
+        kinds = {name: getattr(data, name) for name in data.__all__}
+        names = sorted(name for name, kind in kinds.items() if not inspect.isabstract(kind))
         return f"; accepted: {', '.join(names)}, or the import path of your own LightningDataModule"
     return "; give its import path, for example package.module.ClassName"
-
-
-def _subclasses(cls: type) -> Iterator[type]:
-    subclasses: list[type] = cls.__subclasses__()
-    for subclass in subclasses:
-        yield subclass
-        yield from _subclasses(subclass)
-
-
-def _is_ours(cls: type) -> bool:
-    return cls.__module__.startswith("cnnstrategies.") and not inspect.isabstract(cls) and cls.__name__[0] != "_"

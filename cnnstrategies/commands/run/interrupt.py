@@ -14,14 +14,10 @@ _parents = -1
 
 @contextlib.contextmanager
 def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[None]:
-    """End this process on a signal that its main thread does not notice.
+    """End this process on a signal that its main thread does not notice within so many seconds, after calling ``end``.
 
     While a rank waits for the others to start, it is in torch's own code, and handlers do not run for as long as their
     imports take. Where another handler has taken over, as in training, it has its own grace.
-
-    Args:
-        end: Called before that: what else has to end.
-        seconds: How long the main thread may take to notice.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,8 +1,10 @@
 """The command line: LightningCLI with the package's defaults, and errors of one line."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,6 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from typing_extensions import override
 
 from cnnstrategies.checkpoints.check import check_weights
-from cnnstrategies.checkpoints.words import WORDS
 from cnnstrategies.cluster.environment import check_world, local_rank
 from cnnstrategies.cluster.run_folder import place
 from cnnstrategies.cluster.run_name import Run, configuration_hash, find_run
@@ -35,7 +36,7 @@ from cnnstrategies.commands.run.failures import explain_build_error, explain_ref
 from cnnstrategies.commands.run.outcome import ends_together
 from cnnstrategies.commands.run.parser import ArgumentParser
 from cnnstrategies.commands.run.quiet import quieten
-from cnnstrategies.commands.run.start_from import check_fresh, check_trained, checkpoint_of
+from cnnstrategies.commands.run.start_from import WORDS, check_fresh, check_trained, checkpoint_of
 from cnnstrategies.commands.run.trainer import Trainer, add_sections, all_callbacks, all_plugins
 from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
 from cnnstrategies.data.own_images import own_images
@@ -48,6 +49,7 @@ from cnnstrategies.pretrained import trained_with
 from cnnstrategies.runtime.processes import ended_by
 
 NUM_CLASSES = "model.init_args.num_classes"
+SECTIONS = ("cluster",)  # Options of commands that a section of the configuration has the name of: these read them.
 FROM_WEIGHTS = ("quantize", "export")  # Subcommands that take a checkpoint's file, and run nothing.
 
 
@@ -65,10 +67,7 @@ class CLI(LightningCLI):
 
     Adds to Lightning's: atomic checkpoints, a stop at a step boundary on Ctrl-C and SIGTERM, a panel at the start in
     place of ModelSummary, samples/s, a summary with curves, and predictions as CSV. A callback in ``trainer.callbacks``
-    replaces the default of its class.
-
-    Args:
-        run: Run the subcommand; else, for commands that build model and data but no trainer, there are none.
+    replaces the default of its class. Without ``run`` there are no subcommands, as for what builds no trainer.
     """
 
     named: Run | None = None  # The run, where it has a name.
@@ -114,18 +113,9 @@ class CLI(LightningCLI):
             sys.argv[1:] = [*words, f"--{NUM_CLASSES}=2"]
             super().parse_arguments(parser, args)
             # Ranks that are programs are given it, too.
-            sys.argv[1:] = [*words, f"--{NUM_CLASSES}={self._classes_of_data()}"]
+            with _fails_in_a_line():
+                sys.argv[1:] = [*words, f"--{NUM_CLASSES}={self._built_alone('data').num_classes}"]
         super().parse_arguments(parser, args)
-
-    def _classes_of_data(self) -> int:
-        try:
-            data = self._built_alone("data")
-        except Exception as error:
-            if shows_tracebacks():
-                raise
-            fail(explain_build_error(error))
-        classes: int = data.num_classes
-        return classes
 
     def _built_alone(self, section: str) -> Any:
         """What a section of the configuration says, built without the others."""
@@ -154,12 +144,8 @@ class CLI(LightningCLI):
 
     @override
     def instantiate_classes(self) -> None:
-        try:
+        with _fails_in_a_line():
             super().instantiate_classes()
-        except Exception as error:
-            if shows_tracebacks():
-                raise
-            fail(explain_build_error(error))
 
     @override
     def after_instantiate_classes(self) -> None:
@@ -235,12 +221,21 @@ class CLI(LightningCLI):
             function(**kwargs)
 
 
+@contextlib.contextmanager
+def _fails_in_a_line() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if shows_tracebacks():
+            raise
+        fail(explain_build_error(error))
+
+
 def leaves_out_classes(words: Sequence[str]) -> bool:
     """Whether a configuration leaves it to its data how many classes the model has.
 
-    Args:
-        words: The command line. Its model must be one of this package, or a subclass, and its data one of ours that is
-            not itself told a number of classes by a reference, as in a recipe for masks.
+    Its model must be one of this package, or a subclass, and its data one of ours that is not itself told a number of
+    classes by a reference, as in a recipe for masks.
     """
     # Each file and option by itself: where another class takes a model's place, its number of classes stays.
     alone = [key.path for place in range(len(words)) for key in given(words[place : place + 2])]
@@ -255,12 +250,7 @@ def leaves_out_classes(words: Sequence[str]) -> bool:
 
 
 def main(args: Sequence[str], kind: type[CLI] = CLI) -> None:
-    """Run ``fit``, ``validate``, ``test``, ``predict``, ``quantize`` or ``export``.
-
-    Raises:
-        ConfigurationError: A mistake in the configuration.
-        SystemExit: The run cannot go on; why has been said.
-    """
+    """Run ``fit``, ``validate``, ``test``, ``predict``, ``quantize`` or ``export``."""
     # What LightningCLI reads, and what errors are explained by.
     sys.argv[1:] = args
     quieten()
@@ -294,15 +284,30 @@ def _with_notes(error: Exception, words: str = "") -> str:
 
 
 class ModelAndData(CLI):
-    """Parses what ``fit`` parses, and builds model and data but no trainer."""
+    """Parses what ``fit`` parses, and builds model and data but no trainer.
 
-    def __init__(self) -> None:
+    For a command with its words; ``own`` is a dataclass of what it takes beside the configuration.
+    """
+
+    def __init__(self, command: str, words: Sequence[str], own: type[Any] | None = None) -> None:
+        # What LightningCLI reads, and what errors are explained by.
+        sys.argv = [f"cnnstrategies {command}", *words]
+        quieten()
+        self._own = own
         super().__init__(run=False)
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
         parser.add_argument("--ckpt_path", type=Path | None, default=None, help="A checkpoint to start from.")
+        if self._own is not None:
+            parser.add_class_arguments(self._own, None, skip={*SECTIONS} & self._own.__annotations__.keys())
+
+    def own_options(self) -> Any:
+        """The dataclass with what was given."""
+        assert self._own is not None
+        names = [one.name for one in fields(self._own) if one.name not in SECTIONS]
+        return self._own(**{name: getattr(self.config, name) for name in names})
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -314,11 +319,7 @@ class ModelAndData(CLI):
 
 
 def device_of(accelerator: Any) -> torch.device:
-    """The device that a configuration's accelerator means on this machine.
-
-    Raises:
-        ConfigurationError: It is not there, so that nothing can be measured on it.
-    """
+    """The device that a configuration's accelerator means on this machine."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator == "cpu" or (accelerator == "auto" and found is None):
         return torch.device("cpu")

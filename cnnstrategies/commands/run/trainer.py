@@ -29,12 +29,12 @@ from cnnstrategies.callbacks import (
 )
 from cnnstrategies.checkpoints.check import check_weights
 from cnnstrategies.checkpoints.io import AtomicCheckpointIO
-from cnnstrategies.checkpoints.words import WORDS, find_checkpoint
 from cnnstrategies.cluster.environment import environment_plugins
 from cnnstrategies.cluster.hosts import Network
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.commands.front.refuse import write_anywhere
 from cnnstrategies.commands.run.quiet import quieten
+from cnnstrategies.commands.run.start_from import WORDS, find_checkpoint
 from cnnstrategies.deploy.export import Format, export
 from cnnstrategies.deploy.quantize import quantize
 
@@ -63,9 +63,6 @@ class Trainer(LightningTrainer):
             ckpt_path: The checkpoint, or ``best`` or ``last``.
             output: The file to write; ``cnnstrategies.deploy.quantize.load_quantized`` loads it.
             calibration_batches: Number of training batches that set the ranges of the activations.
-
-        Raises:
-            ConfigurationError: The checkpoint is of another network.
         """
         self._load(model, ckpt_path)
         report = quantize(model, datamodule, output, calibration_batches)
@@ -99,9 +96,6 @@ class Trainer(LightningTrainer):
             ckpt_path: The checkpoint, or ``best`` or ``last``.
             output: The folder to make.
             format: ``safetensors``, ``torch_export`` or ``onnx``.
-
-        Raises:
-            ConfigurationError: The checkpoint is of another network, or the network cannot be exported.
         """
         self._load(model, ckpt_path)
         found = export(model, datamodule, output, format)

@@ -58,14 +58,7 @@ class SubmitCLI(ModelAndData):
 
 @dataclass(frozen=True)
 class Submission:
-    """One configuration that can run.
-
-    Attributes:
-        cli: Its parser and configuration.
-        options: The ``cluster`` section.
-        size: Nodes, tasks and GPUs.
-        parameter_server: The strategy, if it is that one.
-    """
+    """One configuration that can run; ``parameter_server`` is its strategy, if it is that one."""
 
     cli: SubmitCLI
     options: ClusterOptions
@@ -79,12 +72,7 @@ class Submission:
         return directory
 
     def refuse_without_checkpoints(self, what: str, remedy: str) -> None:
-        """Refuse what could never go on where it was.
-
-        Args:
-            what: That starts again.
-            remedy: How it does not.
-        """
+        """Refuse ``what`` could never go on where it was; ``remedy`` is how it does not start again."""
         trainer = self.cli.config.trainer
         if trainer.enable_checkpointing is False or trainer.fast_dev_run:
             raise ConfigurationError(
@@ -114,9 +102,8 @@ class Submission:
     def text(self, folder: PurePath, changes: Mapping[str, Any]) -> str:
         """The whole configuration, so that later changes of the files do not reach a job in the queue.
 
-        Args:
-            folder: Of the run, as its processes see it: checkpoints go there unless the configuration says otherwise.
-            changes: What the target decides, by key.
+        Checkpoints go to ``folder``, which is as the processes see it, unless the configuration says otherwise;
+        ``changes`` is what the target decides, by key.
         """
         config = self.cli.config.clone()
         for name in ("config", "dry_run", "to"):
@@ -134,10 +121,8 @@ class Submission:
 class Target(ABC):
     """Where runs are sent: a scheduler, or something like it.
 
-    Args:
-        base: What is to run.
-        command: The command line that asks for it, for the reader of what is made of it.
-        task: What is to run: ``fit``, or ``doctor``, which examines the machines that it would run on.
+    ``command`` is the command line that asks for it, for the reader of what is made of it, ``task`` is ``fit``, or
+    ``doctor``, which examines the machines that it would run on.
     """
 
     READS: frozenset[str]  # The keys of ``cluster`` that count there, beside those that count everywhere.
@@ -174,9 +159,7 @@ class Target(ABC):
 
 def check(args: Sequence[str]) -> Submission:
     """Parse a configuration as ``fit`` does and refuse what cannot run; no process is started."""
-    # What LightningCLI reads, and what errors are explained by.
-    sys.argv = ["cnnstrategies submit fit", *args]
-    cli = SubmitCLI()
+    cli = SubmitCLI("submit fit", args)
     options: ClusterOptions = cli.config_init.cluster
     trainer = cli.config.trainer
     size = job_size(trainer.num_nodes, trainer.devices, trainer.accelerator)
