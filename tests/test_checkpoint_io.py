@@ -23,6 +23,7 @@ class Unpicklable:
         raise RuntimeError("cannot be stored")
 
 
+@pytest.mark.light
 def test_a_failing_save_leaves_the_old_checkpoint(tmp_path):
     path = tmp_path / "new" / "directory" / "last.ckpt"
     io = AtomicCheckpointIO()
@@ -35,6 +36,7 @@ def test_a_failing_save_leaves_the_old_checkpoint(tmp_path):
     assert io.load_checkpoint(path, weights_only=True) == {"step": 3}
 
 
+@pytest.mark.light
 def test_a_full_disk_is_one_line_and_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "last.ckpt"
     io = AtomicCheckpointIO()
@@ -78,6 +80,7 @@ def _other_archive(path):
         archive.writestr("readme.txt", "nothing")
 
 
+@pytest.mark.light
 def test_a_changed_bit_is_found_or_changes_nothing(tmp_path):
     path = tmp_path / "last.ckpt"
     io = AtomicCheckpointIO()
@@ -139,6 +142,7 @@ NO_CHECKPOINTS = {
 }
 
 
+@pytest.mark.light
 @pytest.mark.parametrize(("write", "message"), NO_CHECKPOINTS.values(), ids=NO_CHECKPOINTS.keys())
 def test_what_is_no_checkpoint_is_named_and_why(tmp_path, write, message):
     path = tmp_path / "some.ckpt"

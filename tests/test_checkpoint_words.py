@@ -1,7 +1,6 @@
 """`--ckpt_path last` and `best`: the newest of the run's name, the same on every rank, or an error."""
 
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from cnnstrategies import ConfigurationError, ImageClassifier
-from cnnstrategies.checkpoints.words import FOUND, SameCheckpoint, find_checkpoint, find_once
 from cnnstrategies.commands.run.errors import check_checkpoint
+from cnnstrategies.commands.run.start_from import FOUND, SameCheckpoint, find_checkpoint, find_once
 from cnnstrategies.data import DigitsDataModule
 
 RUNS = Path("runs/quickstart")
@@ -56,29 +55,10 @@ def test_ranks_started_as_programs_go_on_from_the_newest_version(run_cli, quick,
 
 
 def test_without_a_checkpoint_no_process_starts(run_cli, quick):
-    for command, word in (("fit", "last"), ("test", "best")):
-        code, output = run_cli(command, *quick, "--trainer.strategy=ddp", f"--ckpt_path={word}")
-        assert code == 2, output
-        expected = f"ckpt_path={word}: no {word}.ckpt in runs/quickstart/*/checkpoints; train without ckpt_path first"
-        assert expected in output.splitlines()[-1]
-
-
-def test_evaluation_takes_the_best_of_the_newest_version(run_cli, quick):
-    one = (*quick, *SHORT, "--trainer.strategy=auto", "--trainer.devices=1")
-    for learning_rate in (0.0, 0.1):
-        rate = f"--model.init_args.optimizer.init_args.lr={learning_rate}"
-        assert run_cli("fit", *one, "--trainer.max_epochs=1", rate)[0] == 0
-    older, newer = (f"--ckpt_path={RUNS}/version_{version}/checkpoints/best.ckpt" for version in (0, 1))
-
-    def metrics(command, path):
-        code, output = run_cli(command, *one, path)
-        assert code == 0, output
-        return re.findall(r"(\w+_loss|\w+_acc)\s*│\s*([\d.]+)", output)
-
-    best = metrics("validate", "--ckpt_path=best")
-    assert best
-    assert best == metrics("validate", newer)
-    assert best != metrics("validate", older)
+    code, output = run_cli("fit", *quick, "--trainer.strategy=ddp", "--ckpt_path=last")
+    assert code == 2, output
+    expected = "ckpt_path=last: no last.ckpt in runs/quickstart/*/checkpoints; train without ckpt_path first"
+    assert expected in output.splitlines()[-1]
 
 
 def test_the_newest_is_looked_for_where_the_runs_of_this_name_write():

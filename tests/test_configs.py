@@ -19,7 +19,7 @@ from cnnstrategies.data.shards.packing import pack
 from cnnstrategies.data.shards.shard_file import Options
 
 CONFIGS = ROOT / "configs"
-FILES = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
+FILES = sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml"))
 # What this machine lacks, GPUs, and what takes long; everything else in the file stays as it is.
 HERE = [
     "--trainer.accelerator=cpu",
@@ -43,132 +43,88 @@ FORK = ["--trainer.strategy.init_args.start_method=fork"]
 TWO, FOUR = ["--trainer.devices=2"], ["--trainer.devices=4"]
 SMALL = ["--data.init_args.num_samples=40", "--data.init_args.image_size=64", "--data.init_args.global_batch_size=12"]
 FOLDER = ["--data.init_args.root=images", "--data.init_args.image_size=32", "--model.init_args.num_classes=2"]
+RESNET18 = ["--model.init_args.network.class_path=torchvision.models.resnet18"]
+TWO_CLASSES = [*RESNET18, "--model.init_args.network.dict_kwargs.num_classes=2"]
 LARGE = ("experiments/synthetic_", "model/torchvision_vgg16", "model/torchvision_alexnet")
+HYBRID = "experiments/digits_smallcnn_hybrid"
 ARGS = {
-    "quickstart.yaml": TWO,
-    "cluster/one_node_4_gpus.yaml": TWO,
-    **{f"cluster/slurm_{kind}_nodes.yaml": TWO for kind in ("cpu", "gpu")},
-    "cluster/two_nodes_4_gpus.yaml": TWO,
-    "data/cifar10.yaml": [*FEW, *NO_WORKERS, *COLOUR],
-    "data/cifar100.yaml": [*FEW, *COLOUR, "--model.init_args.num_classes=100"],
-    "data/fashion_mnist.yaml": [*FEW, *NO_WORKERS],
-    "data/image_folder.yaml": [*FEW, *NO_WORKERS, *FOLDER, *COLOUR],
-    "data/shards.yaml": [
-        *FEW,
-        *NO_WORKERS,
-        "--data.init_args.root=shards",
-        "--data.init_args.image_size=32",
-        "--model.init_args.num_classes=2",
-        *COLOUR,
+    **dict.fromkeys(
+        [
+            *(
+                "quickstart",
+                f"{HYBRID}_1-1_cpu",
+                "experiments/digits_smallcnn_ema_mixup_cpu",
+                "strategy/hybrid_pipeline",
+            ),
+            *(
+                f"cluster/{name}"
+                for name in ("one_node_4_gpus", "slurm_cpu_nodes", "slurm_gpu_nodes", "two_nodes_4_gpus")
+            ),
+            *(f"strategy/ddp{name}" for name in ("", "_bf16", "_fork", "_fp16", "_local_sgd", "_powersgd", "_spawn")),
+            "strategy/parameter_server",
+        ],
+        TWO,
+    ),
+    **{f"{HYBRID}_{layout}_cpu": FOUR for layout in ("2-2", "3-1", "1-2-1")},
+    **{f"experiments/digits_smallcnn_{name}_cpu": FORK for name in ("diloco", "slow_link", "elastic")},
+    **{f"strategy/parameter_server_{mode}": [*TWO, *FORK] for mode in ("async", "local", "ssp")},
+    **{f"data/{name}": [*FEW, *NO_WORKERS] for name in ("fashion_mnist", "mnist")},
+    **{f"model/{name}": [*SYNTHETIC, *FEW] for name in ("timm_convnext", "torchvision_alexnet", "torchvision_vgg16")},
+    "data/cifar10": [*FEW, *NO_WORKERS, *COLOUR],
+    "data/cifar100": [*FEW, *COLOUR, "--model.init_args.num_classes=100"],
+    "data/image_folder": [*FEW, *NO_WORKERS, *FOLDER, *COLOUR],
+    "data/shards": [*FEW, *NO_WORKERS, "--data.init_args.root=shards", *FOLDER[1:], *COLOUR],
+    "data/synthetic": [*FEW, *COLOUR, "--data.init_args.image_size=64", "--model.init_args.num_classes=1000"],
+    "experiments/cifar10_resnet20_ddp_2gpu": [*FEW, *NO_WORKERS, *TWO],
+    "experiments/cifar10_resnet56_recipe_gpu": [
+        *(*FEW, *NO_WORKERS, *AT_ONCE, "--model.init_args.network.init_args.blocks=1"),
     ],
-    "data/mnist.yaml": [*FEW, *NO_WORKERS],
-    "data/synthetic.yaml": [*FEW, *COLOUR, "--data.init_args.image_size=64", "--model.init_args.num_classes=1000"],
-    "experiments/cifar10_resnet20_ddp_2gpu.yaml": [*FEW, *NO_WORKERS, *TWO],
-    "experiments/cifar10_resnet56_recipe_gpu.yaml": [
-        *FEW,
-        *NO_WORKERS,
-        *AT_ONCE,
-        "--model.init_args.network.init_args.blocks=1",
-    ],
-    "experiments/digits_smallcnn_ema_mixup_cpu.yaml": TWO,
-    "experiments/digits_smallcnn_pruning_cpu.yaml": [*TWO, "--trainer.max_epochs=11"],
-    "experiments/fashion_mnist_smallcnn_recipe_cpu.yaml": [*FEW, *TWO],
-    **{f"experiments/digits_smallcnn_hybrid_{layout}_cpu.yaml": FOUR for layout in ("2-2", "3-1", "1-2-1")},
-    "experiments/digits_smallcnn_hybrid_1-1_cpu.yaml": TWO,
+    "experiments/digits_smallcnn_pruning_cpu": [*TWO, "--trainer.max_epochs=11"],
+    "experiments/fashion_mnist_smallcnn_recipe_cpu": [*FEW, *TWO],
     # The wide ones would take a minute.
-    "experiments/synthetic_alexnet_hybrid_3-1_4gpu.yaml": [
-        *FOUR,
-        *SMALL,
-        "--model.init_args.network.class_path=narrow_networks.alexnet",
+    "experiments/synthetic_alexnet_hybrid_3-1_4gpu": [
+        *(*FOUR, *SMALL, "--model.init_args.network.class_path=narrow_networks.alexnet"),
     ],
-    "experiments/synthetic_efficientnet_b0_hybrid_1-2-1_4gpu.yaml": [*FOUR, *SMALL],
-    "experiments/synthetic_resnet50_hybrid_2-2_4gpu.yaml": [
-        *FOUR,
-        *SMALL,
-        "--model.init_args.network.class_path=torchvision.models.resnet18",
-    ],
-    "experiments/synthetic_vgg16_hybrid_1-1_2gpu.yaml": [
-        *TWO,
-        *SMALL,
-        "--data.init_args.image_size=32",
+    "experiments/synthetic_efficientnet_b0_hybrid_1-2-1_4gpu": [*FOUR, *SMALL],
+    "experiments/synthetic_resnet50_hybrid_2-2_4gpu": [*FOUR, *SMALL, *RESNET18],
+    "experiments/synthetic_vgg16_hybrid_1-1_2gpu": [
+        *(*TWO, *SMALL, "--data.init_args.image_size=32"),
         "--model.init_args.network.class_path=narrow_networks.vgg16",
     ],
-    "experiments/digits_smallcnn_parameter_server_cpu.yaml": [*TWO, *FORK],
-    "experiments/digits_smallcnn_diloco_cpu.yaml": FORK,
-    "experiments/digits_smallcnn_slow_link_cpu.yaml": FORK,
-    "experiments/digits_smallcnn_elastic_cpu.yaml": FORK,
-    "experiments/imagenet_resnet50_ddp_8gpu.yaml": [
-        *FEW,
-        *NO_WORKERS,
-        *FOLDER,
-        "--model.init_args.network.class_path=torchvision.models.resnet18",
-        "--model.init_args.network.dict_kwargs.num_classes=2",
-    ],
-    "experiments/imagenet_resnet50_recipe_8gpu.yaml": [
-        *FEW,
-        *NO_WORKERS,
-        *FOLDER,
-        *AT_ONCE,
-        "--model.init_args.network.class_path=torchvision.models.resnet18",
-        "--model.init_args.network.dict_kwargs.num_classes=2",
-    ],
-    "experiments/folder_resnet50_finetune_gpu.yaml": [
-        *FEW,
-        *NO_WORKERS,
-        *FOLDER[:-1],  # The number of classes is the folder's.
-        *AT_ONCE,
+    "experiments/digits_smallcnn_parameter_server_cpu": [*TWO, *FORK],
+    "experiments/imagenet_resnet50_ddp_8gpu": [*FEW, *NO_WORKERS, *FOLDER, *TWO_CLASSES],
+    "experiments/imagenet_resnet50_recipe_8gpu": [*FEW, *NO_WORKERS, *FOLDER, *AT_ONCE, *TWO_CLASSES],
+    "experiments/folder_resnet50_finetune_gpu": [
+        *(*FEW, *NO_WORKERS, *FOLDER[:-1], *AT_ONCE),  # The number of classes is the folder's.
         "--model.init_args.network.init_args.name=shufflenet_v2_x0_5",
         "--model.init_args.network.init_args.weights=weights.pth",
     ],
-    "experiments/folder_unet_segmentation_gpu.yaml": [
-        *FEW,
-        *NO_WORKERS,
-        *AT_ONCE,
-        "--data.init_args.root=masks",
-        "--data.init_args.val_split=0.2",
-        "--data.init_args.image_size=32",
-        "--model.init_args.num_classes=2",
+    "experiments/folder_unet_segmentation_gpu": [
+        *(*FEW, *NO_WORKERS, *AT_ONCE, "--data.init_args.root=masks", "--data.init_args.val_split=0.2", *FOLDER[1:]),
         "--model.init_args.network.init_args.widths=[4, 8]",
     ],
-    "model/timm_convnext.yaml": [*SYNTHETIC, *FEW],
-    "model/torchvision_alexnet.yaml": [*SYNTHETIC, *FEW],
-    "model/torchvision_resnet50.yaml": [*SYNTHETIC, *FEW, "--data.init_args.image_size=32"],
-    "model/torchvision_vgg16.yaml": [*SYNTHETIC, *FEW],
-    "strategy/ddp.yaml": TWO,
-    "strategy/ddp_bf16.yaml": TWO,
-    "strategy/ddp_fork.yaml": TWO,
-    "strategy/ddp_fp16.yaml": TWO,
-    "strategy/ddp_local_sgd.yaml": TWO,
-    "strategy/ddp_powersgd.yaml": TWO,
-    "strategy/ddp_spawn.yaml": TWO,
-    "strategy/hybrid_pipeline.yaml": TWO,
-    "strategy/hybrid_pipeline_uneven.yaml": [*FOUR, "--data.init_args.global_batch_size=60"],
-    "strategy/parameter_server.yaml": TWO,
-    "strategy/parameter_server_async.yaml": [*TWO, *FORK],
-    "strategy/parameter_server_local.yaml": [*TWO, *FORK],
-    "strategy/parameter_server_ssp.yaml": [*TWO, *FORK],
+    "model/torchvision_resnet50": [*SYNTHETIC, *FEW, "--data.init_args.image_size=32"],
+    "strategy/hybrid_pipeline_uneven": [*FOUR, "--data.init_args.global_batch_size=60"],
 }
-
-
 # The quickstart's parts, as they are given together on one command line.
 TOGETHER = [
-    ("strategy/ddp.yaml", "cluster/one_node_4_gpus.yaml", "data/cifar10.yaml", "model/resnet20.yaml"),
-    ("strategy/ddp_bf16.yaml", "cluster/two_nodes_4_gpus.yaml", "data/cifar100.yaml"),
-    ("strategy/ddp_fork.yaml", "cluster/slurm_cpu_nodes.yaml", "data/fashion_mnist.yaml"),
-    ("strategy/ddp_fp16.yaml", "cluster/slurm_gpu_nodes.yaml", "data/mnist.yaml"),
-    ("strategy/ddp_local_sgd.yaml", "data/image_folder.yaml"),
-    ("strategy/ddp_powersgd.yaml", "data/shards.yaml"),
-    ("strategy/ddp_spawn.yaml", "data/digits.yaml"),
-    ("strategy/single.yaml", "model/small_cnn.yaml", "data/synthetic.yaml"),
-    ("cluster/kubernetes_gpu_nodes.yaml", "model/timm_convnext.yaml"),
+    ("strategy/ddp", "cluster/one_node_4_gpus", "data/cifar10", "model/resnet20"),
+    ("strategy/ddp_bf16", "cluster/two_nodes_4_gpus", "data/cifar100"),
+    ("strategy/ddp_fork", "cluster/slurm_cpu_nodes", "data/fashion_mnist"),
+    ("strategy/ddp_fp16", "cluster/slurm_gpu_nodes", "data/mnist"),
+    ("strategy/ddp_local_sgd", "data/image_folder"),
+    ("strategy/ddp_powersgd", "data/shards"),
+    ("strategy/ddp_spawn", "data/digits"),
+    ("strategy/single", "model/small_cnn", "data/synthetic"),
+    ("cluster/kubernetes_gpu_nodes", "model/timm_convnext"),
 ]
-FSDP = ("strategy/fsdp.yaml",)
+FSDP = ("strategy/fsdp",)
 RUNS = [*TOGETHER, *((file,) for file in FILES if not any(file in parts for parts in TOGETHER))]
 
 
 def words_of(files):
-    whole = files[0] == "quickstart.yaml" or files[0].startswith("experiments/")
-    configs = [f"--config={CONFIGS / name}" for name in (files if whole else ["quickstart.yaml", *files])]
+    whole = files[0] == "quickstart" or files[0].startswith("experiments/")
+    configs = [f"--config={CONFIGS / name}.yaml" for name in (files if whole else ["quickstart", *files])]
     return ["fit", *configs, *HERE, *(arg for file in files for arg in ARGS.get(file, []))]
 
 
@@ -178,8 +134,7 @@ def is_dear(files):
 
 
 def with_marks(files):
-    names = "-".join(file.removesuffix(".yaml") for file in files)
-    return pytest.param(files, marks=[pytest.mark.cluster] * is_dear(files), id=names)
+    return pytest.param(files, marks=[pytest.mark.cluster] * is_dear(files), id="-".join(files))
 
 
 @pytest.mark.warm
@@ -242,7 +197,7 @@ def downloads(monkeypatch, request):
     files = FILES if callspec is None else callspec.params["files"]
     if any("_segmentation_" in file for file in files):
         write_masked_images(Path("masks/train"), count=5)
-    if any(file.endswith("_finetune_gpu.yaml") for file in files):
+    if any(file.endswith("_finetune_gpu") for file in files):
         torch.save(shufflenet_v2_x0_5(num_classes=5).state_dict(), "weights.pth")
-    if "data/shards.yaml" in files:
+    if "data/shards" in files:
         pack(contents_of("./images", {}), Path("shards"), Options(None, None, 10**6), workers=1)

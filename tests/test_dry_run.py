@@ -75,6 +75,7 @@ def test_every_kind_of_step_refuses():
             getattr(trainer, step)(model, datamodule=DigitsDataModule())
 
 
+@pytest.mark.light
 def test_logits_that_are_none_are_named():
     model, targets = ImageClassifier(nn.Identity(), 4), torch.arange(4)
     outputs = {
@@ -91,6 +92,7 @@ def test_logits_that_are_none_are_named():
     assert model.loss((torch.zeros(4, 4), None), targets).isfinite()
 
 
+@pytest.mark.light
 def test_before_the_start_nothing_is_changed_or_drawn():
     class Drawing(SmallCNN):
         """Draws from all generators, and keeps what it has seen."""
@@ -137,11 +139,13 @@ UNCERTAIN = {
 }
 
 
+@pytest.mark.light
 @pytest.mark.parametrize("kind", UNCERTAIN)
 def test_what_is_not_certain_is_left_to_the_first_step(kind):
     check_network(*UNCERTAIN[kind], training=True)
 
 
+@pytest.mark.light
 def test_auxiliary_classifiers_run_in_training_alone():
     network = torchvision.models.googlenet(weights=None, num_classes=4, init_weights=False)
     training, evaluation = (outputs_without_data(network, (3, 64, 64), mode) for mode in (True, False))

@@ -62,6 +62,7 @@ def test_a_module_with_a_forward_of_its_own_is_exported_under_its_own_names(kind
     assert torch.equal(network(images), module(images))
 
 
+@pytest.mark.light
 def test_probabilities_are_those_of_the_forward_be_it_logits_or_them():
     images, indices = torch.randn(5, 1, 8, 8), torch.arange(5)
     logits, probabilities = Own(), Own(probabilities=True)
@@ -73,6 +74,7 @@ def test_probabilities_are_those_of_the_forward_be_it_logits_or_them():
         torch.testing.assert_close(found["probabilities"], logits(images).softmax(dim=1))
 
 
+@pytest.mark.light
 def test_a_predict_step_of_ones_own_stays():
     module = ImageClassifier(nn.Identity(), 2)
     give_predict_step(module)
@@ -80,6 +82,7 @@ def test_a_predict_step_of_ones_own_stays():
     assert network_of(module, "export") is module.network
 
 
+@pytest.mark.light
 @pytest.mark.parametrize(
     ("returned", "what"),
     [(torch.zeros(2, 3, 4, 4), r"shape \(2, 3, 4, 4\)"), ([1], "list"), (torch.zeros(2, 1), "2, 1")],

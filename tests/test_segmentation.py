@@ -92,6 +92,7 @@ def test_strategies_train_what_one_device_trains_and_masks_become_pictures(run_c
         assert set(np.array(picture).flat) <= {0, 1}
 
 
+@pytest.mark.light
 def test_the_loss_is_the_mean_of_the_images_means_over_the_pixels_that_count():
     model = ImageSegmenter(nn.Identity(), num_classes=3, aux_weight=0.3)
     logits, auxiliary = torch.randn(3, 3, 4, 5), torch.randn(3, 3, 4, 5)

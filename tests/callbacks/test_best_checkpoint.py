@@ -94,6 +94,7 @@ def test_a_monitor_that_is_not_logged_is_named_with_what_is():
         fit({}, BestCheckpoint("saved", monitor="val_acc"), epochs=1, num_sanity_val_steps=0)
 
 
+@pytest.mark.light
 def test_summary_and_curves_take_whatever_was_logged(capsys):
     assert worth_showing(["lr-SGD", "samples_per_s", "train_loss_step", "train_loss"]) == ["train_loss"]
     assert worth_showing(["train_loss", "val_f1", "valid/error"]) == ["val_f1", "valid/error"]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import panels
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -16,7 +17,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import StartPanel, start_panel
-from cnnstrategies.callbacks.tables import print_table
 from cnnstrategies.data import SyntheticDataModule
 from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.networks import SmallCNN
@@ -38,40 +38,28 @@ HYBRID = [
 
 
 def test_a_pipeline_with_batch_normalisation(run_cli, quick, monkeypatch):
-    """16 images in each of two replicas make 4 microbatches of 8; Lightning's summary is of the whole network too."""
-    monkeypatch.setattr(warnings, "showwarning", lambda message, *_: print(message, flush=True))
-    code, output = run_cli("fit", *quick, *HYBRID)
-    assert code == 0, output
-    said = panels.rows(output)
-    assert said["global batch"] == "32 images = 2 loading processes x 16; 2 steps an epoch"
-    assert said["images"] == "1,150, 10 classes\nvalidation: 288, 10 classes"
-    assert said["microbatches"] == "4 of 8 images, schedule 1f1b"
-    assert said["stage 0"] == "block1.0.0 to block1.3 on ranks 0 to 1: 9,632 parameters"
-    assert said["stage 1"] == f"pool1 to classifier on rank 2: {WHOLE - 9632:,} parameters"
-    assert said["parameters"] == f"{WHOLE:,}; 9,632 to {WHOLE - 9632:,} on a device"
-    assert said["unlike one device"].splitlines() == [
-        "BatchNorm normalises over each microbatch's 8 images",
-        "random draws (as in dropout) are each process's own",
-    ]
-    assert "BatchNorm normalises over 8 images" not in output, "no warning"
-    assert f"Total params: {WHOLE / 1000:.1f} K" in output
-    assert output.count("Total params") == 1
-
-
-def test_microbatches_that_the_user_names_are_kept_and_their_size_is_said(run_cli, quick, monkeypatch):
+    """The user's microbatches are kept, and their size is said; Lightning's summary is of the whole network too."""
     monkeypatch.setattr(warnings, "showwarning", lambda message, *_: print(message, flush=True))
     asked = ["--trainer.strategy.init_args.microbatches=8", "--trainer.strategy.init_args.batch_norm=microbatch"]
     partial = ["--data.init_args.val_split=0.97"]  # The second of the two batches has 11 images.
     code, output = run_cli("fit", *quick, *HYBRID, *asked, *partial)
     assert code == 0, output
     said = panels.rows(output)
+    assert said["global batch"] == "32 images = 2 loading processes x 16; 2 steps an epoch"
+    assert said["images"] == "43, 10 classes\nvalidation: 1,395, 10 classes"
     assert said["microbatches"] == "8 of 4 images (as configured), schedule 1f1b"
-    assert said["unlike one device"].splitlines()[:2] == [
+    assert said["stage 0"] == "block1.0.0 to block1.3 on ranks 0 to 1: 9,632 parameters"
+    assert said["stage 1"] == f"pool1 to classifier on rank 2: {WHOLE - 9632:,} parameters"
+    assert said["parameters"] == f"{WHOLE:,}; 9,632 to {WHOLE - 9632:,} on a device"
+    assert said["unlike one device"].splitlines() == [
         "BatchNorm normalises over each microbatch's 4 images",
         "BatchNorm's running statistics follow each microbatch",
+        "random draws (as in dropout) are each process's own",
     ]
     assert output.count("BatchNorm normalises over 4 images: a batch of 32 is cut into 8 microbatches.") == 1
     assert output.count("is cut into") == 1, "at the first batch alone"
+    assert f"Total params: {WHOLE / 1000:.1f} K" in output
+    assert output.count("Total params") == 1
 
 
 class RandomStates(Callback):
@@ -129,6 +117,7 @@ def test_in_a_script_each_of_the_trainers_functions_says_what_it_does(capsys):
     assert len(before.seen) == 6  # Two of the validations are the fit's.
 
 
+@pytest.mark.light
 def test_results_are_named_from_the_working_directory(tmp_path):
     logger = SimpleNamespace(log_dir=str(tmp_path / "runs/version_0"), save_dir="runs")
     inside, outside = ModelCheckpoint(tmp_path / "runs/version_0/checkpoints"), ModelCheckpoint("/elsewhere")
@@ -141,25 +130,13 @@ def test_results_are_named_from_the_working_directory(tmp_path):
     assert start_panel.results(SimpleNamespace(loggers=[], checkpoint_callbacks=[])) == []
 
 
-def test_a_long_path_stays_whole_in_a_file_and_in_a_terminal_is_folded(capsys, monkeypatch):
-    path = "/a/path/that/is/longer/than/a/line" * 3
-    rows = [("results", path), ("unlike one device", "one line\n" + "another that is long " * 5)]
-    monkeypatch.setenv("COLUMNS", "80")
-    print_table("Training", rows)
-    assert path in capsys.readouterr().out
-    monkeypatch.setenv("FORCE_COLOR", "1")  # As if it were a terminal.
-    print_table("Training", rows)
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert {len(line) for line in lines} == {80}
-    assert "".join(line.strip("│").split("│")[-1].strip() for line in lines[1:3]) == path
-
-
 def trainer_like(strategy, world=1, loading=None, **attributes):
     attributes = {"num_nodes": 1, "accumulate_grad_batches": 1, "num_training_batches": 10, **attributes}
     sampling = None if world == 1 else {"num_replicas": loading or world, "rank": 0}
     return SimpleNamespace(strategy=strategy, world_size=world, distributed_sampler_kwargs=sampling, **attributes)
 
 
+@pytest.mark.light
 def test_the_global_batch_is_what_a_step_is_made_of():
     steps = "; 10 steps an epoch"
     for size, world, loading, accumulated, expected in (
@@ -177,6 +154,7 @@ def test_the_global_batch_is_what_a_step_is_made_of():
     assert start_panel.training_batch(endless, 8) == ("global batch", "8 images")
 
 
+@pytest.mark.light
 def test_images_that_chose_the_checkpoint_are_not_called_those_of_the_test():
     data = SyntheticDataModule(num_samples=20, num_classes=3)
     data.setup("test")
@@ -198,6 +176,7 @@ def test_images_that_chose_the_checkpoint_are_not_called_those_of_the_test():
     assert start_panel.images(trainer)[1] == ("preprocessing", f"37 to 32 pixels, {how}")
 
 
+@pytest.mark.light
 def test_the_size_of_a_batch_is_the_loaders_or_else_the_data_modules():
     images = TensorDataset(torch.zeros(20, 1))
     module = SimpleNamespace(batch_size=7)

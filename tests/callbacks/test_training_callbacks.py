@@ -7,8 +7,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cnnstrategies import ConfigurationError
-from cnnstrategies.callbacks import Pruning, StepProfile, summary
+from cnnstrategies.callbacks import summary
 from cnnstrategies.callbacks.summary import draw_curves, memory_in_words
 
 
@@ -65,32 +64,6 @@ def test_one_run_with_all_of_them(run_cli, quick, monkeypatch):
     assert before == pytest.approx(logged[1], abs=1e-4)
     assert after == pytest.approx(logged[3], abs=1e-4)
     assert (log_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_curves_are_drawn_of_what_is_known(tmp_path):
-    history = {0: {"train_loss": 2.0}, 1: {"train_loss": 1.0, "val_loss": 1.5, "val_acc": 0.4}}
-    draw_curves(history, tmp_path / "new" / "curves.png")
-    assert (tmp_path / "new" / "curves.png").stat().st_size > 5000
-
-
-MISTAKES = {
-    "skip": (lambda: StepProfile(skip_first=0), "skip_first=0"),
-    "steps": (lambda: StepProfile(steps=0), "steps=0"),
-    "amount": (lambda: Pruning(amount=1.0), r"amount=1.0 is outside \(0, 1\)"),
-}
-
-
-@pytest.mark.parametrize(("build", "message"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_refused(build, message):
-    with pytest.raises(ConfigurationError, match=message):
-        build()
-
-
-def test_pruning_after_the_last_epoch_is_refused(run_cli, quick):
-    late = ["--trainer.callbacks+=Pruning", "--trainer.max_epochs=3"]
-    code, output = run_cli("fit", *quick, "--trainer.strategy=auto", "--trainer.devices=1", *late)
-    assert code == 2
-    assert "Pruning(epoch=9) comes after the last of 3 epochs" in output.splitlines()[-1]
 
 
 @pytest.mark.light

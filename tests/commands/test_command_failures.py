@@ -15,14 +15,15 @@ import pytest
 import torch
 from conftest import ROOT
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 from torchvision.models import resnet18
 
-from cnnstrategies import ConfigurationError
+from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.cli import main
 from cnnstrategies.commands.front.given import given
 from cnnstrategies.commands.run import lightning_cli
-from cnnstrategies.commands.run.errors import check_checkpoint, check_nulls, explain_parse_error
+from cnnstrategies.commands.run.errors import check_callbacks, check_checkpoint, check_nulls, explain_parse_error
 from cnnstrategies.commands.run.failures import explain_build_error, explain_run_error, refusal_in
 from cnnstrategies.errors import causes
 from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
@@ -45,7 +46,6 @@ def wrapped() -> None:
 
 LINES = {
     "ours": (ConfigurationError("num_classes=1:\n a classifier"), "num_classes=1: a classifier"),
-    "Lightning's": (MisconfigurationException("No `training_step`"), "No `training_step`"),
     "disk": (raised(wrapped), "No space left on device: events.out; make room, and go on with --ckpt_path=last"),
     "channels": (
         raised(lambda: nn.Conv2d(3, 4, 3)(torch.zeros(2, 1, 8, 8))),
@@ -84,13 +84,6 @@ LINES = {
         ),
         "monitor of ModelCheckpoint: the module does not log 'valid_acc'; did you mean 'val_acc'? logged: epoch, ",
     ),
-    "no such metric to slow down by": (
-        MisconfigurationException(
-            "ReduceLROnPlateau conditioned on metric loss which is not available. Available metrics are: ['val_loss']. "
-            "Condition can be set using `monitor` key in lr scheduler dict"
-        ),
-        "monitor of ReduceLROnPlateau: the module does not log 'loss'; did you mean 'val_loss'? logged: val_loss",
-    ),
     "interval": (
         ValueError(
             "`val_check_interval` (100) must be less than or equal to the number of the training batches (2). If you"
@@ -108,6 +101,7 @@ LINES = {
 }
 
 
+@pytest.mark.light
 @pytest.mark.parametrize(("error", "line"), LINES.values(), ids=LINES.keys())
 def test_a_line_where_it_says_it_all_and_a_traceback_where_not(error, line):
     said = explain_run_error(error)
@@ -153,6 +147,7 @@ def test_memory_that_torchs_import_lacks_is_named_in_a_line():
     assert ended.stderr.count("\n") == 1
 
 
+@pytest.mark.light
 def test_errors_that_have_led_to_each_other_are_looked_at_once():
     """As when a handler raises what it has caught, from an error that it made of it."""
     first, second = OSError(errno.ENOENT, "No such file or directory"), ValueError("it is gone")
@@ -160,6 +155,7 @@ def test_errors_that_have_led_to_each_other_are_looked_at_once():
     assert list(itertools.islice(causes(first), 3)) == [first, second]
 
 
+@pytest.mark.light
 def test_what_a_spawned_rank_has_raised_is_explained_by_its_text():
     text = "\n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n  File x\n{}\n"
     ours = "cnnstrategies.errors.ConfigurationError: broken image a.png:\n cut"
@@ -177,14 +173,6 @@ def test_what_a_spawned_rank_has_raised_is_explained_by_its_text():
     assert refusal_in(text.format("KeyboardInterrupt")) is None
 
 
-def test_a_class_whose_package_is_missing_is_named(run_cli, quick):
-    code, output = run_cli("fit", *quick, "--trainer.logger=WandbLogger")
-    assert code == 2
-    line = "lightning.pytorch.loggers.WandbLogger: a package is missing: pip install 'wandb>=0.12.10'"
-    assert output.splitlines()[-1] == f"cnnstrategies: error: {line}"
-    assert explain_build_error(ModuleNotFoundError("No module named 'a.b'", name="a.b")).endswith("pip install 'a'")
-
-
 MODULE = "from lightning.pytorch import LightningModule\n\nclass Lit(LightningModule):\n    pass\n"
 REFUSED = {
     "predict --model=mine.Lit": "predict: Lit has no forward that maps images to logits: give it one, such as",
@@ -194,16 +182,19 @@ REFUSED = {
     "fit --trainer.callbacks+=LearningRateFinder": (
         "trainer.callbacks: LearningRateFinder sets lr or learning_rate of the model, which ImageClassifier has not: "
     ),
-    "fit --trainer.callbacks+=BackboneFinetuning": (
-        "trainer.callbacks: BackboneFinetuning needs a part of the model named backbone, and ImageClassifier has none: "
+    "fit --trainer.logger=WandbLogger": "lightning.pytorch.loggers.WandbLogger: a package is missing: pip install '",
+    "fit --model.init_args.network.init_args.in_channels=3": (
+        "the network takes images with 3 channels, and those of the data have the shape (1, 8, 8): set model.init_args."
+        "network.init_args.in_channels=1"
     ),
+    "fit --ckpt_path=page.ckpt": "ckpt_path: page.ckpt is no checkpoint: it begins with b'not found'",
     "quantize": "no ckpt_path: give the checkpoint, --ckpt_path FILE",
-    "export": "no ckpt_path: give the checkpoint, --ckpt_path FILE",
 }
 
 
 def test_what_cannot_run_is_refused_in_a_line(quick, monkeypatch, capfd):
     Path("mine.py").write_text(MODULE)
+    Path("page.ckpt").write_text("not found")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for words, line in REFUSED.items():
         command, *options = words.split()
@@ -215,6 +206,15 @@ def test_what_cannot_run_is_refused_in_a_line(quick, monkeypatch, capfd):
         assert said.count("\n") == 1
 
 
+@pytest.mark.light
+def test_what_a_finetuning_callback_needs_is_named():
+    with pytest.raises(
+        ConfigurationError, match="BackboneFinetuning needs a part of the model named backbone, and Image"
+    ):
+        check_callbacks([BackboneFinetuning()], ImageClassifier(nn.Identity(), 2))
+
+
+@pytest.mark.light
 def test_trained_weights_with_other_classes_are_told_of_a_new_last_layer():
     error = raised(lambda: resnet18(weights="DEFAULT", num_classes=2))
     assert explain_build_error(error) == (
@@ -223,19 +223,67 @@ def test_trained_weights_with_other_classes_are_told_of_a_new_last_layer():
     )
 
 
-def test_one_word_in_the_place_of_a_list_is_told_how_to_write_it():
-    message = "Parser key \"allow\":\n  Expected a <class 'list'>. Got value: precision"
-    assert explain_parse_error(message, []) == (
-        "allow: 'precision' is not accepted; it must be a list, as in [precision]"
-    )
-
-
-def test_a_strategy_with_arguments_is_told_its_class():
-    message = 'Parser key "trainer.strategy":\n  Expected a dot import path string: parameter_server_fork'
-    assert explain_parse_error(message, []) == (
+MISSING = "the following arguments are required: "
+SUBTYPES = "Subtypes: [<class 'lightning.pytorch.core.module.LightningModule'>]\n  Given value: "
+PARSED = [
+    (
+        "Parser key \"allow\":\n  Expected a <class 'list'>. Got value: precision",
+        [],
+        "allow: 'precision' is not accepted; it must be a list, as in [precision]",
+    ),
+    (
+        'Parser key "trainer.strategy":\n  Expected a dot import path string: parameter_server_fork',
+        [],
         "trainer.strategy: no class 'parameter_server_fork'; to give this strategy arguments write "
-        "ParameterServerStrategy"
-    )
+        "ParameterServerStrategy",
+    ),
+    (
+        f"{MISSING}in_channels, kernel_size",
+        ["--model.network=torch.nn.Conv2d"],
+        "model.network: torch.nn.Conv2d needs in_channels and kernel_size: give --model.network.in_channels and "
+        "--model.network.kernel_size",
+    ),
+    (
+        f"{MISSING}monitor",
+        ["--trainer.callbacks+=EarlyStopping"],
+        "trainer.callbacks: EarlyStopping needs monitor: give --trainer.callbacks.monitor",
+    ),
+    (f"{MISSING}in_channels", [], "a class in the configuration needs in_channels: give that among its init_args"),
+    (
+        f"{MISSING}data, model",
+        [],
+        "no data and model: give a configuration, --config FILE, or the name of a recipe, as",
+    ),
+    # Only commands with a trainer put their name before it.
+    *(
+        (
+            f"{MISSING}{command}model",
+            ["--trainer.max_epochs=3", "--data=DigitsDataModule"],
+            "no model: the configuration needs model as `cnnstrategies configs quickstart` has it, or --model CLASS",
+        )
+        for command in ("", "fit.")
+    ),
+    (f"{MISSING}model", ["--model=mine.Wraps"], "model: mine.Wraps needs model: give --model.model"),
+    (
+        f"{SUBTYPES}mine.Old",
+        [],
+        "'mine.Old' is not accepted; it must be LightningModule. It is a LightningModule of pytorch_lightning, which "
+        "this package does not use: write `from lightning.pytorch import LightningModule` in place of",
+    ),
+    (f"{SUBTYPES}torch.nn.Conv2d", [], "'torch.nn.Conv2d' is not accepted; it must be LightningModule"),
+]
+
+
+class Wraps:
+    def __init__(self, model: object) -> None: ...
+
+
+@pytest.mark.light
+def test_what_the_parser_refuses_is_said_in_a_line(monkeypatch):
+    old = type("LightningModule", (), {"__module__": "pytorch_lightning.core.module"})
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(Old=type("Old", (old,), {}), Wraps=Wraps))
+    for message, words, line in PARSED:
+        assert explain_parse_error(message, words).startswith(line)
 
 
 NULLS = {
@@ -289,48 +337,6 @@ def test_a_file_that_cannot_be_meant_is_refused():
         assert str(refusal.value).startswith(line)
 
 
-def test_what_a_class_in_the_configuration_lacks_is_named_with_the_class():
-    missing = "the following arguments are required: in_channels, kernel_size"
-    assert explain_parse_error(missing, ["--model.network=torch.nn.Conv2d"]) == (
-        "model.network: torch.nn.Conv2d needs in_channels and kernel_size: give --model.network.in_channels and "
-        "--model.network.kernel_size"
-    )
-    assert explain_parse_error(
-        "the following arguments are required: monitor", ["--trainer.callbacks+=EarlyStopping"]
-    ) == ("trainer.callbacks: EarlyStopping needs monitor: give --trainer.callbacks.monitor")
-    assert explain_parse_error(missing, []).startswith("a class in the configuration needs in_channels and kernel_size")
-
-
-def test_a_section_that_is_missing_is_not_taken_for_an_argument():
-    for command in ("", "fit."):  # Only commands with a trainer put their name before it.
-        missing = f"the following arguments are required: {command}model"
-        assert explain_parse_error(missing, ["--trainer.max_epochs=3", "--data=DigitsDataModule"]) == (
-            "no model: the configuration needs model as `cnnstrategies configs quickstart` has it, or --model CLASS"
-        )
-    Path("mine.py").write_text("class Wraps:\n    def __init__(self, model: object) -> None: ...\n")
-    sys.path.insert(0, "")
-    missing = "the following arguments are required: model"
-    assert explain_parse_error(missing, ["--model=mine.Wraps"]) == "model: mine.Wraps needs model: give --model.model"
-
-
-def test_a_module_of_the_other_package_is_told_what_to_import(monkeypatch):
-    old = type("LightningModule", (), {"__module__": "pytorch_lightning.core.module"})
-    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(Old=type("Old", (old,), {})))
-    message = "Subtypes: [<class 'lightning.pytorch.core.module.LightningModule'>]\n  Given value: {}"
-    said = explain_parse_error(message.format("mine.Old"), [])
-    assert said.startswith(
-        "'mine.Old' is not accepted; it must be LightningModule. It is a LightningModule of pytorch_l"
-    )
-    assert "write `from lightning.pytorch import LightningModule` in place of" in said
-    assert explain_parse_error(message.format("torch.nn.Conv2d"), []).endswith("it must be LightningModule")
-
-
-def test_a_run_without_a_configuration_is_told_of_the_recipes(run_cli):
-    code, output = run_cli("fit")
-    assert (code, output.count("\n")) == (2, 1)
-    assert "no data and model: give a configuration, --config FILE, or the name of a recipe, as in" in output
-
-
 def test_null_is_null_for_what_a_class_in_a_class_takes(run_cli, quick):
     """A builder of torchvision takes no weights, and a text is not the text None."""
     resnet = ["--model.init_args.network=torchvision.models.resnet18", "--model.init_args.network.init_args.weights"]
@@ -364,23 +370,6 @@ def test_a_checkpoint_that_cannot_be_read_is_refused(monkeypatch):
         check_checkpoint("s3://bucket/x.ckpt")
     Path("empty/.metadata").touch()
     check_checkpoint("empty")  # A checkpoint of shards.
-
-
-def test_images_with_other_channels_are_refused_before_the_start(run_cli, quick):
-    code, output = run_cli("fit", *quick, "--model.init_args.network.init_args.in_channels=3")
-    assert code == 2
-    line = output.splitlines()[-1]
-    assert "takes images with 3 channels, and those of the data have the shape (1, 8, 8)" in line
-    assert "in_channels=1" in line
-
-
-def test_a_checkpoint_that_cannot_serve_is_refused_before_the_start(run_cli, quick):
-    Path("page.ckpt").write_text("not found")
-    for command in ("fit", "predict"):
-        code, output = run_cli(command, *quick, "--ckpt_path=page.ckpt")
-        assert code == 2
-        assert output.splitlines()[-1].endswith("page.ckpt is no checkpoint: it begins with b'not found'")
-        assert "Training" not in output
 
 
 MINE = """
@@ -424,18 +413,21 @@ def test_an_error_of_the_user_appears_once_with_its_traceback(ranks):
 
 @pytest.mark.warm
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "ranks"),
     [
-        "ddp",
-        pytest.param("ddp_fork", marks=pytest.mark.cluster),
-        pytest.param("parameter_server", marks=pytest.mark.cluster),
+        ("ddp", (0, 1)),
+        ("ddp_fork", (1,)),
+        pytest.param("ddp", (1,), marks=pytest.mark.cluster),
+        pytest.param("parameter_server", (0, 1), marks=pytest.mark.cluster),
     ],
 )
-def test_what_a_line_can_say_appears_once_without_a_traceback(strategy):
-    ended = fit((0, 1), CHANNELS, strategy)
+def test_what_a_line_can_say_appears_once_without_a_traceback(strategy, ranks):
+    ended = fit(ranks, CHANNELS, strategy)
     assert ended.returncode == 2, ended.stderr
-    assert ended.stderr.count("cnnstrategies: error: the network takes images with 3 channels") == 1
-    assert ended.stderr.count("\n") == 1
+    # Torch sends SIGTERM to the ranks that are left of those that it has started.
+    lines = [line for line in ended.stderr.splitlines() if line and not line.startswith("SIGTERM: stopping")]
+    assert len(lines) == 1
+    assert lines[0].startswith("cnnstrategies: error: the network takes images with 3 channels")
 
 
 @pytest.mark.cluster
@@ -457,25 +449,19 @@ def test_a_killed_rank_is_named_in_one_line():
 
 
 WHY = "worker 1 had no answer"
+ENDED = [
+    *((kind(WHY), 1, f"The run cannot go on: {WHY}\n") for kind in (ServersUnreachableError, RemovedError, RunEnded)),
+    (RunEnded("every worker has left", clean=True), 0, "Nothing is left to do: every worker has left\n"),
+]
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "said"),
-    [
-        (ServersUnreachableError(WHY), 1, f"The run cannot go on: {WHY}\n"),
-        (RemovedError(WHY), 1, f"The run cannot go on: {WHY}\n"),
-        (RunEnded(WHY), 1, f"The run cannot go on: {WHY}\n"),
-        (RunEnded("every worker has left", clean=True), 0, "Nothing is left to do: every worker has left\n"),
-    ],
-)
-def test_why_a_parameter_servers_worker_does_not_go_on_is_one_line(
-    error: Exception, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(_: object) -> None:
-        raise error
+def test_why_a_parameter_servers_worker_does_not_go_on_is_one_line(monkeypatch, capsys):
+    for error, code, said in ENDED:
 
-    monkeypatch.setattr(lightning_cli.CLI, "__init__", fail)
-    with pytest.raises(SystemExit) as ended:
-        lightning_cli.main(["fit"])
-    assert ended.value.code == code
-    assert capsys.readouterr().err == said
+        def fail(_, error=error):
+            raise error
+
+        monkeypatch.setattr(lightning_cli.CLI, "__init__", fail)
+        with pytest.raises(SystemExit) as ended:
+            lightning_cli.main(["fit"])
+        assert (ended.value.code, capsys.readouterr().err) == (code, said)

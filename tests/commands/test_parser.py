@@ -38,8 +38,9 @@ def printed(run_cli, *args):
     return code, output
 
 
-def test_references_and_all(run_cli):
-    code, output = printed(run_cli, "--model=mine.Mine", "--data=mine.Digits", "--model.init_args.num_classes=12")
+def test_references_and_all_and_a_text_that_looks_like_a_number_stays_one(run_cli):
+    numbers = ["--run_name=1e3", "--trainer.logger.init_args.name=12E-4", "--model.init_args.num_classes=12"]
+    code, output = printed(run_cli, "--model=mine.Mine", "--data=mine.Digits", *numbers)
     assert code == 0, output
     given = yaml.safe_load(output)
     model, data = given["model"], given["data"]
@@ -48,6 +49,8 @@ def test_references_and_all(run_cli):
     assert model["init_args"]["network"]["init_args"]["num_classes"] == 12
     assert model["init_args"]["lr_scheduler"]["init_args"]["T_max"] == 20
     assert (model["init_args"]["optimizer"]["init_args"]["lr"], data["init_args"]["global_batch_size"]) == (0.1, 64)
+    assert "run_name: '1e3'" in output
+    assert "name: '12E-4'" in output
 
 
 def test_a_reference_to_what_it_does_not_take_is_named(run_cli):
@@ -72,13 +75,6 @@ def test_what_yaml_cannot_hold_is_left_to_its_class(run_cli):
     assert "device" not in swa
     assert pruning["pruning_fn"] == "l1_unstructured"
     assert own == {"seed": 3}
-
-
-def test_a_text_that_looks_like_a_number_stays_one(run_cli):
-    code, output = printed(run_cli, "--run_name=1e3", "--trainer.logger.init_args.name=12E-4")
-    assert code == 0, output
-    assert "run_name: '1e3'" in output
-    assert "name: '12E-4'" in output
 
 
 def test_what_another_type_excludes_is_dropped(run_cli):

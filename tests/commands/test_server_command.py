@@ -19,18 +19,16 @@ def configuration(**arguments):
     return path
 
 
-@pytest.mark.parametrize("security", ["none", "curve"])
-def test_a_run_with_dedicated_servers_trains(run_cli, quick, security):
+def test_a_run_with_dedicated_servers_trains(run_cli, quick):
+    main(["--make-keys", "keys"])
+    assert stat.S_IMODE(Path("keys").stat().st_mode) == 0o600
     arguments = {
         "endpoints": [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)],
         "coordinator": f"tcp://127.0.0.1:{free_port()}",
-        "security": security,
+        "security": "curve",
+        "key_file": "keys",
         "start_method": "fork",
     }
-    if security == "curve":
-        main(["--make-keys", "keys"])
-        assert stat.S_IMODE(Path("keys").stat().st_mode) == 0o600
-        arguments["key_file"] = "keys"
     path = configuration(**arguments)
     context = multiprocessing.get_context("fork")
     servers = [context.Process(target=main, args=(["--config", str(path), "--index", str(i)],)) for i in range(2)]

@@ -20,7 +20,7 @@ from cnnstrategies import ImageSegmenter
 from cnnstrategies._lightning_private import ask_of_sigterm
 from cnnstrategies.callbacks import GracefulStop
 from cnnstrategies.checkpoints.io import AtomicCheckpointIO
-from cnnstrategies.checkpoints.words import SameCheckpoint
+from cnnstrategies.commands.run.start_from import SameCheckpoint
 from cnnstrategies.deploy.export import Comparison
 from cnnstrategies.models.logits import main_logits
 from cnnstrategies.models.network_module import MeanOverSamples
