@@ -36,7 +36,7 @@ test-ray:
 # What `make test` and `make test-cluster` leave out for want of a package: loggers, exports, a service, MPICH.
 EXTRAS_VENV ?= .venv-extras
 test-extras:
-	$(MAKE) VENV=$(EXTRAS_VENV) EXTRAS=test,wandb,mlflow,export,serve,mpich $(EXTRAS_VENV)/.installed
+	$(MAKE) VENV=$(EXTRAS_VENV) EXTRAS=test,wandb,mlflow,export,mpich $(EXTRAS_VENV)/.installed
 	$(EXTRAS_VENV)/bin/python -m pytest -m extra
 
 # Published networks and modules under every strategy, by verify, in an environment that has them; an hour and more, and

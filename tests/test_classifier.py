@@ -3,14 +3,13 @@
 import functools
 import math
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
 from conftest import PlainCNN
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ReduceLROnPlateau
 from torch import nn
 
@@ -62,20 +61,6 @@ def test_weights_of_classes_do_not_depend_on_how_images_are_divided():
 
 
 @pytest.mark.light
-def test_balanced_weights_are_inverse_to_how_often_classes_occur():
-    data = DigitsDataModule()
-    data.setup("fit")
-    targets = data.train_source.targets = data.train_source.targets.clamp(max=1)
-    model = ImageClassifier(nn.Identity(), 10, class_weights="balanced")
-    model.trainer = SimpleNamespace(datamodule=data, num_devices=1)
-    model.setup("fit")
-    counts = torch.bincount(targets)
-    torch.testing.assert_close(model.class_weights[:2], len(targets) / (10 * counts))
-    with pytest.raises(ConfigurationError, match="class_weights=balanced: LightningDataModule does not say"):
-        model.check_data(LightningDataModule())
-
-
-@pytest.mark.light
 @pytest.mark.parametrize("task", ["multilabel", "regression"])
 def test_labels_and_numbers_are_learned_measured_and_predicted(task):
     model = ImageClassifier(nn.Identity(), num_classes=3, task=task)
@@ -112,9 +97,6 @@ def test_weights_of_labels_are_those_of_the_ones_that_are_there():
     model = ImageClassifier(nn.Identity(), num_classes=2, task="multilabel", class_weights=[1.0, 3.0])
     logits, targets = torch.zeros(1, 2), torch.tensor([[1.0, 1.0]])
     assert float(model.loss(logits, targets)) == pytest.approx(2 * math.log(2))
-    assert model.learns.balance(torch.tensor([[1, 0], [1, 1], [0, 1], [1, 0]]), 2).tolist() == pytest.approx(
-        [1 / 3, 1.0]
-    )
 
 
 @pytest.mark.light
@@ -229,7 +211,7 @@ MISTAKES = {
     "mixup": ({"mixup_alpha": -1.0}, "mixup_alpha=-1.0 is negative; use 0"),
     "weights": ({"class_weights": [1.0, 2.0]}, r"class_weights=\[1.0, 2.0\]: a number from 0 on for each of the 10"),
     "task": ({"task": "multilabel", "mixup_alpha": 0.1}, "mixup and cutmix are for task=classes, and task=multilabel"),
-    "numbers": ({"task": "regression", "class_weights": "balanced"}, "class_weights with task=regression"),
+    "numbers": ({"task": "regression", "class_weights": [1.0] * 10}, "class_weights with task=regression"),
     "one label": ({"num_classes": 1, "task": "multilabel"}, "num_classes=1: at least 2"),
     "cutmix": ({"cutmix_alpha": -0.5}, "cutmix_alpha=-0.5"),
 }

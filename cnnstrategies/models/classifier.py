@@ -38,10 +38,9 @@ class ImageClassifier(NetworkModule):
             ones (N, num_classes), the loss is the binary cross-entropy, and ``val_map`` and ``val_f1`` are logged, the
             means over the labels of average precision and F1. ``regression``: targets are numbers (N, num_classes), the
             loss is the mean squared error, and ``val_mae`` and ``val_rmse`` are logged.
-        class_weights: How much an image of each class counts in the loss; ``balanced`` for weights inverse to how often
-            classes occur in the training data, whose mean over its images is 1. The loss is the mean over a batch's
-            images, and not over their weights. With ``multilabel`` how much it counts that an image has a label, in
-            proportion to that it has not.
+        class_weights: How much an image of each class counts in the loss, which is the mean over a batch's images and
+            not over their weights. With ``multilabel`` how much it counts that an image has a label, in proportion to
+            that it has not.
         label_smoothing: Share of the target mass spread over all classes, in [0, 1).
         mixup_alpha: Mixes pairs of training images (Zhang et al. 2018) with a weight from Beta(alpha, alpha);
             0 turns it off.
@@ -69,7 +68,7 @@ class ImageClassifier(NetworkModule):
         lr_scheduler: LRSchedulerCallable | None = None,
         lr_interval: Literal["epoch", "step"] = "epoch",
         task: TaskName = "classes",
-        class_weights: list[float] | Literal["balanced"] | None = None,
+        class_weights: list[float] | None = None,
         label_smoothing: float = 0.0,
         mixup_alpha: float = 0.0,
         cutmix_alpha: float = 0.0,
@@ -99,10 +98,9 @@ class ImageClassifier(NetworkModule):
         ):
             if value < 0:
                 raise ConfigurationError(f"{name}={value} is negative; use 0 to turn it off")
-        if isinstance(class_weights, list) and (len(class_weights) != num_classes or min(class_weights) < 0):
+        if class_weights is not None and (len(class_weights) != num_classes or min(class_weights) < 0):
             raise ConfigurationError(
-                f"class_weights={class_weights}: a number from 0 on for each of the {num_classes} classes is needed, "
-                "or balanced"
+                f"class_weights={class_weights}: a number from 0 on for each of the {num_classes} classes is needed"
             )
         # Objects cannot be stored in a checkpoint that loads with weights_only=True; a configuration can.
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
@@ -110,10 +108,8 @@ class ImageClassifier(NetworkModule):
         self.learns = TASKS[task]
         self.quality = self.learns.quality
         self.label_smoothing = label_smoothing
-        self.balanced = class_weights == "balanced"
-        given = class_weights if isinstance(class_weights, list) else [1.0] * num_classes
         # Of the configuration, and so of no checkpoint.
-        weights = None if class_weights is None else torch.tensor(given)
+        weights = None if class_weights is None else torch.tensor(class_weights)
         self.register_buffer("class_weights", weights, persistent=False)
         self.class_weights: Tensor | None
         self.aux_weight = aux_weight
@@ -136,27 +132,11 @@ class ImageClassifier(NetworkModule):
                 f"the model has task={self.task}, and {type(datamodule).__name__} has targets for {datamodule.task}: "
                 f"set model.init_args.task={datamodule.task}, or take ImageTableDataModule with task={self.task}"
             )
-        if self.balanced and not isinstance(datamodule, ImageDataModule):
-            raise ConfigurationError(
-                f"class_weights=balanced: {type(datamodule).__name__} does not say how often classes occur: give a "
-                "list, or take an ImageDataModule"
-            )
         if getattr(datamodule, "ignore_index", None) is not None:
             raise ConfigurationError(
                 f"{type(datamodule).__name__} has masks, and ImageClassifier learns classes of whole images: take "
                 "ImageSegmenter, or data without masks"
             )
-
-    def setup(self, stage: str) -> None:
-        """Count the classes of the training data, where the loss is weighted by how often they occur."""
-        super().setup(stage)
-        if self.balanced and self.class_weights is not None:
-            targets = getattr(self.trainer.datamodule.train_source, "targets", None)  # type: ignore[attr-defined]
-            if targets is None:
-                raise ConfigurationError(
-                    "class_weights=balanced: the training source has no `targets` to count: give a list of weights"
-                )
-            self.class_weights.copy_(self.learns.balance(targets, self.num_classes))
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         """The mean over the images of a batch of what the task says, for classes their cross-entropy.

@@ -1,6 +1,5 @@
 """What a classifier's outputs mean: one class of several, several labels at once, or numbers."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, Metric
@@ -37,10 +36,6 @@ class Task:
         """What the metrics take: logits, and class indices, of mixed images that of the larger share."""
         return outputs, targets.argmax(dim=1) if targets.ndim == 2 else targets
 
-    def balance(self, targets: Tensor, outputs: int) -> Tensor:
-        """The weights that make up for what is rare among all training targets; their mean over the images is 1."""
-        return len(targets) / (outputs * torch.bincount(targets, minlength=outputs).clamp(min=1))
-
     def metrics(self, outputs: int, training: bool) -> dict[str, Metric]:
         """New ones by name: accuracy, and with more than five classes that of the five most probable."""
         found: dict[str, Metric] = {"acc": MulticlassAccuracy(outputs, average="micro", validate_args=False)}
@@ -69,11 +64,6 @@ class Multilabel(Task):
         return outputs.sigmoid(), targets.long()
 
     @override
-    def balance(self, targets: Tensor, outputs: int) -> Tensor:
-        there = targets.sum(dim=0)
-        return (len(targets) - there) / there.clamp(min=1)  # How many images have a label not for each that has it.
-
-    @override
     def metrics(self, outputs: int, training: bool) -> dict[str, Metric]:
         return {  # Means over the labels.
             "map": MultilabelAveragePrecision(outputs, thresholds=THRESHOLDS, validate_args=False),
@@ -82,7 +72,7 @@ class Multilabel(Task):
 
 
 class Regression(Task):
-    """Numbers: mean squared error, mean absolute error and the root of the former; they are not counted."""
+    """Numbers: mean squared error, mean absolute error and the root of the former."""
 
     least, quality, predicted = 1, "mae", "values"
 

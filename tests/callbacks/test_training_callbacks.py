@@ -1,10 +1,9 @@
-"""Summary, curves, samples/s, step profile and pruning, together in one run on two processes."""
+"""Summary, curves, samples/s and the step profile, together in one run on two processes."""
 
 import re
 from pathlib import Path
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cnnstrategies.callbacks import summary
@@ -16,15 +15,11 @@ def test_one_run_with_all_of_them(run_cli, quick, monkeypatch):
     code, output = run_cli(
         "fit",
         *quick,
-        "--trainer.max_epochs=4",
+        "--trainer.max_epochs=2",
         "--trainer.limit_train_batches=8",
         "--trainer.callbacks+=StepProfile",
         "--trainer.callbacks.skip_first=3",
-        "--trainer.callbacks.steps=20",
-        "--trainer.callbacks+=Pruning",
-        "--trainer.callbacks.amount=0.75",
-        "--trainer.callbacks.epoch=1",
-        "--checkpoint.monitor=null",
+        "--trainer.callbacks.steps=10",
     )
     assert code == 0, output
     log_dir = Path("runs/quickstart/version_0")
@@ -33,7 +28,7 @@ def test_one_run_with_all_of_them(run_cli, quick, monkeypatch):
     assert all(50 < int(megabytes) < 20_000 for megabytes in held)
 
     # The parts of a step add up to it.
-    table = output[output.index("Where 20 training steps spent") :]
+    table = output[output.index("Where 10 training steps spent") :]
     ms = {}
     for part in ("data", "transfer", "forward", "backward", "communication", "optimizer", "other", "step"):
         mean, least, most = map(float, re.search(rf"{part} +│ +([\d.]+) │ +([\d.]+) │ +([\d.]+)", table).groups())
@@ -43,26 +38,11 @@ def test_one_run_with_all_of_them(run_cli, quick, monkeypatch):
     assert min(ms[part] for part in ("forward", "backward", "optimizer")) > 0
     assert ms["communication"] > 0
 
-    # Three quarters of the weights are zeros in a checkpoint with the network's own names.
-    stored = torch.load(log_dir / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
-    weights = [value for value in stored.values() if value.ndim > 1]
-    assert not [name for name in stored if "orig" in name or "mask" in name]
-    zeros = sum(int((value == 0).sum()) for value in weights)
-    total = sum(value.numel() for value in weights)
-    assert zeros == pytest.approx(0.75 * total, abs=1)
-    assert f"Pruned {zeros:,} of {total:,} weights (75.0%)" in output
-    norms = [value for name, value in stored.items() if ".1.weight" in name and value.ndim == 1]
-    assert all((value != 0).all() for value in norms), "normalisation is not pruned"
-
     events = EventAccumulator(str(log_dir))
     events.Reload()
-    assert len(events.Scalars("samples_per_s")) == 4
+    assert len(events.Scalars("samples_per_s")) == 2
     assert all(event.value > 0 for event in events.Scalars("samples_per_s"))
     assert events.Scalars("profile/step_ms")[0].value == pytest.approx(ms["step"], abs=0.01)
-    before, after = map(float, re.search(r"val_acc: ([\d.]+) before, ([\d.]+) after", output).groups())
-    logged = [event.value for event in events.Scalars("val_acc")]
-    assert before == pytest.approx(logged[1], abs=1e-4)
-    assert after == pytest.approx(logged[3], abs=1e-4)
     assert (log_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 

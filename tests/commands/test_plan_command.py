@@ -117,7 +117,6 @@ def test_what_a_hybrid_pipeline_asks_for_is_kept(capsys: pytest.CaptureFixture[s
 def test_microbatches_are_those_of_fit(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config", QUICKSTART, "--bandwidth", "1000", "--trainer.strategy", "hybrid_pipeline"]
     for sizes, expected in (
-        (["--data.init_args.global_batch_size=32"], "for 32 samples .* with 4 microbatches"),
         (["--trainer.accumulate_grad_batches=2"], "for 32 samples .* with 4 microbatches"),
         (
             ["--data.init_args.batch_size=16", "--data.init_args.global_batch_size=null"],
