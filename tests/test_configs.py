@@ -60,7 +60,7 @@ ARGS = {
                 f"cluster/{name}"
                 for name in ("one_node_4_gpus", "slurm_cpu_nodes", "slurm_gpu_nodes", "two_nodes_4_gpus")
             ),
-            *(f"strategy/ddp{name}" for name in ("", "_bf16", "_fork", "_fp16", "_local_sgd", "_powersgd", "_spawn")),
+            *(f"strategy/ddp{name}" for name in ("", "_bf16", "_fork", "_fp16", "_powersgd", "_spawn")),
             "strategy/parameter_server",
         ],
         TWO,
@@ -112,7 +112,7 @@ TOGETHER = [
     ("strategy/ddp_bf16", "cluster/two_nodes_4_gpus", "data/cifar100"),
     ("strategy/ddp_fork", "cluster/slurm_cpu_nodes", "data/fashion_mnist"),
     ("strategy/ddp_fp16", "cluster/slurm_gpu_nodes", "data/mnist"),
-    ("strategy/ddp_local_sgd", "data/image_folder"),
+    ("strategy/parameter_server_local", "data/image_folder"),
     ("strategy/ddp_powersgd", "data/shards"),
     ("strategy/ddp_spawn", "data/digits"),
     ("strategy/single", "model/small_cnn", "data/synthetic"),

@@ -109,7 +109,7 @@ class Pruning(ModelPruning):
         super().on_train_epoch_end(trainer, pl_module)
         for layer in _layers(pl_module):
             mask = layer.get_buffer("weight_mask")
-            # Under local SGD the ranks' weights, and so their choices, may differ; not every strategy sends buffers.
+            # In mode local the workers' weights, and so their choices, may differ; not every strategy sends buffers.
             mask.copy_(trainer.strategy.broadcast(mask.bool()))
         self.pruned = True
 

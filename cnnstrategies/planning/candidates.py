@@ -40,7 +40,7 @@ class Candidate:
     samples: int
 
     def __str__(self) -> str:
-        shown = [name for name in ("replicas", "sync_every", "staleness") if name in self.options]
+        shown = [name for name in ("replicas", "staleness") if name in self.options]
         text = " ".join([self.family, *(f"{self.options[name]}" for name in shown)])
         short = {"microbatches": "M", "accumulate_grad_batches": "accumulated"}
         more = [f"{short[name]}={self.options[name]}" for name in short if self.options.get(name, 1) != 1]

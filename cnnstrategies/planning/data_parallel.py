@@ -1,7 +1,6 @@
 """DDP and its variants with less to send."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction
 from cnnstrategies.planning.costs import GraphCosts
@@ -15,23 +14,7 @@ from cnnstrategies.planning.stage_costs import (
     stage_costs,
 )
 
-SYNC_EVERY = 8  # steps between two averages of local SGD, as its strategy has it
 ACCUMULATED = (2, 4, 8)  # batches, where a whole one does not fit into memory
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What a variant of DDP sends.
-
-    Attributes:
-        factor: Bytes sent for each byte of gradients.
-        every: Steps between two sums.
-        overlaps: Whether buckets are sent while the backward runs.
-    """
-
-    factor: float = 1.0
-    every: int = 1
-    overlaps: bool = True
 
 
 class DataParallel:
@@ -43,12 +26,12 @@ class DataParallel:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.devices = job.cluster.devices
-        self.variants = {
-            "ddp": Variant(),
-            "ddp_fp16": Variant(0.5),
-            "ddp_bf16": Variant(0.5),
-            "ddp_powersgd": Variant(low_rank_share(job.profile.costs)),
-            "ddp_local_sgd": Variant(every=SYNC_EVERY, overlaps=False),
+        # Bytes sent for each byte of gradients.
+        self.factors = {
+            "ddp": 1.0,
+            "ddp_fp16": 0.5,
+            "ddp_bf16": 0.5,
+            "ddp_powersgd": low_rank_share(job.profile.costs),
         }
 
     def candidates(self) -> Iterator[Candidate]:
@@ -56,11 +39,9 @@ class DataParallel:
         samples = self.job.share(self.devices)
         if not samples:
             return
-        for family in self.variants:
+        for family in self.factors:
             effect = Effect.NONE if family == "ddp" else Effect.LEARNING
-            plain = Candidate(
-                family, {"sync_every": SYNC_EVERY} if "local" in family else {}, effect, self.devices, samples
-            )
+            plain = Candidate(family, {}, effect, self.devices, samples)
             yield plain
             limit = self.job.memory
             if family == "ddp" and limit is not None and self._memory(plain) > limit:
@@ -72,17 +53,13 @@ class DataParallel:
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Step time by the recurrence of the buckets."""
-        variant = self.variants[candidate.family]
+        factor = self.factors[candidate.family]
         compute, stage, speed = self._times(candidate)
         reduction = all_reduce(self.job.cluster, 0, self.devices)
-        if variant.overlaps:
-            backward = stage.backward / speed
-            parts = stage.buckets(BUCKET_BYTES, backward, FIRST_BUCKET_BYTES)
-            before = compute - backward
-            step = before + reduced_at(parts, backward, _times_factor(reduction, variant.factor))
-        else:
-            step = compute + reduction(stage.parameter_bytes) / variant.every
-        sent = 2 * (self.devices - 1) * stage.parameter_bytes * variant.factor / variant.every
+        backward = stage.backward / speed
+        parts = stage.buckets(BUCKET_BYTES, backward, FIRST_BUCKET_BYTES)
+        step = compute - backward + reduced_at(parts, backward, _times_factor(reduction, factor))
+        sent = 2 * (self.devices - 1) * stage.parameter_bytes * factor
         waits: Bottleneck = "nic" if len(self.job.cluster.hosts) > 1 else "link"
         return Prediction(
             step=step,

@@ -2,11 +2,11 @@
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from cnnstrategies.strategies.data_parallel import CompressedDDPStrategy, LocalSGDStrategy
+from cnnstrategies.strategies.data_parallel import CompressedDDPStrategy
 from cnnstrategies.strategies.hybrid_pipeline import HybridPipelineStrategy
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
 
-__all__ = ["CompressedDDPStrategy", "HybridPipelineStrategy", "LocalSGDStrategy", "ParameterServerStrategy"]
+__all__ = ["CompressedDDPStrategy", "HybridPipelineStrategy", "ParameterServerStrategy"]
 
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork"}
 
@@ -22,7 +22,6 @@ def _register(name: str, strategy: type[Strategy], description: str, **init_args
 _register("ddp_fp16", CompressedDDPStrategy, "DDP, gradients sent as fp16", compression="fp16")
 _register("ddp_bf16", CompressedDDPStrategy, "DDP, gradients sent as bf16", compression="bf16")
 _register("ddp_powersgd", CompressedDDPStrategy, "DDP, low-rank gradients", compression="powersgd")
-_register("ddp_local_sgd", LocalSGDStrategy, "Weights averaged every 8 steps after 100 steps of DDP")
 _register("hybrid_pipeline", HybridPipelineStrategy, "Pipeline stages, each replicated as often as it needs")
 _register("parameter_server", ParameterServerStrategy, "Servers make the step on the workers' mean gradient")
 _register("parameter_server_async", ParameterServerStrategy, "Servers apply each gradient as it comes", mode="async")

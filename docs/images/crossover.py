@@ -37,7 +37,6 @@ COLOURS = {
     "parameter_server": "#27AE60",
     "ddp_bf16": "#9DBEF9",
     "ddp_powersgd": "#6F8FBF",
-    "ddp_local_sgd": "#2C4A7C",
     "parameter_server_async": "#8FD3AC",
 }
 

@@ -13,7 +13,7 @@ from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import Pruning
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
-from cnnstrategies.strategies import LocalSGDStrategy
+from cnnstrategies.strategies import ParameterServerStrategy
 
 
 def classifier(network=None):
@@ -88,9 +88,8 @@ class SameZeros(Callback):
 
 
 def test_every_rank_prunes_what_rank_0_chose():
-    """In the local phase of local SGD the ranks' weights differ, so their own choices would."""
-    # DDP's own broadcast of buffers, masks among them, would hide it.
-    strategy = LocalSGDStrategy(sync_every=1000, start=0, start_method="fork", broadcast_buffers=False)
+    """In mode local the ranks' weights differ, so their own choices would."""
+    strategy = ParameterServerStrategy(mode="local", sync_every=1000, start_method="fork")
     options = {"max_epochs": 2, "limit_val_batches": 0, "enable_checkpointing": False}
     fit(Pruning(0.8, epoch=0), SameZeros(), strategy=strategy, devices=2, **options)
     with open("ranks.txt") as file:

@@ -20,7 +20,7 @@ from cnnstrategies.callbacks import StartPanel, start_panel
 from cnnstrategies.data import SyntheticDataModule
 from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.networks import SmallCNN
-from cnnstrategies.strategies import CompressedDDPStrategy, HybridPipelineStrategy, LocalSGDStrategy
+from cnnstrategies.strategies import CompressedDDPStrategy, HybridPipelineStrategy
 
 WHOLE = sum(parameter.numel() for parameter in SmallCNN(10, widths=[32, 64]).parameters())
 HYBRID = [
@@ -192,7 +192,6 @@ def test_a_strategy_has_the_name_that_users_write():
         "ddp": DDPStrategy(start_method="fork"),
         "ddp_bf16": CompressedDDPStrategy(compression="bf16"),
         "ddp_powersgd": CompressedDDPStrategy(compression="powersgd"),
-        "ddp_local_sgd": LocalSGDStrategy(),
         "hybrid_pipeline": HybridPipelineStrategy(),
         "MyOwn": type("MyOwn", (DDPStrategy,), {})(),
     }

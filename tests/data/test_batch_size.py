@@ -30,7 +30,7 @@ def test_the_quickstart_makes_the_same_steps_under_every_strategy():
     options = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())["data"]["init_args"]
     runs = {
         "one device": trainer(),
-        **{name: trainer(name, 2) for name in ("ddp", "ddp_local_sgd", "hybrid_pipeline", "parameter_server")},
+        **{name: trainer(name, 2) for name in ("ddp", "hybrid_pipeline", "parameter_server")},
         "two pipelines": trainer("hybrid_pipeline", 4),
         "one node more": trainer("ddp", 2, num_nodes=2),
         "accumulated": trainer("ddp", 2, accumulate_grad_batches=4),

@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from mutants.faulty import replaces
 
 from cnnstrategies.callbacks.first_batch import check_lengths
-from cnnstrategies.strategies import CompressedDDPStrategy, LocalSGDStrategy
+from cnnstrategies.strategies import CompressedDDPStrategy
 
 
 @replaces(
@@ -23,19 +23,9 @@ def epochs_may_have_different_lengths(
 
 @replaces(
     CompressedDDPStrategy.configure_ddp,
-    killed_by=test_data_parallel.test_compressed_stays_close_and_local_steps_equal_ddp,
+    killed_by=test_data_parallel.test_compressed_gradients_stay_close_to_ddps,
 )
 def compressed_ddp_does_not_compress(
     right: Callable[[CompressedDDPStrategy], None], self: CompressedDDPStrategy
 ) -> None:
     DDPStrategy.configure_ddp(self)
-
-
-@replaces(
-    LocalSGDStrategy.on_validation_start,
-    killed_by=test_data_parallel.test_validation_and_the_end_of_fit_see_the_average_of_the_ranks,
-)
-def local_sgd_validates_what_each_rank_has_of_its_own(
-    right: Callable[[LocalSGDStrategy], None], self: LocalSGDStrategy
-) -> None:
-    pass

@@ -16,7 +16,6 @@ from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.strategies import (
     CompressedDDPStrategy,
     HybridPipelineStrategy,
-    LocalSGDStrategy,
     ParameterServerStrategy,
 )
 from cnnstrategies.strategies.differences import OWN_MEANS, RANK_ZERO, differences_of_replicas
@@ -62,8 +61,6 @@ def test_what_data_parallel_sends_in_another_way():
     for strategy, lines in (
         (CompressedDDPStrategy(compression="bf16"), ["gradients are sent as bf16"]),
         (powersgd, ["gradients are sent as rank-2 factors from step 100 on"]),
-        (LocalSGDStrategy(), ["after step 100 each process makes its own steps", "weights are averaged every 8 steps"]),
-        (LocalSGDStrategy(4, 0), ["each process makes its own steps", "weights are averaged every 4 steps"]),
     ):
         strategy.connect(LightningModule())
         assert strategy.differences(32) == lines
