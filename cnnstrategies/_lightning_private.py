@@ -30,7 +30,6 @@ __all__ = [
     "built_by_cli",
     "check_start",
     "end_observation",
-    "ends_after_search",
     "leave_samplers",
     "own_values",
     "ranks_are_children",
@@ -94,10 +93,6 @@ def check_start(method: str, device: torch.device) -> None:
     The launcher that watches its processes replaces Lightning's `launch`, where these checks are made; and Lightning's
     of CUDA answers in the forked processes alone.
 
-    Args:
-        method: How ranks are started.
-        device: That of this process.
-
     Raises:
         ConfigurationError: The ranks could not use their GPUs.
     """
@@ -108,11 +103,6 @@ def check_start(method: str, device: torch.device) -> None:
         )
     if method == "spawn":
         _check_missing_main_guard()
-
-
-def ends_after_search(finder: LearningRateFinder) -> bool:
-    """Whether a callback is that of ``Tuner.lr_find``, which ends the trainer's function when it has found a rate."""
-    return finder._early_exit
 
 
 def own_values(trainer: Trainer) -> set[str]:

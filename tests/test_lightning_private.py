@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.compile import from_compiled
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
@@ -30,7 +29,6 @@ from cnnstrategies._lightning_private import (
     built_by_cli,
     check_start,
     end_observation,
-    ends_after_search,
     is_compiled_whole,
     leave_samplers,
     own_values,
@@ -58,15 +56,6 @@ def test_built_by_cli_is_true_only_in_lightnings_context():
     with _given_hyperparameters_context(hparams={}, instantiator="x"):
         assert built_by_cli()
     assert not built_by_cli()
-
-
-def test_the_callback_of_a_tuner_is_told_from_that_of_a_user(monkeypatch):
-    assert not ends_after_search(LearningRateFinder())
-    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    found = []
-    monkeypatch.setattr(trainer, "fit", lambda *_: found.append(ends_after_search(trainer.callbacks[0])))
-    Tuner(trainer).lr_find(LightningModule())
-    assert found == [True]
 
 
 def test_the_launchers_that_make_all_ranks_their_children_are_told_from_the_other():

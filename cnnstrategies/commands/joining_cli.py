@@ -27,8 +27,7 @@ from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
 from cnnstrategies.paramserver.places import Place, RunAddress
-from cnnstrategies.strategies.parameter_server.joiner import JoinerEnvironment
-from cnnstrategies.strategies.parameter_server.joining import ComeAndGo, JoiningStrategy
+from cnnstrategies.strategies.parameter_server.joining import ComeAndGo, JoinerEnvironment, JoiningStrategy
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
 
 # What the run's own workers do.

@@ -43,11 +43,7 @@ class KeptCSVLogger(loggers.CSVLogger):
         return found
 
     def drop_lines_from(self, step: int) -> None:
-        """Remove the lines of a step and later ones, which a run that goes on there writes again; on one rank.
-
-        Args:
-            step: The first that is to be made.
-        """
+        """Remove the lines of a step and later ones, which a run that goes on there writes again; on one rank."""
         file = Path(self.log_dir) / "metrics.csv"
         if file.exists():
             names, lines = _read(file)

@@ -30,8 +30,6 @@ def differences_of_replicas(network: nn.Module, processes: int, batch_size: int 
     """What is different when each process trains the whole network on its share of the batch.
 
     Args:
-        network: What is trained.
-        processes: How many there are.
         batch_size: Samples of a process's batch; None where they are not known.
         statistics: Whose the running statistics of batch normalisation are.
 

@@ -54,8 +54,6 @@ class WatchedHooks:
     """Has the hooks of a user's own run inside a context, until :meth:`end`.
 
     Args:
-        owners: The module and the callbacks that may have some.
-        hooks: The names of those that are watched.
         inside: Makes the context of a hook from what it is called, such as ``Clip.on_after_backward``.
     """
 

@@ -21,11 +21,7 @@ def check_keywords(strategy: str, given: Mapping[str, Any]) -> None:
     """Refuse arguments that would be taken, and then do nothing.
 
     Args:
-        strategy: Its name.
         given: The arguments. The command line gives all that DDPStrategy and DDP have, most with their own defaults.
-
-    Raises:
-        ConfigurationError: One of them is none of the strategy's, or is for DDP's wrapper, of which there is none.
     """
     defaults = {**inspect.signature(DistributedDataParallel).parameters, **inspect.signature(DDPStrategy).parameters}
     for name, value in given.items():
@@ -58,11 +54,7 @@ def warn_of_weights_alone(checkpoint: Mapping[str, Any], path: str | Path, launc
 
 
 def check_optimizer_states(saved: int, needed: int) -> None:
-    """Refuse to resume from a checkpoint without the optimizers' states.
-
-    Raises:
-        ConfigurationError: The numbers differ.
-    """
+    """Refuse to resume from a checkpoint without the optimizers' states."""
     if saved != needed:
         raise ConfigurationError(
             f"the checkpoint holds the states of {saved} optimizers, and this run has {needed}: one that was saved "

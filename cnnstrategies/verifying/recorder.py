@@ -30,7 +30,6 @@ class Role:
     """Which of two runs this is, and where its files are.
 
     Attributes:
-        folder: For what it leaves.
         of: The folder of the run whose batches it trains on; None for one that loads its own.
         single: In float32, for a module that cannot be trained in float64.
         every_step: Whether its state is saved after each step, too.

@@ -18,7 +18,6 @@ class Difference:
     """How far a tensor or a number of a checkpoint is from that of one device.
 
     Attributes:
-        name: Its place.
         size: The largest difference of its values; infinite where only one of the runs has it, or the shapes differ.
         allowed: The largest that is taken for rounding.
     """
@@ -70,10 +69,7 @@ def compared(one: Path, many: Path, parameters: Sequence[str], dtype: torch.dtyp
     """What two checkpoints have: weights, buffers, the optimizers' states and the schedules'.
 
     Args:
-        one: That of one device.
-        many: That of the strategy.
         parameters: The names of the module's parameters; all others of its state are buffers.
-        dtype: The precision of the runs.
     """
     states = [torch.load(file, weights_only=False) for file in (one, many)]
     names = set(parameters)
@@ -99,14 +95,7 @@ def row_of(kind: str, found: Sequence[Difference]) -> Row:
 
 
 def differences(one: Any, many: Any, dtype: torch.dtype, name: str = "") -> Iterator[Difference]:
-    """All tensors and numbers of two trees of mappings and lists; what is neither is passed over.
-
-    Args:
-        one: Of one device.
-        many: Of the strategy.
-        dtype: The precision of the runs.
-        name: Of the trees.
-    """
+    """All tensors and numbers of two trees of mappings and lists; what is neither is passed over."""
     if isinstance(one, Mapping) and isinstance(many, Mapping):
         for key in {**one, **many}:
             yield from differences(one.get(key), many.get(key), dtype, f"{name}.{key}" if name else str(key))

@@ -15,7 +15,7 @@ from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModul
 from cnnstrategies.strategies.hybrid_pipeline.layers import Layers
 from cnnstrategies.strategies.hybrid_pipeline.watch import HookWatch
 from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
-from cnnstrategies.strategies.parameter_server.gradient_watch import Linear
+from cnnstrategies.strategies.parameter_server.checks import Linear
 from cnnstrategies.strategies.parameter_server.step import Readers
 
 Seen = Callable[[LightningModule, Iterable[Callback]], list[str]]

@@ -11,10 +11,10 @@ import test_compression
 import test_control_sockets
 import test_given_out_samples
 import test_limits
-import test_outer_step
 import test_parameter_server_own_code as own_code
 import test_parameter_server_sessions as test_sessions
 import test_security
+import test_step
 import test_supervision
 import zmq
 from lightning.pytorch import Trainer
@@ -34,11 +34,11 @@ from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.supervision import Watched
 from cnnstrategies.paramserver.worker.outgoing import check_range
-from cnnstrategies.strategies.parameter_server.base import WorkerGroup
+from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 from cnnstrategies.strategies.parameter_server.checks import check_dispatch, check_optimizers
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, DispatchedLoader, check_order, items_of
 from cnnstrategies.strategies.parameter_server.options import Options
-from cnnstrategies.strategies.parameter_server.run import WAIT, Layout, Place, choose_place
+from cnnstrategies.strategies.parameter_server.run import WAIT, Layout, Rendezvous, choose_rendezvous
 from cnnstrategies.strategies.parameter_server.step import Stepper
 
 # Nodes that push once
@@ -97,7 +97,7 @@ def each_worker_gives_out_an_order_of_its_own(
 
 @replaces(check_order, killed_by=test_given_out_samples.test_a_sampler_without_an_order_that_all_know_is_refused)
 def a_sampler_may_give_another_order_each_time(
-    right: Callable[[Any, WorkerGroup], None], sampler: Any, group: WorkerGroup
+    right: Callable[[Any, CoordinatedStrategy], None], sampler: Any, strategy: CoordinatedStrategy
 ) -> None:
     pass
 
@@ -127,10 +127,7 @@ def workers_save_together_at_steps_that_they_make_at_different_times(
 # Optimizers
 
 
-@replaces(
-    check_optimizers, killed_by=own_code.test_what_servers_cannot_take_is_refused_with_a_remedy,
-    message=next(text for text in own_code.REFUSED if "growth_rate" in text),
-)  # fmt: skip
+@replaces(check_optimizers, killed_by=own_code.test_what_servers_cannot_take_is_refused_with_a_remedy)
 def options_that_are_not_finite_go_to_servers(
     right: Callable[[list[Optimizer], Options], None], optimizers: list[Optimizer], options: Options
 ) -> None:
@@ -180,21 +177,21 @@ def a_proof_is_anybodys(right: Callable[[KeyPair, str], bytes], run: KeyPair, pu
 # Own steps
 
 
-@replaces(Stepper.outer_step, killed_by=test_outer_step.test_there_is_no_outer_step_without_own_ones)
+@replaces(Stepper.outer_step, killed_by=test_step.test_there_is_no_outer_step_without_own_ones)
 def the_outer_momentum_moves_the_weights_without_own_steps(right: Callable[[Stepper], None], self: Stepper) -> None:
     self.own_steps = max(self.own_steps, 1)
     right(self)
 
 
-@replaces(choose_place, killed_by=test_sessions.test_a_worker_waits_as_long_as_the_network_is_to_be_waited_for, nodes=2)
+@replaces(choose_rendezvous, killed_by=test_sessions.test_a_worker_waits_as_long_as_the_network_is_to_be_waited_for)
 def nobody_is_told_how_long_to_wait(
-    right: Callable[[Options, Layout, int, bool, str | None], Place],
+    right: Callable[[Options, Layout, int, bool, str | None], Rendezvous],
     options: Options,
     layout: Layout,
     session: int,
     supervised: bool = False,
     directory: str | None = None,
-) -> Place:
+) -> Rendezvous:
     return replace(right(options, layout, session, supervised, directory), wait=WAIT)
 
 

@@ -49,7 +49,7 @@ from cnnstrategies.paramserver.private_directory import (
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair, check_endpoint, fingerprint, prove
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.parameter_server.run import Layout, choose_place, open_supervision
+from cnnstrategies.strategies.parameter_server.run import Layout, choose_rendezvous, open_supervision
 
 
 def test_keys_are_for_their_owner_only_and_never_shown(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_no_launcher_has_an_endpoint_that_a_stranger_reaches_without_a_key(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", tempfile.mkdtemp(dir="/tmp"))
     options = ParameterServerStrategy().options
-    places = [choose_place(options, layout, 0, supervised=started == "by fit") for _ in range(2)]
+    places = [choose_rendezvous(options, layout, 0, supervised=started == "by fit") for _ in range(2)]
     for place in places:
         assert place.coordinator.startswith("ipc://") or place.key_file is not None
         own = Path(place.directory or str(place.key_file)).parent if place.directory is None else Path(place.directory)
@@ -140,7 +140,7 @@ def test_no_launcher_has_an_endpoint_that_a_stranger_reaches_without_a_key(
             assert stat.S_IMODE(Path(place.key_file).stat().st_mode) == 0o600
     if started != "by fit":
         assert places[0] == places[1], "all ranks of a machine meet at one place"
-    open_to_all = choose_place(ParameterServerStrategy(security="none").options, TWO_NODES, 0)
+    open_to_all = choose_rendezvous(ParameterServerStrategy(security="none").options, TWO_NODES, 0)
     assert open_to_all.key_file is None
     assert open_to_all.insecure
 
@@ -149,13 +149,13 @@ def test_a_place_where_the_coordinator_cannot_listen_is_named_before_anything_st
     with pytest.raises(ConfigurationError, match=r"'tcp://127.0.0.1:99999': a port is a number from 1 to 65535"):
         ParameterServerStrategy(coordinator="tcp://127.0.0.1:99999")
     nowhere = ParameterServerStrategy(coordinator="tcp://nowhere.invalid:5000", security="none").options
-    place = choose_place(nowhere, ONE_NODE, 0, supervised=True)
+    place = choose_rendezvous(nowhere, ONE_NODE, 0, supervised=True)
     with pytest.raises(ConfigurationError, match=r"no way leads there .* rank 0's machine by which the others reach"):
         open_supervision(nowhere, ONE_NODE, place, False, "fork")
     with socket.create_server(("127.0.0.1", 0)) as other:
         coordinator = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         options = ParameterServerStrategy(coordinator=coordinator).options
-        place = choose_place(options, ONE_NODE, 0, supervised=True)
+        place = choose_rendezvous(options, ONE_NODE, 0, supervised=True)
         with pytest.raises(ConfigurationError, match=rf"{coordinator}: it cannot listen at port .* in use"):
             open_supervision(options, ONE_NODE, place, True, "fork")
 

@@ -19,7 +19,7 @@ from cluster.processes_of import Program
 from conftest import in_fork
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from ranks import run_ranks, run_started
+from ranks import run_ranks
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from cnnstrategies.strategies import HybridPipelineStrategy
@@ -166,44 +166,6 @@ def test_averages_and_replicas_across_stages_equal_one_device(tmp_path: Path) ->
         got = load(three, name)["current_model_state"]
         assert list(got) == list(expected)
         assert all(torch.allclose(got[key], expected[key], rtol=1e-9) for key in expected), name
-
-
-@pytest.mark.cluster  # It takes long.
-def test_asynchronous_servers_are_left_with_weights_that_everything_after_them_has(tmp_path: Path) -> None:
-    """Their result depends on the timing: it is compared with what one device makes of the checkpoints."""
-    strategy = names("parameter_server_async")
-    assert run_started(2, lambda: Chain(*strategy, tmp_path).run()) == [0, 0]
-    one = tmp_path / "one"
-    one.mkdir()
-    chain = Chain(*names("one"), one)
-    both = [load(tmp_path, f"notes_of_rank_{rank}.pt") for rank in range(2)]
-    assert both[0] == both[1]
-    for path, functions in {
-        "after_fit.ckpt": ("fit", "validate", "test", "predict", "save_checkpoint"),
-        "after_second_fit.ckpt": ("second fit",),
-        "best.ckpt": ("test the best",),
-    }.items():
-        saved = load(tmp_path, path)
-        assert saved["optimizer_states"][0]["state"]
-        trainer = chain.trainer("auto", 1)
-        weights = tmp_path / path
-        measured = {}
-        for evaluate in (trainer.validate, trainer.test):
-            measured |= evaluate(chain.model, chain.data, weights, verbose=False, weights_only=True)[0]
-        for function in functions:
-            notes = both[0][function]
-            assert notes["weights"] == pytest.approx(
-                sum(float(value.abs().sum()) for value in saved["state_dict"].values()), rel=1e-12
-            )
-            metrics = {name: value for name, value in notes["metrics"].items() if not name.startswith("train")}
-            assert metrics == pytest.approx({name: measured[name] for name in metrics}, rel=1e-6), function
-    # Another strategy, now sync, goes on from there as one device does.
-    trainer = chain.trainer("auto", 4)
-    trainer.fit(chain.model, chain.data, ckpt_path=tmp_path / "after_fit.ckpt", weights_only=True)
-    chain.note("another strategy", trainer)
-    got, expected = both[0]["another strategy"], chain.notes["another strategy"]
-    assert got["weights"] == pytest.approx(expected["weights"], rel=1e-9)
-    assert got["global_step"] == expected["global_step"]
 
 
 class Weights(Callback):

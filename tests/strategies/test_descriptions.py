@@ -13,14 +13,9 @@ from cnnstrategies import ImageClassifier
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.pipeline.microbatches import Split
-from cnnstrategies.strategies import (
-    CompressedDDPStrategy,
-    HybridPipelineStrategy,
-    ParameterServerStrategy,
-)
+from cnnstrategies.strategies import CompressedDDPStrategy, HybridPipelineStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.differences import OWN_MEANS, RANK_ZERO, differences_of_replicas
 from cnnstrategies.strategies.hybrid_pipeline.layout import differences_of_pipeline, warn_of_small_microbatches
-from cnnstrategies.strategies.parameter_server.description import describe_servers, differences_of_servers
 
 NORMALISED = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
 RANDOM = "random draws (as in dropout) are each process's own"
@@ -67,7 +62,7 @@ def test_what_data_parallel_sends_in_another_way():
 
 
 def of_servers(workers=2, accumulated=1, **options):
-    return differences_of_servers(ParameterServerStrategy(**options).options, PlainCNN(), workers, 16, accumulated)
+    return ParameterServerStrategy(**options).options.differences(PlainCNN(), workers, 16, accumulated)
 
 
 def test_a_parameter_server_says_how_old_its_gradients_may_be():
@@ -125,7 +120,7 @@ def test_servers_say_which_share_each_holds():
         asked = ParameterServerStrategy(**options).options
         counts = {"servers": asked.server_count(nodes), "replication": asked.replication}
         specification = Specification.of(parameters, optimizer, 2, **counts)
-        assert describe_servers(asked, specification, nodes) == [("mode", "sync"), ("servers", text)]
+        assert asked.describe(specification, nodes) == [("mode", "sync"), ("servers", text)]
 
 
 def test_small_microbatches_are_warned_of_where_they_are_normalised():

@@ -1,6 +1,5 @@
 """Workers join a run through the command line, and leave it in every way; every sample is worked on all the same."""
 
-import hashlib
 import os
 import re
 import signal
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, leaves_no_sockets
+from digit_commands import read_samples, write_samples
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from ports import free_port
@@ -33,10 +33,8 @@ from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.places import OVER, RunAddress, find_place
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.parameter_server.joiner import as_of_the_run, check_parameters, check_seed
-from cnnstrategies.strategies.parameter_server.joining import JoinedDispatch
-from cnnstrategies.strategies.parameter_server.state import SEED
+from cnnstrategies.strategies.parameter_server.joining import JoinedDispatch, check_parameters, check_seed
+from cnnstrategies.strategies.parameter_server.start import SEED
 
 CONFIG = "experiments/digits_smallcnn_elastic_cpu"
 FAST = ["--trainer.enable_progress_bar=false", "--data.init_args.augment=false"]
@@ -64,9 +62,7 @@ class Diary(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.batches += 1
-        with Path(f"diary-{self.name}").open("a") as diary:
-            for image in batch[0]:
-                print(trainer.current_epoch, hashlib.sha256(image.numpy().tobytes()).hexdigest()[:16], file=diary)
+        write_samples(self.name, trainer.current_epoch, batch)
         if self.batches == 1:
             until = time.monotonic() + SECONDS
             while not all(Path(f"diary-{other}").exists() for other in self.others):
@@ -111,11 +107,6 @@ def start_joiner(name, *args):
         os._exit(code)
 
 
-def read(name):
-    lines = [line.split() for line in Path(f"diary-{name}").read_text().splitlines()]
-    return [(int(epoch), sample) for epoch, sample in lines]
-
-
 @pytest.mark.parametrize(  # They take 20 s each.
     "mode", ["async", pytest.param("ssp", marks=pytest.mark.cluster)]
 )
@@ -147,7 +138,7 @@ def test_workers_come_in_mid_epoch_and_go_in_every_way(run_cli, mode):
     assert re.search(f"worked on [1-{EPOCHS}] epochs?", logs["stays"])
     # It hears so as a member, or when it asks for its next place.
     assert "the session is over: every worker has left" in logs["stays"] or OVER in logs["stays"]
-    done = {name: read(name) for name in names}
+    done = {name: read_samples(name) for name in names}
     # They came in the middle of the first epoch, in which all of them had a part.
     assert all(0 in {epoch for epoch, _ in entries} for entries in done.values())
     times = Counter(sample for entries in done.values() for _, sample in entries)
@@ -187,17 +178,10 @@ def test_one_joins_over_wires_that_do_harm(run_cli, fault):
     assert (code, found) == (0, 0), (output, log, wires.met)
     assert wires.met, "nothing was harmed"
     assert re.search("worked on [12] epochs?", log)
-    done = {*read("own"), *read("stays")}  # Some twice, where the joiner was cut off for the time-out.
+    done = {*read_samples("own"), *read_samples("stays")}  # Some twice, where the joiner was cut off for the time-out.
     samples = {sample for _, sample in done}
     assert done == {(epoch, sample) for epoch in range(2) for sample in samples}
     assert len(samples) == 1150
-
-
-@pytest.mark.light
-def test_the_mode_and_its_bound_are_those_of_the_run():
-    own = ParameterServerStrategy("async", data_dispatch="dynamic", elastic=1).options
-    found = as_of_the_run(own, Specification((), "torch.optim.SGD", (), 1, mode="ssp", staleness=2))
-    assert (found.mode, found.staleness) == ("ssp", 2)
 
 
 @pytest.mark.cluster  # It imports everything once more.
@@ -297,7 +281,7 @@ def test_another_number_of_batches_is_not_the_runs():
         def take(self, number, processed):
             return Chunk(number, 0, 0)
 
-    visitor = SimpleNamespace(group=SimpleNamespace(collectives=Run(), rank=0), is_in=True, leaving=False)
+    visitor = SimpleNamespace(collectives=Run(), is_in=True, leaving=False)
     trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_progress=None), current_epoch=0)
 
     def begin(batches):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cnnstrategies.strategies.parameter_server.state import PIECE_BYTES, take_state_of_rank_zero
+from cnnstrategies.strategies.parameter_server.start import PIECE_BYTES, take_state_of_rank_zero
 
 pytestmark = pytest.mark.light
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SubsetRandomSampler
 
 from cnnstrategies.errors import ConfigurationError
@@ -87,7 +86,6 @@ COUNTED: list[tuple[dict[str, Any], str]] = [
     ({"max_time": timedelta(hours=1)}, r"Timer with interval='step' \(max_time\): .*interval: epoch"),
     ({"callbacks": [ModelCheckpoint(every_n_train_steps=5)]}, "ModelCheckpoint with every_n_train_steps=5: "),
     ({"callbacks": [ModelCheckpoint(train_time_interval=timedelta(1))]}, "train_time_interval=1 day.* every_n_epochs"),
-    ({"callbacks": [LearningRateFinder()]}, "LearningRateFinder: .*a run of its own"),
 ]
 
 
@@ -95,7 +93,6 @@ def test_what_counts_steps_is_refused_where_workers_make_different_numbers_of_th
     def check(dispatch: str, **more: Any) -> None:
         strategy = ParameterServerStrategy(mode="async", data_dispatch=dispatch)  # type: ignore[arg-type]
         trainer = Trainer(accelerator="cpu", logger=False, **{"max_epochs": 1, "enable_progress_bar": False, **more})
-        trainer.state.fn = TrainerFn.FITTING
         check_dispatch(trainer, strategy.options)
 
     check("dynamic", callbacks=[ModelCheckpoint()])

@@ -1,6 +1,5 @@
 """Epochs whose batches are given out, and which a worker or the whole run begins in the middle."""
 
-import hashlib
 import os
 import signal
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import leaves_no_sockets
-from digit_commands import COMMON, checkpoint, served
+from digit_commands import COMMON, checkpoint, read_samples, served, write_samples
 from lightning.pytorch import Callback
 from test_parameter_server_faults import PATIENT
 
@@ -32,7 +31,7 @@ class Diary(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         life, epoch = os.environ["CNNSTRATEGIES_INCARNATION"], trainer.current_epoch
-        write(f"diary-{trainer.global_rank}-{life}", epoch, batch)
+        write_samples(f"{trainer.global_rank}-{life}", epoch, batch)
         if epoch <= self.fatal:
             time.sleep(BATCH_SECONDS)
         if epoch != self.fatal:
@@ -49,22 +48,11 @@ class Stop(Callback):
     """Writes down each sample. In the first run each batch takes a while, and rank 1 asks for a stop in epoch 1."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        write(f"diary-{trainer.global_rank}-0", trainer.current_epoch, batch)
+        write_samples(f"{trainer.global_rank}-0", trainer.current_epoch, batch)
         if trainer.ckpt_path is None:
             time.sleep(0.1)
             if trainer.global_rank == 1 and trainer.current_epoch == 1 and batch_idx == 1:
                 os.kill(os.getppid(), signal.SIGTERM)
-
-
-def write(name, epoch, batch):
-    with Path(name).open("a") as diary:
-        for image in batch[0]:
-            print(epoch, hashlib.sha256(image.numpy().tobytes()).hexdigest()[:16], file=diary)
-
-
-def entries(rank, life):
-    lines = [line.split() for line in Path(f"diary-{rank}-{life}").read_text().splitlines()]
-    return [(int(epoch), sample) for epoch, sample in lines]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +77,7 @@ def test_a_worker_comes_back_in_mid_epoch_in_a_run_that_goes_on_from_a_checkpoin
     code, output = fit(EPOCHS, f"--ckpt_path={checkpoint('run').resolve()}", *diary)
     assert code == 0, output
     assert f"Rank 1 was started again and goes on in epoch {fatal}" in output, output
-    mine, before, after = entries(0, 0), entries(1, 0), entries(1, 1)
+    mine, before, after = read_samples("0-0"), read_samples("1-0"), read_samples("1-1")
     assert {epoch for epoch, _ in after} == set(range(fatal, EPOCHS))
     samples = {sample for _, sample in [*mine, *before, *after]}
     for epoch in range(FIRST, EPOCHS):
@@ -109,13 +97,13 @@ def test_a_run_that_is_stopped_within_an_epoch_goes_on_with_what_is_left_of_it(r
     path = checkpoint("stopped")
     saved = torch.load(path, weights_only=True)
     assert saved["epoch"] == 1
-    first = Counter([*entries(0, 0), *entries(1, 0)])
+    first = Counter([*read_samples("0-0"), *read_samples("1-0")])
     some = sum(epoch == 1 for epoch, _ in first)
     whole = {sample for epoch, sample in first if epoch == 0}
     assert 0 < some < len(whole)
     code, output = run_cli("fit", *common, f"--ckpt_path={path.resolve()}", "--trainer.logger.init_args.name=resumed")
     assert code == 0, output
-    done = Counter([*entries(0, 0), *entries(1, 0)])
+    done = Counter([*read_samples("0-0"), *read_samples("1-0")])
     assert done == Counter((epoch, sample) for epoch in range(3) for sample in whole)
     code, output = run_cli("fit", *common, f"--ckpt_path={path.resolve()}", *DIVIDED)
     assert code == 2, output

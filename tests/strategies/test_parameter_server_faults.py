@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import leaves_no_sockets
-from digit_commands import COMMON, checkpoint, logged, served
+from digit_commands import COMMON, checkpoint, served
+from digit_runs import logged
 from lightning.pytorch import Callback
 from ports import free_port
 
@@ -29,14 +30,9 @@ HASTE = 40  # times the time that passes; a member's clock may not jump by more 
 
 
 class Kill(Callback):
-    """Kills a process of the run from within the first incarnation of a rank, after some step.
+    """Kills a process of the run, itself or a service by its name, from within a rank's first incarnation.
 
-    Args:
-        victim: ``self`` for the rank itself, or the name of a service's process.
-        rank: The rank that does it.
-        step: After how many steps.
-        how: The signal.
-        until_back: Train on until the rank trains again that was killed.
+    With `until_back` training goes on until the rank that was killed trains again.
     """
 
     def __init__(
@@ -73,28 +69,16 @@ class Kill(Callback):
         raise AssertionError(f"no process {self.victim}")
 
 
-def train(run_cli, quick, kill, *args, workers=2, epochs=4, **options):
-    with leaves_no_sockets():
-        return train_in(run_cli, quick, kill, *args, workers=workers, epochs=epochs, **options)
-
-
-def train_in(run_cli, quick, kill, *args, workers, epochs, **options):
+def train(run_cli, quick, kill, epochs=4, **options):
     callback = ["--trainer.callbacks+=test_parameter_server_faults.Kill"]
     callback += [f"--trainer.callbacks.init_args.{name}={value}" for name, value in kill.items()]
-    return run_cli(
-        "fit",
-        *quick,
-        *COMMON,
-        *served(workers, **{**PATIENT, **options}),
-        *callback,
-        "--trainer.logger.init_args.name=run",
-        f"--trainer.max_epochs={epochs}",
-        *args,
-    )
+    name = ["--trainer.logger.init_args.name=run", f"--trainer.max_epochs={epochs}"]
+    with leaves_no_sockets():
+        return run_cli("fit", *quick, *COMMON, *served(**{**PATIENT, **options}), *callback, *name)
 
 
-def accuracy(version=0):
-    return [row["val_acc"] for row in logged("run", version) if "val_acc" in row]
+def accuracy():
+    return [row["val_acc"] for row in logged("runs/run/version_0") if "val_acc" in row]
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "ssp"])

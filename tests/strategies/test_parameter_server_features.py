@@ -29,11 +29,13 @@ class NormalisedCNN(nn.Sequential):
 
 
 class SameEverywhere(Callback):
-    """Fails when the ranks do not validate with the same weights and buffers."""
+    """Fails when the ranks do not validate, or end, with the same weights and buffers."""
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
-        if batch_idx > 0 or trainer.sanity_checking:
-            return
+        if batch_idx == 0 and not trainer.sanity_checking:
+            self.on_fit_end(trainer, pl_module)
+
+    def on_fit_end(self, trainer, pl_module):
         flat = torch.cat([t.detach().double().flatten() for t in pl_module.network.state_dict().values()])
         everyone = trainer.strategy.all_gather(flat)
         assert len(everyone) == trainer.world_size
@@ -90,21 +92,18 @@ def test_validations_and_ends_of_epochs_are_no_part_of_the_steps_that_choose_the
     assert notes == [f"{step} {step % 3 == 0}" for step in range(12)], "of the first worker alone"
 
 
-def test_weight_averaging_equals_one_process():
-    single = train("single", callbacks=[EMAWeightAveraging(decay=0.8)])
-    # The average is made before Lightning converts the module to float64.
-    assert_same_run(train("served", served(), 2, callbacks=[EMAWeightAveraging(decay=0.8)]), single, rtol=1e-5)
-
-
-def test_early_stopping_and_the_best_checkpoint_are_those_of_one_process():
-    epochs = []
+def test_averages_early_stopping_and_the_best_checkpoint_are_those_of_one_process():
+    runs = []
     for name, *where in (("single", "auto", 1), ("served", served(), 2)):
         best = ModelCheckpoint(Path(name).resolve(), "best", monitor="val_loss", mode="min")
         stops = EarlyStopping("val_loss", patience=1, min_delta=0.2)
-        last = train(name, *where, callbacks=[best, stops], max_epochs=12)
-        epochs.append((last["epoch"], load(name, "best.ckpt")["epoch"]))
-    assert epochs[0] == epochs[1]
-    assert epochs[0][0] < 11
+        last = train(name, *where, callbacks=[EMAWeightAveraging(decay=0.8), best, stops], max_epochs=12)
+        runs.append((last, load(name, "best.ckpt")["epoch"]))
+    (single, best_of_one), (several, best_of_several) = runs
+    assert single["epoch"] == several["epoch"] < 11
+    assert best_of_one == best_of_several
+    # The average is made before Lightning converts the module to float64.
+    assert_same_run(several, single, rtol=1e-5)
 
 
 class Terminate(Callback):
@@ -166,6 +165,7 @@ def test_refuses_nonsense():
     for options, message in REFUSED:
         with pytest.raises(ConfigurationError, match=message):
             ParameterServerStrategy(**options)
+    ParameterServerStrategy(replication=2).options.check_nodes(2)  # Servers of all nodes count.
 
 
 def test_refuses_what_does_not_fit_the_run_before_a_process_starts(run_cli, quick):
@@ -174,32 +174,25 @@ def test_refuses_what_does_not_fit_the_run_before_a_process_starts(run_cli, quic
     assert "needs as many servers" in output.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("options", "changes", "is_pipelined"),
-    [
-        ({}, {}, True),
-        ({"pull_compression": "fp16"}, {"clip_value": 1.0}, True),
-        ({}, {"clip_norm": 1.0}, False),
-        ({"mode": "async"}, {}, False),
-        ({"pull_compression": "topk"}, {}, False),
-        ({"endpoints": []}, {}, False),
-    ],
-)
-def test_steps_of_dedicated_servers_are_pipelined_where_each_slice_is_for_itself(options, changes, is_pipelined):
+PIPELINED = [
+    ({}, {}, True),
+    ({"pull_compression": "fp16"}, {"clip_value": 1.0}, True),
+    ({}, {"clip_norm": 1.0}, False),
+    ({"mode": "async"}, {}, False),
+    ({"pull_compression": "topk"}, {}, False),
+    ({"endpoints": []}, {}, False),
+]
+
+
+def test_steps_of_dedicated_servers_are_pipelined_where_each_slice_is_for_itself():
     dedicated = {"endpoints": ["tcp://127.0.0.1:7000"], "coordinator": "tcp://127.0.0.1:7001", "security": "none"}
-    strategy = ParameterServerStrategy(**{**dedicated, **options})
     module = NormalisedCNN()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    specification = strategy.options.specification(module, optimizer, 1, 2, **changes)
-    assert specification.pipelined is is_pipelined
-    assert (specification.slice_bytes < 1 << 21) is is_pipelined, "the sooner the first comes back"
-
-
-def test_servers_of_all_nodes_count_for_copies():
-    options = ParameterServerStrategy(replication=2).options
-    options.check_nodes(2)
-    with pytest.raises(ConfigurationError, match="replication=2 needs as many servers, but servers=1 are started on"):
-        options.check_nodes(1)
+    for options, changes, is_pipelined in PIPELINED:
+        strategy = ParameterServerStrategy(**{**dedicated, **options})
+        specification = strategy.options.specification(module, optimizer, 1, 2, **changes)
+        assert specification.pipelined is is_pipelined, (options, changes)
+        assert (specification.slice_bytes < 1 << 21) is is_pipelined, "the sooner the first comes back"
 
 
 @pytest.mark.warm

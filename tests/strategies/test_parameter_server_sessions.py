@@ -16,16 +16,15 @@ from ports import free_port
 from ranks import run_started
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server import base, run
-from cnnstrategies.strategies.parameter_server.base import WorkerGroup
 from cnnstrategies.strategies.parameter_server.run import (
     VARIABLE,
     Layout,
-    Place,
     Sessions,
-    choose_place,
+    choose_rendezvous,
     worker_address,
 )
 
@@ -46,7 +45,7 @@ def test_ranks_that_a_launcher_starts_find_its_session_first_and_later_ones_besi
     launcher, rank = Sessions(), Sessions()
     launched = []
     for _ in range(2):
-        place = choose_place(options(), LAYOUT, launcher.launch(), supervised=True)
+        place = choose_rendezvous(options(), LAYOUT, launcher.launch(), supervised=True)
         launched.append(place)
         monkeypatch.setenv(VARIABLE, "")  # Puts it back after the test.
         place.publish()
@@ -79,11 +78,11 @@ def test_nodes_are_asked_for_when_torchruns_store_has_left_the_main_port(monkeyp
     assert place.coordinator == "tcp://127.0.0.1:29401"
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_worker_waits_as_long_as_the_network_is_to_be_waited_for(monkeypatch, tmp_path, nodes):
+def test_a_worker_waits_as_long_as_the_network_is_to_be_waited_for(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    place = choose_place(options(security="none"), replace(LAYOUT, nodes=nodes, wait=7.0), 0, supervised=True)
-    assert worker_address(options(), place, 0).appear == 7.0
+    for nodes in (1, 2):
+        place = choose_rendezvous(options(security="none"), replace(LAYOUT, nodes=nodes, wait=7.0), 0, supervised=True)
+        assert worker_address(options(), place, 0).appear == 7.0
 
 
 @pytest.mark.cluster
@@ -146,6 +145,9 @@ def test_dedicated_servers_serve_the_first_session_alone(monkeypatch):
 class Gone:
     """The collectives of a run whose other workers do not answer any more."""
 
+    def __init__(self, membership: Any) -> None:
+        self.membership = membership
+
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"{name} would wait for ever")
 
@@ -154,14 +156,13 @@ def test_after_a_stop_a_worker_waits_for_no_other(monkeypatch: pytest.MonkeyPatc
     """In async and ssp the others may be in another step, or have ended."""
     told: list[tuple[str, int]] = []
     membership: Any = SimpleNamespace(announce=lambda *notice: told.append(notice), announced=lambda name: None)
-    monkeypatch.setattr(base, "worker_address", lambda options, place, rank: None)
     monkeypatch.setattr(base, "Membership", lambda address, keys: membership)
-    monkeypatch.setattr(base, "Collectives", lambda membership: Gone())
-    group, place = WorkerGroup(), Place("ipc://coordinator")
-    group.open(ParameterServerStrategy().options, place, 1, 3)
-    assert group.agree_to_stop(None) is None
-    assert group.agree_to_stop(15) == 15
+    monkeypatch.setattr(base, "Collectives", Gone)
+    strategy = ParameterServerStrategy()
+    strategy.register(Address("ipc://coordinator", "worker", 0), None)
+    assert strategy.stop_signal(None) is None
+    assert strategy.stop_signal(15) == 15
     assert told == [("stop", 15)]
-    assert group.gather("mine", "metric") == {1: "mine"}
-    assert group.broadcast("mine", 0) == "mine"
-    assert float(group.reduce(torch.tensor(2.0), "sum")) == 2
+    assert strategy.gather("mine", "metric") == {0: "mine"}
+    assert strategy.broadcast("mine") == "mine"
+    assert float(strategy.reduce(torch.tensor(2.0), reduce_op="sum")) == 2

@@ -39,17 +39,7 @@ GOES_ON, ENDS = "goes on", "ends and says who died"
 
 @dataclass
 class Fault:
-    """What happens to a run.
-
-    Attributes:
-        strategy: Its name.
-        start: How its ranks are started.
-        options: Of the strategy.
-        processes: Names of the run's processes in the order in which they are started.
-        victim: One of them.
-        how: The signal that it gets.
-        after: So many seconds after the first of them was there.
-    """
+    """After so many seconds one of the processes of a run, in the order of their starts, gets a signal."""
 
     strategy: str
     start: str
@@ -149,19 +139,12 @@ class Marks(Callback):
 
 @dataclass
 class Moment:
-    """How far the run was when a process got its signal.
-
-    Attributes:
-        process: Which one.
-        training: Both ranks had begun.
-        last: A rank was in its last epoch, or after it.
-        over: A rank had trained to the end.
-    """
+    """How far the run was when a process got its signal."""
 
     process: int
-    training: bool
-    last: bool
-    over: bool
+    training: bool  # Both ranks had begun.
+    last: bool  # A rank was in its last epoch, or after it.
+    over: bool  # A rank had trained to the end.
 
     @classmethod
     def of(cls, process):

@@ -179,8 +179,7 @@ def on_both(cases: list[Case], world: int) -> tuple[list[Trained], list[Trained]
 RECIPE = {"channels_last": True, "mixup_alpha": 0.2, "label_smoothing": 0.1}
 # In half precision torch's own loss scale asks whether a step is to be skipped.
 ALONE = [
-    Case("auto", RECIPE),
-    Case("auto", precision="bf16-mixed"),
+    Case("auto", RECIPE, precision="bf16-mixed"),
     Case("auto", precision="16-mixed", waits=1),
     # It waits for the last gradient, and looks whether a callback, such as the one that counts, has changed a weight.
     Case("parameter_server", waits=2),
@@ -188,8 +187,7 @@ ALONE = [
 ]
 TOGETHER = [
     Case("ddp"),
-    Case("automatic cuts", RECIPE),
-    Case("hybrid_pipeline", precision="bf16-mixed", has_length=False),
+    Case("automatic cuts", RECIPE, precision="bf16-mixed", has_length=False),
     Case("hybrid_pipeline", own=True, precision="16-mixed", waits=2),
     Case("own stage", own=True, waits=1),
 ]

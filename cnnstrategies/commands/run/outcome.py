@@ -27,9 +27,9 @@ from cnnstrategies.commands.run.interrupt import heeds_signals
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.private_directory import let_go, make_run_directory
-from cnnstrategies.runtime.default_group import end_at_exit
 from cnnstrategies.runtime.processes import (
     cannot_be_sent,
+    end_group_at_exit,
     ended_by,
     failed_elsewhere,
     first_to_fail,
@@ -61,10 +61,10 @@ def ends_together(trainer: Trainer, network: Network) -> Iterator[None]:
                 spawned_by_a_thread(),
             ):
                 yield
-            end_at_exit()
+            end_group_at_exit()
         except BaseException as error:
             if isinstance(error, StoppedTogether):
-                end_at_exit()
+                end_group_at_exit()
             launcher = trainer.strategy.launcher
             killed = killed_rank(launcher) if isinstance(error, Exception) and not _names_the_cause(error) else None
             said = isinstance(error, Exception) and not _speaks(error)

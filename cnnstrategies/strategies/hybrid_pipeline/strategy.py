@@ -33,8 +33,7 @@ from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule
 from cnnstrategies.pipeline.tracing import decide_by_shapes
 from cnnstrategies.pipeline.transport import PeerError, broadcast_value
-from cnnstrategies.runtime.default_group import end_at_exit, leave_at_exit
-from cnnstrategies.runtime.processes import failed_before
+from cnnstrategies.runtime.processes import end_group_at_exit, failed_before, leave_group_at_exit
 from cnnstrategies.strategies.hybrid_pipeline.callbacks import (
     EndTogether,
     show_own_stage,
@@ -263,7 +262,7 @@ class HybridPipelineStrategy(DDPStrategy):
         if self.placement.replicas[0] == 1:
             leave_samplers(self.lightning_module.trainer)  # Lightning's would shuffle what is not to be.
         if not existed:
-            end_at_exit()
+            end_group_at_exit()
 
     @property
     def _is_whole(self) -> bool:
@@ -550,7 +549,7 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
-        leave_at_exit()
+        leave_group_at_exit()
         if isinstance(exception, PeerError) and not failed_before():
             # Lightning kills all ranks when it sees a dead one, maybe before the traceback is shown.
             print(exception, file=sys.stderr, flush=True)

@@ -1,18 +1,21 @@
-"""What the parameter server cannot train or use of modules, callbacks, optimizers and trainers."""
+"""What the parameter server cannot train or use of modules, callbacks, optimizers, trainers and hooks."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+from torch.overrides import TorchFunctionMode
 
-from cnnstrategies._lightning_private import acts_within_epochs, ends_after_search
+from cnnstrategies._lightning_private import acts_within_epochs
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.specification import hyperparameters
+from cnnstrategies.strategies.licences import READS, Origins, WatchedHooks, tensors_in
 from cnnstrategies.strategies.parameter_server.options import Options
 
 GATHERS = "gather_distributed"  # The end of the names of such options of losses and memories, as lightly has them.
@@ -45,40 +48,18 @@ def check_module(module: LightningModule, options: Options) -> None:
             )
 
 
-def check_callbacks(callbacks: Sequence[Callback], options: Options, returns: bool) -> None:
-    """Refuse callbacks that search or average, and could not do it right.
-
-    Args:
-        callbacks: The trainer's.
-        options: The strategy's.
-        returns: Whether what a callback finds is where the script goes on.
-    """
+def check_callbacks(callbacks: Iterable[Callback]) -> None:
+    """Refuse callbacks that search or average, and could not do it right."""
     for callback in callbacks:
         if isinstance(callback, StochasticWeightAveraging):
             raise ConfigurationError(
                 "StochasticWeightAveraging puts averaged weights into the network at the end, and the servers' would "
                 "take their place: use Lightning's WeightAveraging or EMAWeightAveraging, or strategy ddp"
             )
-        if isinstance(callback, BatchSizeFinder):
+        if isinstance(callback, BatchSizeFinder | LearningRateFinder):
             raise ConfigurationError(
-                "BatchSizeFinder: Lightning searches on one device only: do so with strategy: auto, train without it"
-            )
-        if not isinstance(callback, LearningRateFinder):
-            continue
-        if options.max_restarts:
-            raise ConfigurationError(
-                f"LearningRateFinder with max_restarts={options.max_restarts}: a worker that is started again in the "
-                "middle of the search has not seen its beginning; search with max_restarts: 0, and train without it"
-            )
-        if options.endpoints:
-            raise ConfigurationError(
-                "LearningRateFinder with endpoints: after the search training needs fresh servers, and dedicated ones "
-                "serve one training; search with endpoints left out, and train without it"
-            )
-        if ends_after_search(callback) and not returns:
-            raise ConfigurationError(
-                "Tuner.lr_find: what is found stays in the processes that start_method fork or spawn has started; use "
-                "start_method: popen, or the callback LearningRateFinder in the fit itself"
+                f"{type(callback).__name__}: search on one device, with strategy: auto and devices: 1, and train "
+                "without it; global_batch_size stays what it is"
             )
 
 
@@ -115,7 +96,7 @@ def _check_served(optimizer: Optimizer) -> None:
 
 def check_dispatch(trainer: Trainer, options: Options) -> None:
     """Refuse a training that counts steps, or stops for something within an epoch, while workers take what they can."""
-    if options.data_dispatch == "static" or trainer.state.fn != TrainerFn.FITTING:
+    if options.data_dispatch == "static":
         return
     for what, instead in _within_epochs(trainer):
         raise ConfigurationError(
@@ -138,5 +119,72 @@ def _within_epochs(trainer: Trainer) -> Iterator[tuple[str, str]]:
         if argument is not None:
             instead = "every_n_epochs" if isinstance(callback, ModelCheckpoint) else "the callback with interval: epoch"
             yield f"{type(callback).__name__} with {argument}", instead
-        if isinstance(callback, LearningRateFinder):
-            yield "LearningRateFinder", "a run of its own for it"
+
+
+# Hooks find the gradients of their own worker's images. What is linear is the same before the mean that servers take as
+# after it: to scale, mask, add up or leave out gradients. A norm, a clamp or a test for NaN is not.
+HOOKS = ("on_after_backward", "on_before_optimizer_step")
+# By the names of torch's functions, without those of the forms that are in place or operators.
+PRODUCTS = ("mul", "multiply", "matmul", "masked_fill", "where")  # of a gradient and what is none
+QUOTIENTS = ("div", "truediv", "true_divide")
+LINEAR = (
+    "add", "sub", "subtract", "neg", "negative", "sum", "mean", "cumsum", "cat", "stack", "lerp", "zero", "copy",
+    "clone", "detach", "contiguous", "view", "reshape", "flatten", "t", "permute", "transpose", "expand", "to",
+    "cpu", "cuda", "float", "double", "unsqueeze", "squeeze", "chunk", "split", "unbind", "zeros_like", "ones_like",
+    "empty_like", "getitem", "setitem", "get", "set", "delete", "size", "dim", "numel", "is_floating_point", "len",
+    "hash", "repr", "stride", "is_contiguous", "element_size", "data_ptr", "iter", "pos", "requires_grad",
+    "deepcopy",
+)  # fmt: skip
+
+
+def watch_gradients(module: LightningModule, callbacks: Iterable[Callback]) -> WatchedHooks:
+    """Watch the hooks of a module and its callbacks between backward and the optimizer's step."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return WatchedHooks((module, *callbacks), HOOKS, partial(Linear, names))
+
+
+class Linear(TorchFunctionMode):
+    """Refuses what is not linear in gradients."""
+
+    def __init__(self, names: dict[int, str], hook: str) -> None:
+        super().__init__()
+        self._hook = hook
+        self._names = names
+        self._gradients: Origins[str] = Origins()  # The name of its parameter for each, and for what is made of it.
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """See what a function is given, and call it."""
+        kwargs = kwargs or {}
+        found = self._found((*args, *kwargs.values()))
+        if found and not self._is_linear(func, args, found):
+            self._refuse(found[0], func)
+        result = func(*args, **kwargs)
+        if func == Tensor.grad.__get__:  # type: ignore[union-attr]
+            found = [self._names[id(args[0])]] if id(args[0]) in self._names else []
+        if found:
+            self._gradients.note(found[0], (result, *args[: func.__name__.endswith("_")]))
+        return result
+
+    def _found(self, values: Iterable[Any]) -> list[str]:
+        """The parameters whose gradients are among some values."""
+        return [name for tensor in tensors_in(values) if (name := self._gradients.of(tensor, ""))]
+
+    def _is_linear(self, func: Callable[..., Any], args: Sequence[Any], found: Sequence[str]) -> bool:
+        if func.__name__ in READS or func.__name__ == "__bool__":
+            return False
+        name = func.__name__.removeprefix("_foreach_").strip("_")
+        if func.__name__.startswith("__") and name[:1] in ("r", "i") and name[1:] in (*PRODUCTS, *QUOTIENTS, *LINEAR):
+            name = name[1:]  # As of `__rmul__` and `__imul__`.
+        if name in QUOTIENTS:
+            return len(found) == 1 and not self._found(args[1:])
+        if name in PRODUCTS:
+            return len(found) == 1 or func.__name__.startswith("_foreach_")
+        return name in LINEAR
+
+    def _refuse(self, name: str, func: Any) -> NoReturn:
+        raise ConfigurationError(
+            f"{self._hook} computes {func.__name__} of the gradient of {name}: with strategy parameter_server in "
+            "common steps that is of its own worker's images until the servers have taken the mean, so only what is "
+            "linear is as on one device (to scale, mask, add, leave out); to clip set Trainer(gradient_clip_val=...), "
+            "or use mode async or local, or strategy ddp"
+        )

@@ -1,12 +1,13 @@
-"""The strategy of a process that joins a run: it takes batches and pushes gradients, and nothing else."""
+"""A process that joins a run: it takes batches and pushes gradients, and nothing else."""
 
 import signal
 import threading
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import FrameType
 from typing import Any
 
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -15,19 +16,58 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.coordinator.dispatch import Chunk
+from cnnstrategies.paramserver.coordinator.settings import WORKER, Address
 from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.paramserver.places import FIRST_SECONDS, OVER, PAUSE, Place, RunAddress, find_place
-from cnnstrategies.paramserver.services import SPECIFICATION
+from cnnstrategies.paramserver.places import ANSWER_SECONDS, FIRST_SECONDS, OVER, PAUSE, Place, RunAddress, find_place
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.strategies.parameter_server.joiner import JoinerGroup, as_of_the_run, check_parameters, check_seed
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
 from cnnstrategies.strategies.parameter_server.options import Options
-from cnnstrategies.strategies.parameter_server.start import connection, places
-from cnnstrategies.strategies.parameter_server.state import restore_trainer
+from cnnstrategies.strategies.parameter_server.start import (
+    agreed_specification,
+    connection,
+    places,
+    restore_trainer,
+    seed,
+)
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TOLD = "it was told to leave"
+LEAST_BEATS = 4  # signs of life in the coordinator's time-out
+
+
+class JoinerEnvironment(LightningEnvironment):
+    """One process, whose number is its place in the run; whatever has started it."""
+
+    creates_processes_externally = True
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self._place = place
+
+    @override
+    def world_size(self) -> int:
+        return self._place.workers
+
+    @override
+    def global_rank(self) -> int:
+        return self._place.id
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """It is the place's."""
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """It is the place's."""
+
+    @override
+    def local_rank(self) -> int:
+        return 0
+
+    @override
+    def node_rank(self) -> int:
+        return 0
 
 
 class ComeAndGo(Callback):
@@ -35,10 +75,6 @@ class ComeAndGo(Callback):
 
     def __init__(self, strategy: "JoiningStrategy") -> None:
         self._strategy = strategy
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy.handle_signals()
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -58,16 +94,16 @@ class JoinedDispatch(BatchDispatch):
     """Takes batches while it is in the run, and none from when it is told to leave."""
 
     def __init__(self, strategy: "JoiningStrategy") -> None:
-        super().__init__(strategy.group)
-        self._strategy = strategy
+        super().__init__(strategy)
+        self._joiner = strategy
         self.first: Chunk | None = None  # It was taken to see whether there is one.
         self._rests = False
 
     @override
     def epoch(self, trainer: Trainer) -> int:
         self._rests = False
-        if not self._strategy.is_in:
-            self._strategy.enter()
+        if not self._joiner.is_in:
+            self._joiner.enter()
             # Lightning begins to iterate before training, and once more in an epoch that is not the first.
             self._rests = trainer.current_epoch > 0
         return trainer.current_epoch
@@ -77,7 +113,7 @@ class JoinedDispatch(BatchDispatch):
         if self._rests:
             return
         self.seen = self.processed = 0
-        theirs = self._group.collectives.begin_epoch(epoch, batches, 1)
+        theirs = self._joiner.collectives.begin_epoch(epoch, batches, 1)
         if theirs not in (0, batches):
             raise ConfigurationError(
                 f"an epoch of the run has {theirs} batches and of this configuration {batches}: batches are given out "
@@ -95,11 +131,11 @@ class JoinedDispatch(BatchDispatch):
         first, self.first = self.first, None
         if first is not None:
             return first
-        return Chunk(epoch, 0, 0) if self._strategy.leaving else super().take(epoch)
+        return Chunk(epoch, 0, 0) if self._joiner.leaving else super().take(epoch)
 
 
 class JoiningStrategy(ParameterServerStrategy):
-    """A worker beside those of a run.
+    """A worker beside those of a run, from whose coordinator it gets its batches; alone for all that Lightning asks.
 
     Attributes:
         leaving: Whether it was told to leave.
@@ -113,8 +149,8 @@ class JoiningStrategy(ParameterServerStrategy):
         super().__init__(**{**given, "endpoints": list(options.endpoints)}, start_method="popen")
         self.leaving = False
         self.epochs = self.batches = self.samples = 0
+        self._alone = True
         self._entered: set[int] = set()
-        self.group: JoinerGroup = JoinerGroup(address, options, place)
         self._address = address
         self._patience = FIRST_SECONDS + place.timeout
         self._epoch = 0
@@ -140,7 +176,7 @@ class JoiningStrategy(ParameterServerStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Those of a worker of the run: a sampler is asked for the samples of all of them."""
-        return {"num_replicas": self.group.world_size, "rank": 0}
+        return {"num_replicas": self.world_size, "rank": 0}
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -148,7 +184,7 @@ class JoiningStrategy(ParameterServerStrategy):
         # The run says when it is over. Schedules were made from the configuration just now, as those of the others.
         trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
 
-    def handle_signals(self) -> None:
+    def _handle_signals(self) -> None:
         """Leave on Ctrl-C and SIGTERM, after what was taken; a second one ends this process."""
         if not self._handlers and threading.current_thread() is threading.main_thread():
             self._handlers = {one: signal.signal(one, self._on_signal) for one in SIGNALS}
@@ -191,7 +227,7 @@ class JoiningStrategy(ParameterServerStrategy):
             RunEnded: The run is over, or this process was told to leave.
             ConfigurationError: The configuration is not the run's.
         """
-        self.handle_signals()
+        self._handle_signals()
         while self._stepper is None:
             if self.leaving:
                 raise RunEnded(TOLD, clean=True)
@@ -204,9 +240,9 @@ class JoiningStrategy(ParameterServerStrategy):
     def _enter(self, first: bool) -> None:
         place = self._find_place()
         try:
-            self.group.register(place)
+            self._take(place)
         except RunEnded as ended:
-            self.group.leave()
+            self.unregister()
             if ended.clean:
                 raise
             time.sleep(PAUSE)  # Another was faster, or the coordinator has gone: who asks again hears which.
@@ -214,43 +250,19 @@ class JoiningStrategy(ParameterServerStrategy):
         try:
             worker, specification = self._stand_with_the_others()
         except ConfigurationError:
-            self.group.leave()
+            self.unregister()
             raise
-        chunk = self.group.collectives.take(self._epoch, 0)
+        chunk = self.collectives.take(self._epoch, 0)
         if not chunk or (not first and not self._epoch):  # Lightning would not iterate again in the first epoch.
             worker.close()
-            self.group.leave({"epoch": self._epoch, "processed": 0})
+            self.unregister({"epoch": self._epoch, "processed": 0})
             time.sleep(PAUSE)
             return
         self._dispatch.first = chunk
-        self.group.membership.tell(worker.counters.figures)
+        self.collectives.membership.tell(worker.counters.figures)
         self._stepper = self._stepper_of(worker, specification, own_steps=0)
         self.epochs += self._epoch not in self._entered  # It may come into the same one again.
         self._entered.add(self._epoch)
-
-    def _stand_with_the_others(self) -> tuple[Worker, Specification]:
-        """Wait to be let in; the connection to the servers, and what all processes of the run agree on."""
-        module, optimizer, run, membership = (
-            self.module,
-            self.optimizers[0],
-            self.group.collectives,
-            self.group.membership,
-        )
-        (text,) = run.get(SPECIFICATION)
-        specification = Specification.from_json(bytes(text).decode())
-        check_parameters(specification, self.options.specification(module, optimizer, 1, self.group.world_size))
-        started = run.start()
-        worker = connection(membership, specification, places(module, specification))
-        state = started.values[started.leader]
-        check_seed(state["seed"])
-        self.options = as_of_the_run(self.options, specification)
-        restore_trainer(self.trainer, optimizer, state)
-        worker.join()
-        if not started.midway:
-            run.barrier("admitted")
-        optimizer.state.clear()  # It is the servers'.
-        self._epoch = int(state["epoch"])
-        return worker, specification
 
     def _find_place(self) -> Place:
         try:
@@ -260,13 +272,45 @@ class JoiningStrategy(ParameterServerStrategy):
                 raise
             raise RunEnded(OVER, clean=True) from error  # It has answered before.
 
+    def _take(self, place: Place) -> None:
+        """Become a member in a place.
+
+        Raises:
+            RunEnded: Another was faster, or the run is over.
+        """
+        heartbeat = min(self.options.heartbeat, place.timeout / LEAST_BEATS)
+        # The coordinator has just answered: it is not waited for as at a run's start.
+        appear = max(place.timeout, ANSWER_SECONDS)
+        address = Address(
+            self._address.coordinator, WORKER, place.id, place.life, heartbeat, place.timeout, appear, place.session
+        )
+        self.register(address, self._address.key_file)
+
+    def _stand_with_the_others(self) -> tuple[Worker, Specification]:
+        """Wait to be let in; the connection to the servers, and what all processes of the run agree on."""
+        module, optimizer, run = self.module, self.optimizers[0], self.collectives
+        specification = agreed_specification(self)
+        check_parameters(specification, self.options.specification(module, optimizer, 1, self.world_size))
+        started = run.start()
+        worker = connection(run.membership, specification, places(module, specification))
+        state = started.values[started.leader]
+        check_seed(state["seed"])
+        self.options = replace(self.options, mode=specification.mode, staleness=specification.staleness)
+        restore_trainer(self.trainer, optimizer, state)
+        worker.join()
+        if not started.midway:
+            run.barrier("admitted")
+        optimizer.state.clear()  # It is the servers'.
+        self._epoch = int(state["epoch"])
+        return worker, specification
+
     def leave(self) -> None:
         """Leave when what was taken is done, for the others to end the epoch; a second time does nothing."""
         if self._stepper is None:
             return
         self._stepper.worker.wait_all()
         self._leave_servers()
-        self.group.leave({"epoch": self._epoch, "processed": self._dispatch.processed})
+        self.unregister({"epoch": self._epoch, "processed": self._dispatch.processed})
         if self.leaving:
             raise RunEnded(TOLD, clean=True)
 
@@ -275,7 +319,7 @@ class JoiningStrategy(ParameterServerStrategy):
     @override
     def on_train_start(self) -> None:
         """It has come in already, when Lightning asked for the first batch."""
-        for config in self.lightning_module.trainer.lr_scheduler_configs:  # type: ignore[union-attr]
+        for config in self.trainer.lr_scheduler_configs:
             config.strict = False  # What it monitors is measured by others.
 
     @override
@@ -306,3 +350,31 @@ class JoiningStrategy(ParameterServerStrategy):
             signal.signal(signum, handler)
         self._handlers.clear()
         super().teardown()
+
+
+def check_parameters(wanted: Specification, own: Specification) -> None:
+    """Refuse a network that is not the run's."""
+    theirs, mine = ({one.name: one for one in of.parameters} for of in (wanted, own))
+    for name in [*theirs, *mine]:
+        if theirs.get(name) != mine.get(name):
+            here, there = (_shape(of.get(name)) for of in (mine, theirs))
+            raise ConfigurationError(
+                f"the run trains {len(theirs)} parameters and this configuration {len(mine)}: {name} is {there} there "
+                f"and {here} here; give the run's own configuration"
+            )
+
+
+def _shape(parameter: Any) -> str:
+    return (
+        "missing" if parameter is None else f"{'x'.join(map(str, parameter.shape)) or 'a number'} ({parameter.dtype})"
+    )
+
+
+def check_seed(theirs: str) -> None:
+    """Refuse another order of the samples."""
+    mine = seed()
+    if theirs != mine:
+        raise ConfigurationError(
+            f"the run has seed_everything {theirs or 'false'} and this configuration {mine or 'false'}, so samples are "
+            "in another order here: give the run's own configuration"
+        )

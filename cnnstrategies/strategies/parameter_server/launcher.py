@@ -37,25 +37,10 @@ from cnnstrategies.paramserver.services import Forked, Handle, StartMethod
 from cnnstrategies.paramserver.supervision import Supervision, Watched
 from cnnstrategies.runtime.processes import end_with_parent
 from cnnstrategies.strategies.parameter_server.checks import check_callbacks, check_dispatch
-from cnnstrategies.strategies.parameter_server.options import Options
-from cnnstrategies.strategies.parameter_server.run import INCARNATION, SESSIONS, Layout, choose_place, open_supervision
+from cnnstrategies.strategies.parameter_server.run import INCARNATION, SESSIONS, choose_rendezvous, open_supervision
 
 ENDED = 75  # exit code of a rank whose run was ended by another's failure: EX_TEMPFAIL
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-
-
-@contextlib.contextmanager
-def supervised(options: Options, layout: Layout, training: bool, method: StartMethod) -> Iterator[Supervision]:
-    """The coordinator and the servers of this node run while in here, and nothing of them is left afterwards."""
-    place = choose_place(options, layout, SESSIONS.launch(), supervised=True)
-    place.publish()
-    try:
-        with open_supervision(options, layout, place, training, method) as supervision:
-            yield supervision
-    finally:
-        if place.directory is not None:
-            shutil.rmtree(place.directory, ignore_errors=True)
-            let_go(Path(place.directory))
 
 
 @contextlib.contextmanager
@@ -83,13 +68,13 @@ class _Watching:
     _strategy: Any
     _supervision: Supervision | None = None
 
-    def check(self, trainer: Trainer | None, returns: bool) -> bool:
+    def check(self, trainer: Trainer | None) -> bool:
         """Refuse what cannot be done here; whether there is something to train."""
-        if trainer is None:
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return False
-        check_callbacks(trainer.callbacks, self._strategy.options, returns)  # type: ignore[attr-defined]
+        check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         check_dispatch(trainer, self._strategy.options)
-        return trainer.state.fn == TrainerFn.FITTING
+        return True
 
     def watch(
         self,
@@ -98,7 +83,7 @@ class _Watching:
         start: Callable[[int, int], Handle],
         tick: Callable[[], None] = lambda: None,
     ) -> Supervision:
-        """Start the coordinator, servers and ranks of this node, until the ranks have ended.
+        """Start the coordinator, servers and ranks of this node, until the ranks have ended; nothing of them is left.
 
         Args:
             training: Whether there is something for servers to do.
@@ -107,14 +92,21 @@ class _Watching:
             tick: Called many times a second.
         """
         options, layout = self._strategy.options, self._strategy.layout()
-        with supervised(options, layout, training, method) as supervision:
-            self._supervision = supervision
-            for local_rank in range(layout.processes):
-                rank = layout.node * layout.processes + local_rank
-                supervision.start(Watched(WORKER, rank, partial(start, local_rank), options.max_restarts))
-            with forwarding(supervision):
-                supervision.watch(tick)
-        self._supervision = None
+        place = choose_rendezvous(options, layout, SESSIONS.launch(), supervised=True)
+        place.publish()
+        try:
+            with open_supervision(options, layout, place, training, method) as supervision:
+                self._supervision = supervision
+                for local_rank in range(layout.processes):
+                    rank = layout.node * layout.processes + local_rank
+                    supervision.start(Watched(WORKER, rank, partial(start, local_rank), options.max_restarts))
+                with forwarding(supervision):
+                    supervision.watch(tick)
+        finally:
+            self._supervision = None
+            if place.directory is not None:
+                shutil.rmtree(place.directory, ignore_errors=True)
+                let_go(Path(place.directory))
         return supervision
 
     def kill(self, signum: int) -> None:
@@ -139,7 +131,7 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
             ConfigurationError: A callback or an option of the trainer cannot do its work here.
         """
         check_start(self._start_method, self._strategy.root_device)
-        training = self.check(trainer, returns=False)
+        training = self.check(trainer)
         if self._already_fit and training:
             raise NotImplementedError(
                 "Calling `trainer.fit()` twice on the same Trainer: its loops stay in the ranks that start_method "
@@ -228,7 +220,7 @@ class WatchingScriptLauncher(_Watching, ScriptLauncher):
             SystemExit: In the process that has watched the ranks: it has nothing more to do.
             ConfigurationError: A callback or an option of the trainer cannot do its work here.
         """
-        training = self.check(trainer, returns=True)
+        training = self.check(trainer)
         if self.cluster_environment.creates_processes_externally:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)

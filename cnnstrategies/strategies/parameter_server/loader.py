@@ -16,7 +16,7 @@ from cnnstrategies._lightning_private import wrapped_sampler
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.dispatch import Chunk
 from cnnstrategies.runtime.seeds import mixed_seed
-from cnnstrategies.strategies.parameter_server.base import WorkerGroup
+from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 
 
 class ChunkSampler:
@@ -24,10 +24,8 @@ class ChunkSampler:
 
     Args:
         sampler: A batch sampler or sampler over a ``DistributedSampler``, which is asked for the items of all ranks.
-        dispatch: Gives out batches.
 
     Attributes:
-        epoch: That is given out.
         count: Its number of items.
         before: Epoch, number of items, and what had been worked on of them when a checkpoint was saved.
     """
@@ -69,10 +67,10 @@ class BatchDispatch:
         has_loader: Whether this training has a loader already.
     """
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, strategy: CoordinatedStrategy) -> None:
         self.seen = self.processed = 0
         self.has_loader = False
-        self._group = group
+        self._strategy = strategy
 
     def loader(self, dataloader: object, trainer: Trainer) -> "DispatchedLoader":
         """The training loader in which batches are given out."""
@@ -83,7 +81,7 @@ class BatchDispatch:
             )
         self.has_loader = True
         dispatched = DispatchedLoader(dataloader, self, trainer)
-        check_order(dispatched.sampler.sampler, self._group)
+        check_order(dispatched.sampler.sampler, self._strategy)
         return dispatched
 
     def epoch(self, trainer: Trainer) -> int:
@@ -92,21 +90,23 @@ class BatchDispatch:
 
     def begin(self, epoch: int, batches: int, done: str) -> None:
         """Announce an epoch, its number of batches, and those that were worked on before the run began."""
-        workers = self._group.world_size
+        workers = self._strategy.world_size
         if batches < workers:
             raise ConfigurationError(
                 f"an epoch has {batches} batches for {workers} workers: lower the batch size so that each gets one"
             )
         self.seen = self.processed = 0
-        self._group.collectives.begin_epoch(epoch, batches, 1, done)
+        self._strategy.collectives.begin_epoch(epoch, batches, 1, done)
 
     def progress(self, epoch: int) -> str:
         """What all have worked on, for rank 0, which saves it; called on every rank."""
-        return self._group.collectives.progress(epoch, self.processed) if self._group.is_open else ""
+        return (
+            self._strategy.collectives.progress(epoch, self.processed) if self._strategy.membership is not None else ""
+        )
 
     def take(self, epoch: int) -> Chunk:
         """The next ones of an epoch."""
-        return self._group.collectives.take(epoch, self.processed)
+        return self._strategy.collectives.take(epoch, self.processed)
 
 
 class DispatchedLoader:
@@ -193,7 +193,7 @@ def _seed_all(seed: int) -> None:
     random.seed(seed)
 
 
-def check_order(sampler: Any, group: WorkerGroup) -> None:
+def check_order(sampler: Any, strategy: CoordinatedStrategy) -> None:
     """Refuse a sampler of the user's own that gives another order each time, or in each worker; a collective."""
     inner = distributed(sampler)
     if not isinstance(inner, DistributedSamplerWrapper):
@@ -206,7 +206,7 @@ def check_order(sampler: Any, group: WorkerGroup) -> None:
             "places in an order that all workers know; leave out a generator of its own, as torch's is then seeded for "
             "each epoch, or use data_dispatch: static"
         )
-    if len(set(group.gather(drawn[0], "order of the samples").values())) > 1:
+    if len(set(strategy.gather(drawn[0], "order of the samples").values())) > 1:
         raise ConfigurationError(
             f"{name} gives the samples in another order in each worker: data_dispatch: dynamic gives out places in an "
             "order that all workers know; make it from the same seed in each (seed_everything), or use data_dispatch: "

@@ -1,4 +1,4 @@
-"""What a user asks of the parameter server, checked before any process starts."""
+"""What a user asks of the parameter server: checked before any process starts, and told in words."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
+from torch import nn
 from torch.optim import SGD, Optimizer
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.security import check_endpoint, is_local
+from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import RunOptions, Specification, too_small, unknown_choices
+from cnnstrategies.strategies.differences import differences_of_replicas
 
 Dispatch = Literal["static", "dynamic"]
 Security = Literal["auto", "curve", "none"]
@@ -20,6 +23,7 @@ PIPELINED_BYTES = 1 << 19  # of a slice, where each is made when its own pushes 
 MOST_HEARTBEAT, BEATS = 0.5, 20  # seconds; signs of life in a time-out
 AVERAGING = (1.0, 0.0)  # outer_lr and outer_momentum: the outer step ends at the mean of the workers' weights
 LEAST_SECONDS = 5.0  # for a server that gives signs of life to answer: it may be short of a processor
+MEGABYTE = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,3 +180,86 @@ class Options(RunOptions):
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         trained = [parameter for parameter in module.parameters() if id(parameter) in held]
         return SGD(trained, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=self.outer_momentum > 0)
+
+    # In words
+
+    def describe(self, specification: Specification, nodes: int) -> list[tuple[str, str]]:
+        """Mode, servers, and the part of the parameters that each of them holds."""
+        load = [0] * specification.servers
+        for part in cut(specification):
+            for server in part.servers:
+                load[server] += part.nbytes
+        least, most = (f"{bytes / MEGABYTE:.3g}" for bytes in (min(load), max(load)))
+        share = least if least == most else f"{least} to {most}"
+        if self.endpoints:
+            where = "dedicated"
+        else:
+            where = f"{self.servers} on each of {nodes} nodes" if nodes > 1 else "on this node"
+        text = f"{specification.servers} ({where}), {share} MB of parameters each"
+        if self.replication > 1:
+            text += f"; each part is on {self.replication} of them"
+        mode = self.mode + (f", staleness {self.staleness}" if self.mode == "ssp" else "")
+        if self.combine:
+            mode += ", one push for each node"
+        return [("mode", mode), ("servers", text)]
+
+    def differences(
+        self,
+        module: nn.Module,
+        workers: int,
+        batch_size: int | None,
+        accumulated: int = 1,
+        sees_gradients: Sequence[str] = (),
+    ) -> list[str]:
+        """What is different from one device, one line each.
+
+        Args:
+            batch_size: Samples of a worker's batch; None where they are not known.
+            accumulated: Batches that a worker makes an update from.
+            sees_gradients: The user's hooks that look at gradients.
+        """
+        lines = [*self._different_steps(batch_size, accumulated)] if workers > 1 else []
+        if self.data_dispatch == "dynamic":
+            lines.append("faster workers take more of the batches")
+        lines += self._rounded()
+        if sees_gradients and self.mode != "local":
+            lines.append(f"gradients leave after {', '.join(sees_gradients)}")
+            if workers > 1:
+                lines[-1] += ", which finds those of each worker's own images, not their mean"
+        return lines + differences_of_replicas(module, workers, batch_size, "the workers' mean")
+
+    def _different_steps(self, batch_size: int | None, accumulated: int) -> Iterator[str]:
+        if self.mode == "local":
+            yield "each worker makes its own steps"
+            if (self.outer_lr, self.outer_momentum) == AVERAGING:
+                yield f"weights are averaged every {self.sync_every} steps"
+            else:
+                outer = f"outer_lr {self.outer_lr:g}, outer_momentum {self.outer_momentum:g}"
+                yield f"an outer step every {self.sync_every} steps, on the mean of what they changed ({outer})"
+        elif not self.aggregates:
+            images = "" if batch_size is None else f" on {batch_size * accumulated} images"
+            yield f"each update is one worker's gradient{images}"
+            if self.mode == "ssp":
+                yield f"no worker is more than {self.staleness} steps ahead of the slowest"
+            else:
+                yield "of weights that may be any number of updates old"
+
+    def _rounded(self) -> Iterator[str]:
+        pushed = "differences" if self.mode == "local" else "gradients"
+        share = f"{self.compression_ratio:.3g}"
+        sent = {
+            "topk": f"{share} of all {pushed} is sent, the rest later",
+            "onebit": f"{pushed} are sent as one bit a value, the rest later",
+            "auto": f"{pushed} may be sent as bf16, or as one bit a value, the rest later",
+        }
+        changes = ", or that change by one bit a value, the rest later" if self.aggregates else ""
+        used = {
+            "topk": f"forward and backward use weights of which {share} is renewed in a step",
+            "onebit": "forward and backward use weights that a step changes by one bit a value, the rest later",
+            "auto": f"forward and backward may use weights rounded to fp16{changes}",
+        }
+        if self.compression != "none":
+            yield sent.get(self.compression, f"{pushed} are sent as {self.compression}")
+        if self.pull_compression != "none":
+            rounded = f"forward and backward use weights rounded to {self.pull_compression}"
+            yield used.get(self.pull_compression, rounded)

@@ -36,11 +36,10 @@ OF_A_LAUNCH = 1 << 16  # sessions, at most
 
 
 @dataclass(frozen=True)
-class Place:
+class Rendezvous:
     """Where a run's processes meet; the processes of a node read it from the environment.
 
     Attributes:
-        coordinator: The coordinator's endpoint.
         directory: For sockets and keys, where all processes are on one machine; private to their user.
         key_file: The run's keys; None for no encryption.
         insecure: No encryption although other machines are reached.
@@ -62,7 +61,7 @@ class Place:
         os.environ[VARIABLE] = json.dumps(asdict(self))
 
     @classmethod
-    def published(cls) -> "Place | None":
+    def published(cls) -> "Rendezvous | None":
         """What the process that started this one has told."""
         text = os.environ.get(VARIABLE)
         return None if text is None else cls(**json.loads(text))
@@ -80,15 +79,12 @@ class Layout:
     wait: float = WAIT
 
 
-def choose_place(
+def choose_rendezvous(
     options: Options, layout: Layout, session: int, supervised: bool = False, directory: str | None = None
-) -> Place:
+) -> Rendezvous:
     """Decide where the processes of a session meet.
 
     Args:
-        options: The strategy's.
-        layout: The nodes.
-        session: Number of the session.
         supervised: Whether this process starts those of its node; then one node alone needs no network.
         directory: That of the process that has started this one, if it has made one.
     """
@@ -97,17 +93,22 @@ def choose_place(
             directory = str(make_run_directory() if supervised else machine_directory(layout))
         coordinator = f"ipc://{directory}/coordinator-{session}"
         key_file = options.key_file or (keys_in(Path(directory)) if options.encrypted(coordinator) else None)
-        return Place(coordinator, directory, key_file, False, supervised, session, layout.wait)
+        return Rendezvous(coordinator, directory, key_file, False, supervised, session, layout.wait)
     coordinator = options.coordinator or f"tcp://{layout.main_address}:{layout.main_port}"
     key_file = key_file_of(options, coordinator)
-    return Place(coordinator, None, key_file, options.security == "none", supervised, session, layout.wait)
+    return Rendezvous(coordinator, None, key_file, options.security == "none", supervised, session, layout.wait)
 
 
 def machine_directory(layout: Layout) -> Path:
     """Where the ranks of one machine meet that something else has started; the last to end removes it."""
     # A job of the cluster may start several runs, which have the same port.
     step = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")]
-    directory = shared_directory(f"{layout.main_address}:{layout.main_port} {step}")
+    return _shared_directory(f"{layout.main_address}:{layout.main_port} {step}")
+
+
+def _shared_directory(name: str) -> Path:
+    """One that all processes of this user on this machine find by a name, until the last of them ends."""
+    directory = shared_directory(name)
     atexit.register(let_go, directory)
     return directory
 
@@ -121,13 +122,11 @@ def key_file_of(options: Options, coordinator: str) -> str | None:
         return None
     if options.key_file is not None:
         return str(Path(options.key_file).resolve())
-    directory = shared_directory(coordinator)
-    atexit.register(let_go, directory)
-    return keys_in(directory)
+    return keys_in(_shared_directory(coordinator))
 
 
 def open_supervision(
-    options: Options, layout: Layout, place: Place, training: bool, method: StartMethod
+    options: Options, layout: Layout, place: Rendezvous, training: bool, method: StartMethod
 ) -> Supervision:
     """Start this node's coordinator and servers.
 
@@ -173,7 +172,7 @@ def open_supervision(
     return supervision
 
 
-def worker_address(options: Options, place: Place, rank: int) -> Address:
+def worker_address(options: Options, place: Rendezvous, rank: int) -> Address:
     """Who a rank is to the coordinator."""
     incarnation = int(os.environ.get(INCARNATION, "0"))
     later = place.session > 0 and not place.supervised
@@ -181,18 +180,15 @@ def worker_address(options: Options, place: Place, rank: int) -> Address:
     return replace(_address(options, place, WORKER, rank, incarnation), appear=appear)
 
 
-def _address(options: Options, place: Place, role: str, identity: int, incarnation: int = 0) -> Address:
+def _address(options: Options, place: Rendezvous, role: str, identity: int, incarnation: int = 0) -> Address:
     return Address(
         place.coordinator, role, identity, incarnation, options.heartbeat, options.timeout, session=place.session
     )
 
 
-def _journal(place: Place) -> str:
+def _journal(place: Rendezvous) -> str:
     """The file of a coordinator that may be started again, which goes on with it: in a directory of this machine."""
-    directory = place.directory
-    if directory is None:
-        directory = str(shared_directory(place.coordinator))
-        atexit.register(let_go, Path(directory))
+    directory = place.directory or _shared_directory(place.coordinator)
     return f"{directory}/coordinator-{place.session}.journal"
 
 
@@ -200,7 +196,7 @@ def _start_coordinator(service: CoordinatorProcess, method: StartMethod, incarna
     return start(replace(service, follows=incarnation > 0), method)
 
 
-def _start_server(options: Options, place: Place, identity: int, method: StartMethod, incarnation: int) -> Handle:
+def _start_server(options: Options, place: Rendezvous, identity: int, method: StartMethod, incarnation: int) -> Handle:
     known_as = None
     if place.directory is not None:
         endpoint = f"ipc://{place.directory}/server-{place.session}-{identity}-{incarnation}"
@@ -274,14 +270,14 @@ class Sessions:
         self._launches += 1
         return (self._launches - 1) * OF_A_LAUNCH
 
-    def open(self, options: Options, layout: Callable[[], Layout], training: bool) -> Place:
+    def open(self, options: Options, layout: Callable[[], Layout], training: bool) -> Rendezvous:
         """Where the next session of this rank meets; the nodes are asked for once torchrun's store is out of the way.
 
         Raises:
             RunEnded: A rank is gone, and no launcher brings it back.
             ConfigurationError: It trains with dedicated servers that have ended with an earlier session.
         """
-        published = Place.published()
+        published = Rendezvous.published()
         opened, self._opened = self._opened, self._opened + 1
         if published is not None and opened == 0:
             return published
@@ -297,7 +293,7 @@ class Sessions:
         directory = None if published is None else published.directory
         if published is None:
             self._store.enter_context(own_store(listens=True))  # torchrun's own store has the main port.
-        return choose_place(options, layout(), first + opened, directory=directory)
+        return choose_rendezvous(options, layout(), first + opened, directory=directory)
 
 
 SESSIONS = Sessions()

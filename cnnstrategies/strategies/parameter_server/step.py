@@ -32,10 +32,6 @@ class Stepper:
     when a step begins; the first steps wait for all, and find out which these are.
 
     Args:
-        module: The module that is trained.
-        worker: Its connection to the servers.
-        specification: Names the parameters.
-        optimizer: The user's; its parameter groups hold the hyper-parameters of each step.
         early: Whether gradients may leave before the hooks between backward and the optimizer's step.
         sees_weights: Who may look at weights between two steps, for whom all are waited for when one ends.
         sync_every: In mode ``local``, own steps between two outer ones; else 0.

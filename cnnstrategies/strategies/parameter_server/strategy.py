@@ -18,19 +18,19 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
-from cnnstrategies.paramserver.membership import Membership
-from cnnstrategies.paramserver.places import RunAddress
 from cnnstrategies.paramserver.specification import Compression, Mode, Specification
 from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.strategies.licences import WatchedHooks, who_sees_gradients, who_sees_weights
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
-from cnnstrategies.strategies.parameter_server.checks import check_module, check_optimizers
-from cnnstrategies.strategies.parameter_server.description import describe_servers, differences_of_servers
-from cnnstrategies.strategies.parameter_server.gradient_watch import watch_gradients
+from cnnstrategies.strategies.parameter_server.checks import check_module, check_optimizers, watch_gradients
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
 from cnnstrategies.strategies.parameter_server.options import Dispatch, Options, Security
-from cnnstrategies.strategies.parameter_server.start import meet_servers
-from cnnstrategies.strategies.parameter_server.state import average_buffers, take_state_of_rank_zero, trainer_state
+from cnnstrategies.strategies.parameter_server.start import (
+    average_buffers,
+    meet_servers,
+    take_state_of_rank_zero,
+    trainer_state,
+)
 from cnnstrategies.strategies.parameter_server.step import Stepper
 
 OUTER_STATE = "outer_optimizer_state"  # in a checkpoint
@@ -122,10 +122,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
         super().__init__(options=options, start_method=start_method, **kwargs)
         self._checked: LightningModule | None = None
         self._stepper: Stepper | None = None
-        self._dispatch = BatchDispatch(self.group)
-        self._admitted = False
+        self._dispatch = BatchDispatch(self)
+        self.came_later = False  # up to its first batch: let in by others that were training already
         self._has_left = False
-        self._has_trained = False
         self._buffers_are_equal = True
         self._outer_state: dict[str, Any] | None = None
         self._watch: WatchedHooks | None = None
@@ -168,7 +167,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def open_session(self) -> None:
         super().open_session()
-        self._admitted = self._has_left = self._has_trained = False
+        self.came_later = self._has_left = False
         self._buffers_are_equal = True
 
     @override
@@ -177,7 +176,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.module)
         self.model_to_device()
-        take_state_of_rank_zero(self.module, self.group)
+        take_state_of_rank_zero(self.module, self)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._outer_state = None
@@ -191,7 +190,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             )
         if trainer.state.fn == TrainerFn.FITTING:
             self._clip_elsewhere()
-        self.group.share_metrics(self.module)
+        self.share_metrics(self.module)
 
     # Data
 
@@ -206,21 +205,12 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def on_train_start(self) -> None:
         """Meet the servers; a worker that was started again waits here until the others let it in."""
-        assert not self._has_trained, "who trains twice in one function loads what was there before"
-        start = meet_servers(
-            self.group, self.options, self.module, self.optimizers[0], self.num_nodes, self.num_processes,
-            self._outer_state,
-        )  # fmt: skip
+        worker, specification, own_steps = meet_servers(self, self.module, self.optimizers[0], self._outer_state)
         if self.options.mode == "sync" and self.world_size > 1:
             self._watch = watch_gradients(self.module, self.callbacks)
-        self._admitted = start.joined
-        self.group.membership.tell(lambda: self._figures(start.worker))
-        self._stepper = self._stepper_of(start.worker, start.specification, start.own_steps)
-
-    @property
-    def came_later(self) -> bool:
-        """Whether, up to its first batch, this worker has been let in by others that were training already."""
-        return self._admitted
+        self.came_later = own_steps is not None
+        self.collectives.membership.tell(lambda: self._figures(worker))
+        self._stepper = self._stepper_of(worker, specification, own_steps or 0)
 
     def _stepper_of(self, worker: Worker | CombinedWorker, specification: Specification, own_steps: int) -> Stepper:
         """What connects the module's training to a worker."""
@@ -254,14 +244,14 @@ class ParameterServerStrategy(CoordinatedStrategy):
         """At an epoch's first batch, let in the workers that were started again."""
         if batch_idx > 0 or self._stepper is None:
             return
-        if self._admitted:
-            self._admitted = False  # It came in at this very boundary.
+        if self.came_later:
+            self.came_later = False  # At this very boundary.
             return
         self._stepper.worker.interrupt()
         self._stepper.worker.wait_all()
         state = trainer_state(self.trainer, self.optimizers[0], self._stepper.own_steps)
-        if self.group.collectives.boundary(state).admitted:
-            self.group.collectives.barrier("admitted")  # Until those that came in have the parameters and their step.
+        if self.collectives.boundary(state).admitted:
+            self.collectives.barrier("admitted")  # Until those that came in have the parameters and their step.
         if self._has_left:
             self._stepper.worker.join()
             self._stepper.note_values()
@@ -269,11 +259,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._stepper is None:
-            raise ConfigurationError(
-                "weights were loaded in the middle of training, which the servers go on with as they have them: save "
-                "a checkpoint, and give it to a new fit as ckpt_path"
-            )
+        assert self._stepper is not None
         if self._stepper.leaves_out():
             return torch.zeros((), device=self.root_device, requires_grad=True)  # No parameter has a gradient of it.
         self._stepper.samples += count_samples(args[0] if args else next(iter(kwargs.values())))
@@ -344,7 +330,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         worker.wait_all()
         self._count_processed()
         if not self._buffers_are_equal:
-            average_buffers(self.module, self.group)
+            average_buffers(self.module, self)
             self._buffers_are_equal = True
         if refresh and (self.options.mode in ("async", "ssp") or self.options.pull_compression != "none"):
             self.barrier("refresh")
@@ -370,7 +356,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         """Leave the servers with what they have: from here on the weights and rank 0's optimizer are the run's."""
         self._settle(refresh=not self._averages_weights)
         if self._averages_weights:
-            take_state_of_rank_zero(self.module, self.group)  # Each rank averaged what it has seen.
+            take_state_of_rank_zero(self.module, self)  # Each rank averaged what it has seen.
         if self.options.mode == "local":
             self._outer_state = self._servers_state()
         else:
@@ -378,7 +364,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
             if self.global_rank == 0:
                 self.optimizers[0].load_state_dict(state)
         self._leave_servers()
-        self._has_trained = True
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -421,21 +406,13 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights, which the servers of the next training get, with the optimizer's state, when it starts.
-
-        A callback that trains to find something, such as ``LearningRateFinder``, puts back what was there before.
-        """
-        self._leave_servers()
-        if self._has_trained and self.group.is_open:
-            self._open_next_session()
+        """Load weights, which the servers of the next training get, with the optimizer's state, when it starts."""
+        if self._stepper is not None:
+            raise ConfigurationError(
+                "weights were loaded in the middle of training, which the servers go on with as they have them: save "
+                "a checkpoint, and give it to a new fit as ckpt_path"
+            )
         super().load_model_state_dict(checkpoint, strict)
-
-    def _open_next_session(self) -> None:
-        """Have fresh servers for a further training within one trainer function."""
-        self.barrier("next session")
-        self.leave_session()
-        self.open_session()
-        self.group.share_metrics(self.module)
 
     @property
     def counters(self) -> Counters | None:
@@ -446,16 +423,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def leaves_out_steps(self) -> bool:
         """Whether others may make steps without this worker's node, which goes on with the one that they are at."""
         return self.options.combines(self.num_processes)
-
-    @property
-    def membership(self) -> Membership | None:
-        """This worker's; None when it does not train."""
-        return None if self._stepper is None else self.group.membership
-
-    @property
-    def run_address(self) -> RunAddress | None:
-        """Where the run can be watched, once this worker has registered."""
-        return self.group.run_address
 
     @property
     def steps_together(self) -> bool:
@@ -469,14 +436,13 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if self.trainer.state.fn != TrainerFn.FITTING:
             return []
         shape = self.options.specification(self.module, self.optimizers[0], self.num_nodes, self.world_size)
-        return describe_servers(self.options, shape, self.num_nodes)
+        return self.options.describe(shape, self.num_nodes)
 
     def differences(self, batch_size: int | None) -> list[str]:
         """What is different from one device, a line each; see :meth:`describe`."""
-        return differences_of_servers(
-            self.options, self.module, self.world_size, batch_size, self.trainer.accumulate_grad_batches,
-            who_sees_gradients(self.module, self.callbacks),
-        )  # fmt: skip
+        sees = who_sees_gradients(self.module, self.callbacks)
+        accumulated = self.trainer.accumulate_grad_batches
+        return self.options.differences(self.module, self.world_size, batch_size, accumulated, sees)
 
     @override
     def leave_session(self) -> None:
