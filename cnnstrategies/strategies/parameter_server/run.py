@@ -42,7 +42,6 @@ class Rendezvous:
     Attributes:
         directory: For sockets and keys, where all processes are on one machine; private to their user.
         key_file: The run's keys; None for no encryption.
-        insecure: No encryption although other machines are reached.
         supervised: Whether the processes are watched and restarted.
         session: Number of the first session there.
         wait: Seconds in which all must be there.
@@ -51,7 +50,6 @@ class Rendezvous:
     coordinator: str
     directory: str | None = None
     key_file: str | None = None
-    insecure: bool = False
     supervised: bool = False
     session: int = 0
     wait: float = WAIT
@@ -93,10 +91,10 @@ def choose_rendezvous(
             directory = str(make_run_directory() if supervised else machine_directory(layout))
         coordinator = f"ipc://{directory}/coordinator-{session}"
         key_file = options.key_file or (keys_in(Path(directory)) if options.encrypted(coordinator) else None)
-        return Rendezvous(coordinator, directory, key_file, False, supervised, session, layout.wait)
+        return Rendezvous(coordinator, directory, key_file, supervised, session, layout.wait)
     coordinator = options.coordinator or f"tcp://{layout.main_address}:{layout.main_port}"
     key_file = key_file_of(options, coordinator)
-    return Rendezvous(coordinator, None, key_file, options.security == "none", supervised, session, layout.wait)
+    return Rendezvous(coordinator, None, key_file, supervised, session, layout.wait)
 
 
 def machine_directory(layout: Layout) -> Path:
@@ -206,7 +204,7 @@ def _start_server(options: Options, place: Rendezvous, identity: int, method: St
         # The machine of the coordinator, whose name leads to loopback there.
         endpoint, known_as = "tcp://0.0.0.0:*", place.coordinator.removeprefix("tcp://").rpartition(":")[0]
     address = _address(options, place, SERVER, identity, incarnation)
-    service = ServerProcess(address, endpoint, place.key_file, place.insecure, known_as, os.getpid())
+    service = ServerProcess(address, endpoint, place.key_file, options.security == "none", known_as, os.getpid())
     return start(service, method)
 
 
