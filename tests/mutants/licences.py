@@ -7,6 +7,7 @@ from typing import Any
 import test_parameter_server_own_code as own_code
 import test_pipeline_own_code as stages
 import test_pipeline_refusals
+import test_step
 from lightning.pytorch import Callback, LightningModule
 from mutants.faulty import replaces
 
@@ -32,8 +33,7 @@ def gradients_leave_before_the_hooks_have_run(
 
 
 @replaces(
-    who_sees_weights, killed_by=own_code.test_what_a_module_does_is_done_on_one_device,
-    kind=own_code.Hooks, callbacks=(),
+    who_sees_weights, killed_by=own_code.test_hooks_of_lightning_and_of_this_package_are_known_and_all_others_are_named,
 )  # fmt: skip
 def values_come_after_hooks_have_looked_at_them(
     right: Seen, module: LightningModule, callbacks: Iterable[Callback]
@@ -42,8 +42,9 @@ def values_come_after_hooks_have_looked_at_them(
 
 
 @replaces(
-    Readers.__torch_function__, killed_by=own_code.test_what_a_module_does_is_done_on_one_device,
-    kind=own_code.Module, callbacks=(), noticed_by=(ConfigurationError,),
+    Readers.__torch_function__,
+    killed_by=test_step.test_what_cannot_be_done_to_the_servers_parameters_is_refused,
+    noticed_by=(ConfigurationError,),
 )  # fmt: skip
 def weights_that_no_forward_of_their_own_reads_are_not_waited_for(
     right: Callable[..., Any], self: Readers, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -92,7 +93,10 @@ def parameters_are_added_to_an_optimizer_that_other_stages_do_not_know(
     pass
 
 
-@replaces(Linear.__torch_function__, killed_by=own_code.test_a_hook_that_clips_each_workers_own_gradient_is_refused)
+@replaces(
+    Linear.__torch_function__,
+    killed_by=own_code.test_only_what_is_linear_may_be_done_to_a_workers_own_gradients,
+)
 def a_hook_clips_each_workers_own_gradient(
     right: Callable[..., Any], self: Linear, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:

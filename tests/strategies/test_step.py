@@ -41,9 +41,10 @@ class Module(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net, self.head = nn.Linear(16, 2), nn.Linear(2, 1)
+        self.scale = nn.Parameter(torch.ones(()))  # No forward of its own module is called.
 
     def training_step(self, index: int) -> Tensor:
-        return self.head(self.net(torch.ones(1, 16))).sum()
+        return self.scale * self.head(self.net(torch.ones(1, 16))).sum()
 
 
 def connect(module: LightningModule, servers: Any, optimizer: Optimizer, mode: Any = "sync", **more: Any) -> Stepper:
@@ -71,7 +72,7 @@ def test_a_newcomer_makes_outer_steps_with_the_others() -> None:
         stepper.after_step()
     ((options, samples),) = servers.begun
     assert (options[0]["lr"], options[0]["momentum"], options[0]["nesterov"], samples) == (0.7, 0.9, True, 8)
-    assert servers.pushed == 4, "two weights and two biases"
+    assert servers.pushed == 5, "each parameter once"
     for _ in range(3):
         stepper.after_step()
     assert len(servers.begun) == 2
