@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import test_stage
-import test_verify
+import test_verdict
 import torch
 from mutants.faulty import replaces
 from torch import fx
@@ -15,15 +15,12 @@ from cnnstrategies.verifying.batches import joined
 from cnnstrategies.verifying.verdict import differences
 
 
-@replaces(
-    joined, killed_by=test_verify.test_equal_is_said_with_what_was_compared, noticed_by=(AssertionError,),
-    strategy="ddp",
-)  # fmt: skip
+@replaces(joined, killed_by=test_verdict.test_batches_of_ranks_are_joined_by_samples_in_the_order_of_the_ranks)
 def one_device_gets_the_batches_of_rank_zero(right: Callable[[Any], Any], parts: Any) -> Any:
     return parts[0]
 
 
-@replaces(differences, killed_by=test_verify.test_where_they_differ_it_is_said_after_which_step_first_and_what)
+@replaces(differences, killed_by=test_verdict.test_only_rounding_counts_as_equal)
 def nothing_differs(right: Callable[..., Any], one: Any, many: Any, dtype: torch.dtype, name: str = "") -> Any:
     return iter(())
 
