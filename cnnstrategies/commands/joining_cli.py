@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import (
@@ -27,7 +28,7 @@ from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
 from cnnstrategies.paramserver.places import Place, RunAddress
-from cnnstrategies.strategies.parameter_server.joining import ComeAndGo, JoinerEnvironment, JoiningStrategy
+from cnnstrategies.strategies.parameter_server.joining import ComeAndGo, JoiningStrategy
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
 
 # What the run's own workers do.
@@ -42,6 +43,40 @@ UNLIKE = {
     "num_sanity_val_steps": 0,
     "profiler": None,
 }
+
+
+class JoinerEnvironment(LightningEnvironment):
+    """One process, whose number is its place in the run; whatever has started it."""
+
+    creates_processes_externally = True
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self._place = place
+
+    @override
+    def world_size(self) -> int:
+        return self._place.workers
+
+    @override
+    def global_rank(self) -> int:
+        return self._place.id
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """It is the place's."""
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """It is the place's."""
+
+    @override
+    def local_rank(self) -> int:
+        return 0
+
+    @override
+    def node_rank(self) -> int:
+        return 0
 
 
 class JoiningCLI(CLI):

@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from types import FrameType
 from typing import Any
 
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -34,40 +33,6 @@ from cnnstrategies.strategies.parameter_server.strategy import ParameterServerSt
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TOLD = "it was told to leave"
 LEAST_BEATS = 4  # signs of life in the coordinator's time-out
-
-
-class JoinerEnvironment(LightningEnvironment):
-    """One process, whose number is its place in the run; whatever has started it."""
-
-    creates_processes_externally = True
-
-    def __init__(self, place: Place) -> None:
-        super().__init__()
-        self._place = place
-
-    @override
-    def world_size(self) -> int:
-        return self._place.workers
-
-    @override
-    def global_rank(self) -> int:
-        return self._place.id
-
-    @override
-    def set_world_size(self, size: int) -> None:
-        """It is the place's."""
-
-    @override
-    def set_global_rank(self, rank: int) -> None:
-        """It is the place's."""
-
-    @override
-    def local_rank(self) -> int:
-        return 0
-
-    @override
-    def node_rank(self) -> int:
-        return 0
 
 
 class ComeAndGo(Callback):
