@@ -38,7 +38,7 @@ from cnnstrategies.strategies.parameter_server.start import SEED
 
 CONFIG = "experiments/digits_smallcnn_elastic_cpu"
 FAST = ["--trainer.enable_progress_bar=false", "--data.init_args.augment=false"]
-EPOCHS = 2
+EPOCHS = 3
 SECONDS = 100.0  # for the others to come
 COMMON = {"start_method": "fork"}
 OPTIONS = {

@@ -29,17 +29,20 @@ class NormalisedCNN(nn.Sequential):
 
 
 class SameEverywhere(Callback):
-    """Fails when the ranks do not validate, or end, with the same weights and buffers."""
+    """Fails when the ranks do not validate with the same weights and buffers, and writes down with which they end."""
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
         if batch_idx == 0 and not trainer.sanity_checking:
-            self.on_fit_end(trainer, pl_module)
+            own = self.state(pl_module)
+            everyone = trainer.strategy.all_gather(own)
+            assert len(everyone) == trainer.world_size
+            assert all(torch.equal(one, own) for one in everyone)
 
     def on_fit_end(self, trainer, pl_module):
-        flat = torch.cat([t.detach().double().flatten() for t in pl_module.network.state_dict().values()])
-        everyone = trainer.strategy.all_gather(flat)
-        assert len(everyone) == trainer.world_size
-        assert all(torch.equal(one, flat) for one in everyone)
+        torch.save(self.state(pl_module), Path(trainer.log_dir, f"end-of-{trainer.global_rank}"))
+
+    def state(self, module):
+        return torch.cat([t.detach().double().flatten() for t in module.network.state_dict().values()])
 
 
 class Collectives(Callback):
@@ -78,6 +81,9 @@ def test_every_rank_validates_with_the_same_weights_and_statistics(options):
     assert not any(name.endswith("grad") for name in saved)
     losses = [row["train_loss"] for row in logged("run") if "train_loss" in row]
     assert losses[-1] < losses[0]
+    ends = [torch.load(f"run/end-of-{rank}") for rank in range(3)]
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
 
 
 def test_validations_and_ends_of_epochs_are_no_part_of_the_steps_that_choose_the_encodings(monkeypatch, tmp_path):

@@ -187,8 +187,8 @@ ALONE = [
 ]
 TOGETHER = [
     Case("ddp"),
-    Case("automatic cuts", RECIPE, precision="bf16-mixed", has_length=False),
-    Case("hybrid_pipeline", own=True, precision="16-mixed", waits=2),
+    Case("automatic cuts", RECIPE, precision="bf16-mixed"),
+    Case("hybrid_pipeline", own=True, precision="16-mixed", has_length=False, waits=2),
     Case("own stage", own=True, waits=1),
 ]
 
