@@ -49,20 +49,37 @@ def work(specification: Specification, folder: Path, id: int, steps: int, batch_
     network = vgg_like()
     parameters = list(network.parameters())
     optimizer = fits.sgd(parameters)
-    worker = Worker(specification, [p.data for p in parameters], FileViews(folder / "view"), id)
+    trace: list[tuple[str, int, float]] = []
+
+    def note(what: str, number: int) -> None:
+        trace.append((what, number, time.perf_counter()))
+
+    def wait(own: list[int]) -> None:
+        for number in own:
+            worker.wait(number)
+            note("wait", number)
+
+    def push(parameter: nn.Parameter) -> None:
+        note("push", index[parameter])
+        worker.push(index[parameter], parameter.grad)
+
+    views = FileViews(folder / "view")
+    worker = Worker(
+        specification, [p.data for p in parameters], views, id, came=lambda number, _: note("arrived", number)
+    )
     worker.initialise()
     worker.join()
     index = {parameter: number for number, parameter in enumerate(parameters)}
     for module in network.modules():
         own = [index[parameter] for parameter in module.parameters(recurse=False)]
-        module.register_forward_pre_hook(lambda _module, _inputs, own=own: wait(worker, own))
+        module.register_forward_pre_hook(lambda _module, _inputs, own=own: wait(own))
     for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(lambda p: worker.push(index[p], p.grad))
+        parameter.register_post_accumulate_grad_hook(push)
     inputs, targets = images(32, batch_size, CLASSES)
     moments: list[dict[str, float]] = []
     for step in range(steps):
         if step == steps - 2:
-            worker.trace = []
+            trace.clear()
         moment = {"forward": time.perf_counter()}
         loss = F.cross_entropy(network(inputs), targets)
         moment["backward"] = time.perf_counter()
@@ -74,14 +91,8 @@ def work(specification: Specification, folder: Path, id: int, steps: int, batch_
         moments.append(moment | {"waited": worker.counters.seconds_waited})
     worker.wait_all()
     if id == 0:
-        (folder / "trace").write_text(json.dumps([moments[-2:], worker.trace]))
+        (folder / "trace").write_text(json.dumps([moments[-2:], trace]))
     worker.close()
-
-
-def wait(worker: Worker, own: list[int]) -> None:
-    """Before a module's forward."""
-    for number in own:
-        worker.wait(number)
 
 
 def measure(steps: int, batch_size: int) -> tuple[list[dict[str, float]], list[tuple[str, int, float]]]:

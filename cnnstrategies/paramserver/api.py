@@ -50,9 +50,6 @@ class Worker:
         step: Number of the step that is or will be worked on next, counted from the start of the run; a worker that
             joins later starts with that of the others.
         counters: What was sent, received and waited.
-        trace: Set it to a list to have it filled with (``"push"``, ``"arrived"`` or ``"wait"``, index of the parameter,
-            time by ``time.perf_counter()``): when a gradient was handed over, when the last part of a parameter came,
-            and when a wait for one ended.
         leader: Who speaks for it: nobody else, other than for a worker of a node that pushes once.
         role: The role.
         chooser: Chooses the encodings of each step, where there are several to choose from.
@@ -61,7 +58,6 @@ class Worker:
         ConfigurationError: The parameters are not those of the specification.
     """
 
-    trace: list[tuple[str, int, float]] | None
     leader: int | None = None
 
     def __init__(
@@ -83,7 +79,6 @@ class Worker:
             )
         allow_files(files_of_worker(specification.servers), f"worker {id}")
         reuse_freed_memory()
-        self.trace = None
         self._specification = specification
         self._parameters = parameters
         slices = cut(specification)
@@ -94,13 +89,7 @@ class Worker:
         self._staging = None if specification.mode == "local" else staging_for(parameters)
         self._values = parameters if self._staging is None else self._staging.values
         self.role = WorkerRole(specification, slices, self._values, id, incarnation, self._arrived)
-        self._links = Links(
-            specification,
-            slices,
-            views,
-            self.role.heard,
-            keys,
-        )
+        self._links = Links(specification, slices, views, self.role.connections.heard, keys)
         self._ladder = ladder(specification)
         followed = specification.aggregates and specification.workers > 1
         self.chooser = CodecChooser(len(self._ladder), followed) if len(self._ladder) > 1 else None
@@ -190,7 +179,7 @@ class Worker:
         self.wait_all()
         self._choose()
         self.role.begin_step(groups, samples)
-        self._links.send(self.role.take())
+        self._send()
 
     def push(self, index: int, gradient: Tensor) -> None:
         """Send a parameter's gradient, without waiting, and if it is large without a copy of what lies in CPU memory.
@@ -218,7 +207,6 @@ class Worker:
                 f"{tuple(parameter.shape)}, its gradient {gradient.dtype} of shape {tuple(gradient.shape)}: push a "
                 "gradient of the same type and shape"
             )
-        self._note("push", index)
         if self._staging is None or gradient.device != parameter.device:  # A node's sum is on the host already.
             self._push(index, gradient)
         else:
@@ -232,7 +220,7 @@ class Worker:
         """
         self._push_fetched(wait=True)
         self.role.end_step()
-        self._links.send(self.role.take())
+        self._send()
 
     def wait(self, index: int) -> None:
         """Wait until one parameter is up to date.
@@ -244,7 +232,6 @@ class Worker:
         self.wait_for(self.role.here(index))
         if self._staging is not None:
             self._staging.before_use(index)
-        self._note("wait", index)
 
     def wait_all(self) -> None:
         """Wait until all parameters are up to date. Raises what :meth:`wait` raises."""
@@ -288,13 +275,16 @@ class Worker:
                 self.wait_for(next(procedure))
         except StopIteration as end:
             result: Result = end.value
-        self._links.send(self.role.take())
+        self._send()
         self._use_all()
         return result
 
+    def _send(self) -> None:
+        self._links.send(self.role.connections.take())
+
     def _push(self, index: int, gradient: Tensor) -> None:
         self.role.push(index, gradient)
-        self._links.send(self.role.take())
+        self._send()
 
     def _push_fetched(self, wait: bool = False) -> None:
         """Send the gradients that have come from the device."""
@@ -331,7 +321,7 @@ class Worker:
             self.role.begin_waiting(begun, wait)
         while wait.waiting():
             self._look(wait, POLL_SECONDS)
-        self._links.send(self.role.take())
+        self._send()
         self.counters.seconds_waited += time.monotonic() - begun
 
     def _look(self, wait: Wait, seconds: float) -> None:
@@ -343,7 +333,7 @@ class Worker:
         """
         self._follow()
         self.role.on_time(time.monotonic())
-        self._links.send(self.role.take())
+        self._send()
         for server, header, payload in self._links.receive(seconds):
             self.role.on_message(server, header, payload)
             if not wait.waiting():
@@ -356,12 +346,7 @@ class Worker:
             self._links.connect(view)
 
     def _arrived(self, index: int) -> None:
-        self._note("arrived", index)
         if self._staging is not None:
             self._staging.bring(index)
         if self._came is not None:
             self._came(index, self._values[index])
-
-    def _note(self, what: str, index: int) -> None:
-        if self.trace is not None:
-            self.trace.append((what, index, time.perf_counter()))

@@ -48,18 +48,16 @@ class Encoder:
     """Encodes the gradients of one slice; remembers what it left out and adds it to the next.
 
     Args:
-        compression: The encoding.
         ratio: Share of the elements that ``topk`` sends; at least one.
 
     Attributes:
         encoding: Of the next gradient. It may change: what was left out before is in the next one all the same.
-        ratio: Of the next gradient.
         left_out: What was left out so far; None for nothing.
     """
 
     def __init__(self, compression: Compression, ratio: float) -> None:
         self.encoding = ENCODINGS[compression]
-        self.ratio = ratio
+        self._ratio = ratio
         self.left_out: Tensor | None = None
 
     def encode(self, gradient: Tensor) -> Any:
@@ -71,7 +69,7 @@ class Encoder:
         if self.encoding in _HALF:
             return as_bytes(gradient.to(_HALF[self.encoding]))
         wanted = gradient.float() if self.left_out is None else self.left_out.add_(gradient)
-        payload = compress(wanted, self.encoding, self.ratio)
+        payload = compress(wanted, self.encoding, self._ratio)
         sent = decode(payload, self.encoding, wanted.numel(), torch.float32)
         self.left_out = wanted - sent if self.left_out is None else wanted.sub_(sent)
         return payload

@@ -199,6 +199,23 @@ def unpack_json(payload: memoryview, header: Header) -> dict[str, Any]:
     return values
 
 
+def compose(
+    sender: int,
+    session: int,
+    kind: Kind,
+    sequence: int,
+    payload: Any = b"",
+    json: dict[str, Any] | None = None,
+    **fields: Any,
+) -> tuple[Header, Any]:
+    """A message's header and payload, which begins with a JSON object if there is one."""
+    text = b"" if json is None else pack_json(json)
+    if text:
+        payload = text + bytes(payload)
+    header = Header(kind, sender, session, sequence, length=len(payload), meta=len(text), **fields)
+    return header, payload
+
+
 def fields_of(payload: memoryview, header: Header) -> Message:
     """The JSON object at the start of a payload, to be read field by field.
 

@@ -1,4 +1,7 @@
-"""An optimizer's state over slices, as messages, and as one process would have it."""
+"""An optimizer's state over slices, as messages, and as one process would have it.
+
+Each part of a slice has a state of its own, whose names begin with the part's place: ``0/momentum_buffer``.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -9,17 +12,28 @@ from torch import Tensor
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import as_bytes, from_bytes
 from cnnstrategies.paramserver.messages import InvalidMessageError
-from cnnstrategies.paramserver.optimizers import StateValue, named, of_part, parts_of, tupled
+from cnnstrategies.paramserver.optimizers import StateValue, tupled
 from cnnstrategies.paramserver.slicing import Part, Slice
 from cnnstrategies.paramserver.specification import Specification
 
 LARGEST_NAME = 64
-MOST_PARTS = 32
+MOST_STATES = 32  # of a part
 MOST_DIMENSIONS = 8
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
 }
+
+
+def named(name: str, place: int) -> str:
+    """The name in a slice's state of a part's own."""
+    return f"{place}/{name}"
+
+
+def of_part(name: str) -> tuple[int, str]:
+    """The inverse of :func:`named`: the part's place and its own name."""
+    place, _, own = name.partition("/")
+    return int(place), own
 
 
 def join_state(
@@ -30,33 +44,23 @@ def join_state(
 ) -> dict[str, Any]:
     """The state dict over whole parameters, as the optimizer of one process would save it.
 
-    Args:
-        specification: Names the parameters and groups.
-        slices: All slices.
-        states: Each slice's state by key.
-        options: Each group's hyper-parameters.
+    `states` has that of each slice by key, and `options` each parameter group's hyper-parameters.
     """
-    parts: dict[int, list[tuple[Part, dict[str, StateValue]]]] = {}
+    found: dict[int, list[tuple[Part, dict[str, StateValue]]]] = {}
     for slice_ in slices:
         own: list[dict[str, StateValue]] = [{} for _ in slice_.parts]
         for name, value in states[slice_.key].items():
             place, plain = of_part(name)
-            if place is not None:
-                own[place][plain] = value
-            elif len(own) == 1:
-                own[0][name] = value
-            else:
-                for state_of_part, one in zip(own, parts_of(value, slice_.sizes), strict=True):
-                    state_of_part[name] = one
-        for part, found in zip(slice_.parts, own, strict=True):
-            parts.setdefault(part.parameter, []).append((part, found))
+            own[place][plain] = value
+        for part, state_of_part in zip(slice_.parts, own, strict=True):
+            found.setdefault(part.parameter, []).append((part, state_of_part))
     state: dict[int, dict[str, StateValue]] = {}
     groups = []
     position = 0
     for group, values in zip(specification.groups, options, strict=True):
         members = []
         for index in group.parameters:
-            joined = _join(specification.parameters[index].shape, parts.get(index, []))
+            joined = _join(specification.parameters[index].shape, found.get(index, []))
             if joined:
                 state[position] = joined
             members.append(position)
@@ -69,15 +73,10 @@ def _join(shape: tuple[int, ...], parts: Sequence[tuple[Part, Mapping[str, State
     joined: dict[str, StateValue] = {}
     for name, first in (parts[0][1] if parts else {}).items():
         if isinstance(first, Tensor) and first.shape == parts[0][0].shape:
-            joined[name] = torch.cat([_flat(state[name]) for _, state in parts]).view(shape)
+            joined[name] = torch.cat([torch.as_tensor(state[name]).reshape(-1) for _, state in parts]).view(shape)
         else:
             joined[name] = first
     return joined
-
-
-def _flat(value: StateValue) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value.reshape(-1)
 
 
 def cut_state(
@@ -99,47 +98,17 @@ def cut_state(
         for group, saved in zip(specification.groups, state_dict["param_groups"], strict=True)
         for index, place in zip(group.parameters, saved["params"], strict=True)
     }
-    result: dict[int, dict[str, StateValue]] = {}
-    for slice_ in slices:
-        states = []
-        for part in slice_.parts:
-            shape = specification.parameters[part.parameter].shape
-            saved = state_dict["state"].get(at[part.parameter], {})
-            states.append({name: _part(name, value, part, shape) for name, value in saved.items()})
-        together = _together(states, slice_)
-        result[slice_.key] = together or {
-            named(name, place): value for place, state in enumerate(states) for name, value in state.items()
+    return {
+        slice_.key: {
+            named(name, place): _cut(name, value, part, specification.parameters[part.parameter].shape)
+            for place, part in enumerate(slice_.parts)
+            for name, value in state_dict["state"].get(at[part.parameter], {}).items()
         }
-    return result
+        for slice_ in slices
+    }
 
 
-def _together(states: Sequence[Mapping[str, StateValue]], slice_: Slice) -> dict[str, StateValue]:
-    """The state of a slice as a whole; nothing where its parts have made different numbers of steps."""
-    joined: dict[str, StateValue] = {}
-    if len(states) == 1 or any(state.keys() != states[0].keys() for state in states):
-        return dict(states[0]) if len(states) == 1 else {}
-    for name, first in states[0].items():
-        values = [state[name] for state in states]
-        if all(_is_own(value, part) for value, part in zip(values, slice_.parts, strict=True)) and name != "step":
-            joined[name] = torch.cat([_flat(value) for value in values])
-        elif all(_equal(value, first) for value in values):
-            joined[name] = first
-        else:
-            return {}
-    return joined
-
-
-def _is_own(value: StateValue, part: Part) -> bool:
-    return isinstance(value, Tensor) and value.shape == part.shape
-
-
-def _equal(one: StateValue, other: StateValue) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and one == other
-
-
-def _part(name: str, value: StateValue, part: Part, shape: tuple[int, ...]) -> StateValue:
+def _cut(name: str, value: StateValue, part: Part, shape: tuple[int, ...]) -> StateValue:
     if not isinstance(value, Tensor):
         return value
     if value.shape != shape or name == "step":
@@ -148,7 +117,7 @@ def _part(name: str, value: StateValue, part: Part, shape: tuple[int, ...]) -> S
 
 
 def pack_state(name: str, value: StateValue) -> tuple[dict[str, Any], bytes]:
-    """The JSON object and the bytes for one part of the state."""
+    """The JSON object and the bytes for one entry of the state."""
     if isinstance(value, Tensor):
         plain = value.detach().cpu().contiguous()
         described = {"name": name, "dtype": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape)}
@@ -184,13 +153,13 @@ def unpack_state(described: dict[str, Any], raw: memoryview) -> tuple[str, State
 
 
 def check_part(name: str, state: Collection[str], slice_: Slice) -> None:
-    """Refuse a part of a slice's state that it does not have, and one beside more of them than it has.
+    """Refuse a state of a part that a slice does not have, and one beside more of them than it may have.
 
     Raises:
         InvalidMessageError: So it is.
     """
-    place, slash, _ = name.partition("/")  # See `optimizers.named`.
-    if slash and not (place.isdecimal() and place.isascii() and int(place) < len(slice_.parts) > 1):
+    place, slash, _ = name.partition("/")
+    if not (slash and place.isdecimal() and place.isascii() and int(place) < len(slice_.parts)):
         raise InvalidMessageError("a state of a part that its slice does not have")
-    if name not in state and len(state) >= MOST_PARTS * len(slice_.parts):
+    if name not in state and len(state) >= MOST_STATES * len(slice_.parts):
         raise InvalidMessageError("too many parts of a state")

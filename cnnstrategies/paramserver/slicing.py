@@ -45,11 +45,8 @@ class Slice:
     """What is pushed, updated and pulled as one: a part of a parameter, or some small ones of one parameter group.
 
     Attributes:
-        key: Its number.
         parts: What lies in it, one after the other.
         sizes: Elements of each part.
-        numel: Of all of them.
-        dtype: Of the elements.
         servers: Ids of the servers that hold it, the first choice for its primary first.
     """
 

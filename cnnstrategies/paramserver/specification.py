@@ -3,7 +3,7 @@
 import json
 import math
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.messages import InvalidMessageError
 
 Options = list[dict[str, Any]]  # of each parameter group
 Mode = Literal["sync", "async", "ssp", "local"]
@@ -289,3 +290,49 @@ def _plain(name: str, value: Any) -> Any:
     raise ConfigurationError(
         f"the optimizer's option {name}={value!r} cannot be sent to the servers: use numbers, text or lists of them"
     )
+
+
+LARGEST_OPTION = 1e30
+
+
+def check_options(options: Any, groups: Sequence[Group]) -> Options:
+    """The hyper-parameters of each parameter group that a message brings, if they are of the groups' form.
+
+    Raises:
+        InvalidMessageError: They are not.
+    """
+    if not _alike(options, [group.options for group in groups]):
+        raise InvalidMessageError("hyper-parameters of other parameter groups")
+    checked: Options = options
+    return checked
+
+
+def check_before_sending(options: Sequence[Mapping[str, Any]], groups: Sequence[Group], step: int) -> None:
+    """Refuse at its worker, in a step, what the servers would drop: the step would never end.
+
+    Raises:
+        ConfigurationError: An option cannot replace that of the start of the run; it is named.
+    """
+    for number, (given, group) in enumerate(zip(options, groups, strict=True)):
+        for name, first in group.options.items():
+            option = list(given[name]) if isinstance(given[name], tuple) else given[name]
+            if not _alike(option, first):
+                what = f"step {step}: {name}={given[name]} of parameter group {number}"
+                if isinstance(option, float) and not math.isfinite(option):
+                    raise ConfigurationError(f"{what} is no finite number: look at the learning rate's schedule")
+                raise ConfigurationError(
+                    f"{what} was {first} at the start, and the servers take only other numbers: leave it as it was"
+                )
+
+
+def _alike(value: Any, given: Any) -> bool:
+    """Whether an option may replace another: numbers for numbers, and lists and objects of the same size."""
+    if isinstance(given, dict):
+        return (
+            isinstance(value, dict) and value.keys() == given.keys() and all(_alike(value[k], given[k]) for k in given)
+        )
+    if isinstance(given, list | tuple):
+        return isinstance(value, list) and len(value) == len(given) and all(map(_alike, value, given))
+    if isinstance(given, bool | str) or given is None:
+        return bool(value == given)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_OPTION

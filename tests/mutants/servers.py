@@ -1,6 +1,6 @@
 """The servers of the parameters: whose gradients make up which step, and what of it outlives whom."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import test_changes
@@ -13,23 +13,22 @@ from torch import Tensor
 
 from cnnstrategies.paramserver.messages import Effects, Header, Kind
 from cnnstrategies.paramserver.server.clocks import StaleClock, SyncClock
-from cnnstrategies.paramserver.server.copies import Replicas
-from cnnstrategies.paramserver.server.pushes import Begin, Who
-from cnnstrategies.paramserver.server.senders import Gaps
+from cnnstrategies.paramserver.server.copies import Copies
+from cnnstrategies.paramserver.server.pushes import Backlog, Begin
+from cnnstrategies.paramserver.server.senders import Senders
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.shard import Pull, Shard
-from cnnstrategies.paramserver.server.store import Changes
+from cnnstrategies.paramserver.server.store import Changes, Who
 from cnnstrategies.paramserver.server.synchronous import Synchronous
-from cnnstrategies.paramserver.server.updater import Backlog
 
 HUNDRED_RUNS = test_data_simulation.test_nothing_is_violated
 
 
-@replaces(Shard.pull_one, killed_by=HUNDRED_RUNS)
+@replaces(Shard.pull, killed_by=HUNDRED_RUNS)
 def a_worker_gets_values_without_its_own_push(
-    right: Callable[[Shard, int, int, Pull], None], self: Shard, worker: int, key: int, pull: Pull
+    right: Callable[[Shard, int, Iterable[int], Pull], None], self: Shard, worker: int, keys: Iterable[int], pull: Pull
 ) -> None:
-    right(self, worker, key, replace(pull, version=0, who=None))
+    right(self, worker, keys, replace(pull, version=0, who=None))
 
 
 @replaces(Server.on_message, killed_by=HUNDRED_RUNS)
@@ -58,7 +57,6 @@ def a_worker_runs_one_step_further_ahead_than_the_staleness(
 @replaces(
     Synchronous.begin,
     killed_by=test_sync.test_accumulated_gradients_and_ssp_without_staleness_are_sync,
-    mode={"mode": "sync"},
 )
 def workers_count_alike_whatever_their_number_of_samples(
     right: Callable[[Synchronous, Who, int, Begin], None], self: Synchronous, who: Who, step: int, begin: Begin
@@ -74,16 +72,16 @@ def a_dead_worker_is_waited_for(right: Callable[[SyncClock, int], None], self: S
     pass
 
 
-@replaces(Replicas.safe, killed_by=test_shard.test_a_worker_sees_an_update_when_every_copy_has_it)
+@replaces(Copies.safe, killed_by=test_shard.test_a_worker_sees_an_update_when_every_copy_has_it)
 def a_worker_sees_what_one_death_can_take_back(
-    right: Callable[[Replicas, int, int], bool], self: Replicas, key: int, version: int
+    right: Callable[[Copies, int, int], bool], self: Copies, key: int, version: int
 ) -> bool:
     return True
 
 
-@replaces(Gaps.asked, killed_by=HUNDRED_RUNS)
+@replaces(Senders.asked, killed_by=HUNDRED_RUNS)
 def what_one_server_has_missed_of_another_is_not_told_again(
-    right: Callable[[Gaps, int, int], bool], self: Gaps, server: int, gaps: int
+    right: Callable[[Senders, int, int], bool], self: Senders, server: int, gaps: int
 ) -> bool:
     return False
 

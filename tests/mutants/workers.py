@@ -8,7 +8,6 @@ import test_staging
 import test_sync
 from mutants.faulty import replaces
 from torch import Tensor
-from training import SGD
 
 from cnnstrategies.paramserver.drivers.staging import Staging
 from cnnstrategies.paramserver.messages import Header
@@ -41,7 +40,7 @@ def a_push_that_was_lost_is_not_sent_again(
     right(self, (), step)
 
 
-@replaces(Pulls.with_push, killed_by=test_sync.test_pipelined_steps_equal_one_process, options=SGD)
+@replaces(Pulls.with_push, killed_by=test_sync.test_pipelined_steps_equal_one_process)
 def nobody_waits_for_what_comes_of_a_pipelined_push(right: Callable[[Pulls, int], None], self: Pulls, key: int) -> None:
     pass
 

@@ -1,4 +1,4 @@
-"""A connection between processes that a test can cut or change a byte on."""
+"""A connection between processes that a test can change a byte on."""
 
 import contextlib
 import socket
@@ -22,7 +22,6 @@ class Cable:
     def __init__(self, path: Path, listening: str) -> None:
         self.endpoint = f"ipc://{path}"
         self._there = listening.removeprefix("ipc://")
-        self._ends: list[socket.socket] = []
         self._change: tuple[bool, str] | None = None
         self._changed = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX)
@@ -35,7 +34,6 @@ class Cable:
             near, _ = self._listener.accept()
             far = socket.socket(socket.AF_UNIX)
             far.connect(self._there)
-            self._ends += [near, far]
             for source, target, back in ((near, far, False), (far, near, True)):
                 threading.Thread(target=self._carry, args=(source, target, back), daemon=True).start()
 
@@ -72,10 +70,3 @@ class Cable:
     def has_changed(self) -> bool:
         """Whether that has happened."""
         return self._changed.is_set()
-
-    def cut(self) -> None:
-        """End all connections."""
-        ends, self._ends = self._ends, []
-        for end in ends:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)

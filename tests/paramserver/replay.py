@@ -184,8 +184,6 @@ class Plan:
     """A run.
 
     Attributes:
-        workers: How many.
-        servers: How many.
         restarts: How often each process that is killed is started again.
         coordinates: How often the coordinator is.
         returns: Whether one of these is a worker other than rank 0, for which the others wait by themselves.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_apart
-from roles import PlainRoles, Roles, answered, join
+from roles import Roles, join
 from test_sync import train
 from torch import Tensor, nn
 from training import SGD, Replica, assert_same, batches, make_network, specify, train_alone
@@ -19,7 +19,7 @@ PLAIN = {"name": "SGD", "lr": 0.3}
 
 @pytest.mark.parametrize(
     "options",
-    [{"mode": "async"}, {"mode": "async", "clip_norm": 0.3}, {"mode": "ssp", "staleness": 2, "clip_value": 0.02}],
+    [{"mode": "async", "clip_norm": 0.3}, {"mode": "ssp", "staleness": 2, "clip_value": 0.02}],
     ids=str,
 )
 def test_one_worker_alone_trains_as_one_process(options: dict[str, Any], tmp_path: Path) -> None:
@@ -37,35 +37,16 @@ def test_one_worker_alone_trains_as_one_process(options: dict[str, Any], tmp_pat
     assert_same(network, expected)
 
 
-@pytest.mark.light
-@pytest.mark.parametrize("options", [{"mode": "async"}, {"mode": "ssp", "staleness": 3}], ids=["async", "ssp"])
-def test_a_slow_worker_is_waited_for_as_the_staleness_says_and_never_in_async(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
-    with PlainRoles(tmp_path, workers=2, servers=2, **options) as run:
-        (quick, _), (slow, _) = run.all_joined()
-        for _ in range(3):
-            run.step(slow)
-        for _ in range(3 + options.get("staleness", 7)):
-            run.step(quick)
-        run.begin(quick)
-        assert answered(quick, 0.3) == (options["mode"] == "async")
-        run.step(slow)
-        quick.wait_all()
-
-
-@pytest.mark.parametrize(("compression", "smaller"), [("fp16", 2), ("bf16", 2), ("topk", 5), ("onebit", 9)])
-def test_compressed_pushes_are_smaller_and_still_train(compression: str, smaller: float, tmp_path: Path) -> None:
-    options = specify(PLAIN, 1, compression=compression, compression_ratio=0.05, slice_bytes=1 << 16)
+def test_compressed_pushes_are_smaller_and_still_train(tmp_path: Path) -> None:
+    options = specify(PLAIN, 1, compression="topk", compression_ratio=0.05, slice_bytes=1 << 16)
     with Roles(tmp_path, options) as run:
         replica, first, last = fit(run)
     plain = 40 * (8 * sum(p.numel() for p in make_network().parameters()) + 6 * 72)
-    assert plain / replica.worker.counters.bytes_sent > smaller * 0.75
+    assert plain / replica.worker.counters.bytes_sent > 3.75
     assert last < 0.6 * first
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+@pytest.mark.parametrize(("mode", "compression"), [("sync", "fp16"), ("async", "bf16")])
 def test_compressed_pulls_are_half_as_large_and_the_servers_keep_their_precision(
     mode: str, compression: str, tmp_path: Path
 ) -> None:

@@ -109,14 +109,12 @@ def in_one_process(optimizer_options: dict[str, Any], size: int) -> dict[str, Te
     return network.state_dict()
 
 
-@pytest.mark.parametrize(("workers", "options"), [(1, {"servers": 1}), (2, {"servers": 2, "replication": 2})])
-def test_training_equals_one_process_that_leaves_out_the_same(
-    workers: int, options: dict[str, int], tmp_path: Path
-) -> None:
+def test_training_equals_one_process_that_leaves_out_the_same(tmp_path: Path) -> None:
     expected = run_apart(in_one_process, SGD, 12)
-    specification = specify(SGD, workers, pull_compression="topk", compression_ratio=RATIO, **options)
+    more: dict[str, Any] = {"servers": 2, "replication": 2, "compression_ratio": RATIO}
+    specification = specify(SGD, 2, pull_compression="topk", **more)
     with Roles(tmp_path, specification) as run:
-        for network, _ in run.train(train, SGD, shares_of(workers, 12), 12):
+        for network, _ in run.train(train, SGD, shares_of(2, 12), 12):
             for name, value in expected.items():
                 torch.testing.assert_close(network[name], value, rtol=1e-9, atol=1e-11)
 
@@ -128,10 +126,8 @@ def encodings_by_step(worker: Worker, rungs: Sequence[int]) -> None:
 
 
 @pytest.mark.light
-@pytest.mark.parametrize("dies", [None, 4, 6, 9, 10])
-def test_who_changes_from_values_to_changes_and_back_has_what_the_server_counts_with(
-    dies: int | None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("dies", [4, 6, 9])
+def test_who_changes_from_values_to_changes_and_back_has_what_the_server_counts_with(dies: int, tmp_path: Path) -> None:
     """A change is made from the rounded values of the step before, whose bytes it spares; also by a copy."""
     rungs, sizes = [0, 1, 2, 2, 2, 1, 2, 0, 0, 2, 2, 2], []
     gradients = torch.randn(len(rungs), 40, generator=torch.Generator().manual_seed(0))

@@ -56,17 +56,13 @@ class Run:
 
 
 @pytest.mark.light
-@pytest.mark.parametrize(
-    ("workers", "noise", "least"), [(1, 0.0, 0.9), (1, 0.1, 0.9), (1, 0.2, 0.8), (3, 0.0, 0.85), (3, 0.1, 0.85)]
-)
-@pytest.mark.parametrize("seed", range(3))
-def test_each_phase_of_a_link_has_nearly_the_speed_of_its_best_rung(
-    workers: int, noise: float, least: float, seed: int
-) -> None:
-    run = Run(workers, noise, seed)
-    for seconds in (FAST, SLOW, (0.3, 0.2, 0.25), FAST, SLOW):
-        run.steps(150, seconds)
-        assert run.share(150, seconds) > least
+@pytest.mark.parametrize(("workers", "noise", "least"), [(1, 0.0, 0.9), (1, 0.2, 0.8), (3, 0.1, 0.85)])
+def test_each_phase_of_a_link_has_nearly_the_speed_of_its_best_rung(workers: int, noise: float, least: float) -> None:
+    for seed in range(2):
+        run = Run(workers, noise, seed)
+        for seconds in (FAST, SLOW, (0.3, 0.2, 0.25), FAST, SLOW):
+            run.steps(150, seconds)
+            assert run.share(150, seconds) > least
 
 
 @pytest.mark.light
@@ -75,6 +71,8 @@ def test_where_nothing_is_to_be_gained_nothing_lossy_is_used_and_trying_costs_li
         run = Run().steps(1000, seconds)
         assert run.choosers[0].chosen == 0
         assert run.share(900, seconds) > 0.98
+    assert Run().steps(100, (0.2, 0.195, 0.3)).choosers[0].chosen == 0, "a small gain is not worth it"
+    assert Run().steps(100, (0.2, 0.185, 0.3)).choosers[0].chosen == 1
 
 
 @pytest.mark.light
@@ -108,7 +106,7 @@ def test_what_a_link_hides_while_it_changes_is_found_when_it_has_settled() -> No
 
 
 @pytest.mark.light
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_differs_all_the_time_is_a_change_no_more_and_a_great_change_still_is(seed: int) -> None:
     run = Run(noise=0.3, seed=seed).steps(1500, (0.2, 0.24, 0.3))
     assert run.share(1000, (0.2, 0.24, 0.3)) > 0.975
@@ -123,12 +121,6 @@ def test_after_a_change_that_way_is_tried_first_in_which_the_best_will_be() -> N
         assert run.choosers[0].chosen == 1
         run.steps(20, seconds)
         assert next(rung for (rung,) in run.rungs[100:] if rung != 1) == first
-
-
-@pytest.mark.light
-def test_a_small_gain_is_not_worth_a_lossy_encoding() -> None:
-    assert Run().steps(100, (0.2, 0.195, 0.3)).choosers[0].chosen == 0
-    assert Run().steps(100, (0.2, 0.185, 0.3)).choosers[0].chosen == 1
 
 
 @pytest.mark.light
@@ -159,7 +151,7 @@ def test_the_others_use_what_the_first_has_used_two_steps_before() -> None:
 @pytest.mark.light
 def test_a_try_that_the_others_do_not_make_does_not_count() -> None:
     """With it one in 25 such runs would stay with what takes twice the time."""
-    for seed in range(100):
+    for seed in range(50):
         run = Run(workers=2, noise=0.15, seed=seed).steps(120, FAST).steps(120, SLOW)
         assert run.share(40, SLOW) > 0.8
 

@@ -37,11 +37,11 @@ def test_nothing_of_the_living_is_lost_or_counts_twice_whoever_dies(first: int) 
 
 def test_a_node_alone_leaves_out_no_step_when_its_leader_dies() -> None:
     deaths = 0
-    for seed in range(20):
+    for seed in range(10):
         world = simulate(seed, nodes=1)
         deaths += 0 in world.dead
         assert not any(world.left_out[rank] for rank in range(world.count) if rank not in world.dead)
-    assert deaths > 4
+    assert deaths > 2
 
 
 class Node:
@@ -99,12 +99,11 @@ class Node:
         worker.wait_all()
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
 def test_with_real_servers_the_next_worker_pushes_what_a_dead_leader_has_not(
-    tmp_path: Path, pipelined: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clocks, "PATIENCE_SECONDS", 1e3)  # For who is in the view, and does not say where it is.
-    with PlainRoles(tmp_path, sizes=(40, 7), workers=2, servers=2, pipelined=pipelined) as cluster:
+    with PlainRoles(tmp_path, sizes=(40, 7), workers=2, servers=2, pipelined=True) as cluster:
         everyone = tuple(WorkerInfo(rank) for rank in range(4))
         cluster.publish(workers=everyone, begun=1)
         nodes = [Node(cluster, 0, 1.0), Node(cluster, 2, 3.0)]

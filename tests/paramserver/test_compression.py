@@ -53,7 +53,7 @@ def test_a_gradient_beyond_the_range_of_fp16_is_refused_by_its_name(width: int) 
     def push(compression: Compression, value: float) -> None:
         specification = Specification.of(network.named_parameters(), optimizer, 1, compression=compression)
         parameters = list(network.parameters())
-        outgoing = Outgoing(specification, cut(specification), to, to, Counters())
+        outgoing = Outgoing(specification, cut(specification), to, Counters())
         outgoing.begin(7, hyperparameters(optimizer), 1.0)
         for index, parameter in enumerate(parameters):
             outgoing.push(index, torch.full_like(parameter, 1.0 if index else value))

@@ -22,7 +22,7 @@ from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.drivers.control import Loop
 from cnnstrategies.paramserver.membership import Membership
-from cnnstrategies.paramserver.server.updater import Backlog
+from cnnstrategies.paramserver.server.pushes import Backlog
 from cnnstrategies.paramserver.services import SPECIFICATION, CoordinatorProcess, Handle, ServerProcess, start
 from cnnstrategies.paramserver.specification import Specification
 

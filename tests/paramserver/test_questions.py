@@ -41,7 +41,7 @@ class Joining:
         self.now += seconds
         self.role.on_time(self.now)
         self._go_on()
-        return self.role.take()
+        return self.role.connections.take()
 
     def answer(self, parcel: Parcel, leads: bool = True) -> None:
         """Answer a hello as the server does."""
@@ -51,7 +51,7 @@ class Joining:
         self._sequence += 1
         step, size = 7 if joins else 0, len(text)
         header = Header(Kind.WELCOME, SERVER, self._session, self._sequence, step=step, length=size, meta=size)
-        self.role.heard(self.now, 0, header)
+        self.role.connections.heard(self.now, 0, header)
         self.role.on_message(0, header, memoryview(text))
         self._go_on()
 
@@ -90,7 +90,7 @@ class Pair:
     def answers(self) -> list[Parcel]:
         """What the server answers to what the worker has to send."""
         effects: list[Any] = []
-        for parcel in self.role.take():
+        for parcel in self.role.connections.take():
             effects += self.server.on_message(0.0, self.route, "", parcel.header, memoryview(parcel.payload).cast("B"))
         effects += self.server.flush()
         # The values may change before they leave.
@@ -99,7 +99,7 @@ class Pair:
     def deliver(self, answers: list[Parcel]) -> None:
         """Hand them to the worker, in this order."""
         for answer in answers:
-            if self.role.heard(0.0, 0, answer.header):
+            if self.role.connections.heard(0.0, 0, answer.header):
                 self.role.on_message(0, answer.header, memoryview(answer.payload))
 
     def run(self, procedure: Generator[Wait, None, Any], late: list[Parcel] | None = None) -> None:

@@ -204,16 +204,8 @@ def open_shared(ranks: Collection[int], where: Mapping[int, list[object]], size:
 class StepSum:
     """The mean gradient of a node's workers in one step, weighted by their samples.
 
-    A worker that dies in the step takes part with the gradients that it has given.
-
-    Args:
-        step: Its number.
-        groups: The hyper-parameters of each parameter group.
-        samples: How many samples this worker's own gradients are means of.
-        own: Its own gradients, by parameter; more may come.
-        boards: Those of the node's other workers.
-        alive: Gives the ranks of those that live.
-        sums: Memory for each parameter, kept from step to step.
+    A worker that dies in the step takes part with the gradients that it has given. This worker's own are means of some
+    `samples`, and more of them may come; `sums` is memory for each parameter, kept from step to step.
     """
 
     def __init__(

@@ -30,9 +30,6 @@ class CombinedWorker:
         alive: Gives the ranks of the workers that live, as far as is known here.
         pause: Called again and again while something is waited for.
         codecs: The encodings, for who does not lead.
-
-    Attributes:
-        step: Number of the step that is or will be worked on next.
     """
 
     def __init__(

@@ -12,8 +12,9 @@ from cnnstrategies.paramserver.compression import check_length, decode
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
 from cnnstrategies.paramserver.server.clocks import RollCall, StaleClock
-from cnnstrategies.paramserver.server.pushes import Begin, Who, check_absent
+from cnnstrategies.paramserver.server.pushes import Begin
 from cnnstrategies.paramserver.server.shard import Pull, Shard
+from cnnstrategies.paramserver.server.store import Who, check_absent
 from cnnstrategies.paramserver.server.updater import TOGETHER_BYTES
 from cnnstrategies.paramserver.specification import Specification
 
@@ -47,11 +48,6 @@ class Asynchronous:
         return self.updates // max(1, len(self._shard.own))
 
     @property
-    def begun(self) -> bool:
-        """Not known: each worker has steps of its own."""
-        return False
-
-    @property
     def entries(self) -> int:
         """Workers of which something is kept."""
         return len(self._begun.keys() | self._held.keys())
@@ -68,8 +64,7 @@ class Asynchronous:
     def join(self, worker: int, step: int | None) -> int | None:
         """Count a worker from now on; :meth:`here` comes next.
 
-        Returns:
-            Its clock; None for a newcomer, which is not counted, while it is not known where the others are.
+        Its clock; None for a newcomer, which is not counted, while it is not known where the others are.
         """
         if step is None and not (self._free or self.roll.complete):
             return None
@@ -141,13 +136,6 @@ class Asynchronous:
             absent, self._absent = self._absent, {}
             self._shard.update(together, begin.options, who, step, absent)
             self.updates += len(together)
-
-    def busy(self) -> bool:
-        """Updates are made as they come: nothing is left for later."""
-        return False
-
-    def work(self) -> None:
-        """Nothing."""
 
     def flush(self) -> None:
         """Apply what is kept: nothing more is waiting."""

@@ -1,4 +1,7 @@
-"""Who may go on when: the state machines of the modes, without sockets."""
+"""Who may go on when: the state machines of the modes, without sockets.
+
+Each clock counts on some workers of the run's start (`expected`): until they have come, or have died, nobody goes on.
+"""
 
 from collections.abc import Collection, Mapping
 
@@ -7,9 +10,6 @@ PATIENCE_SECONDS = 2.0  # for workers that do not say where they are: those that
 
 class SyncClock:
     """Steps that all members make together.
-
-    Args:
-        expected: Workers that step 0 waits for.
 
     Attributes:
         step: The step that is not decided yet.
@@ -53,11 +53,7 @@ class SyncClock:
         self._count()
 
     def ready(self, complete: Collection[int]) -> frozenset[int] | None:
-        """The workers that make up the present step, or None while one of them is waited for.
-
-        Args:
-            complete: Workers whose pushes of the present step have all arrived.
-        """
+        """The workers that make up the present step, if all their pushes have come; else None."""
         members = self.members
         if not members or len(complete) < len(members):  # Asked for each vote: the common answer costs nothing.
             return None
@@ -74,9 +70,7 @@ class SyncClock:
 class StaleClock:
     """Clocks of workers that run on their own: async, or stale synchronous parallel (Ho et al., NeurIPS 2013).
 
-    Args:
-        staleness: Steps that a worker may be ahead of the slowest; None for any number.
-        expected: Workers of the run's start: until all of them have come, the slowest has finished no step.
+    Nobody may be ahead of the slowest by more steps than the staleness, if there is one.
     """
 
     def __init__(self, staleness: int | None, expected: int = 0) -> None:
@@ -149,9 +143,6 @@ class StaleClock:
 
 class RollCall:
     """Held by a server that does not know who is at which step: nobody may go on before all have said it.
-
-    Args:
-        expected: Workers of the run's start.
 
     Attributes:
         lives: The incarnation of each worker of the view.

@@ -3,7 +3,7 @@
 A copy follows by the primary's updates, in their order. Once it has missed one it gets all anew.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -21,78 +21,73 @@ from cnnstrategies.paramserver.messages import (
 )
 from cnnstrategies.paramserver.optimizer_state import check_part, pack_state, unpack_state
 from cnnstrategies.paramserver.optimizers import StateValue
-from cnnstrategies.paramserver.server.pushes import Who, check_absent
 from cnnstrategies.paramserver.server.senders import Outbox
-from cnnstrategies.paramserver.server.store import Store
-from cnnstrategies.paramserver.slicing import Slice, holders
+from cnnstrategies.paramserver.server.store import Store, Who, check_absent
+from cnnstrategies.paramserver.slicing import holders
 from cnnstrategies.paramserver.specification import Options
 
+KNOWN = "what workers have"  # beside the entries of an optimizer's state, in a copy
 
-class Replicas:
-    """The copies of the slices that one server holds, as the present view places them.
 
-    Args:
-        server: Id of the server.
-        slices: The slices it holds, as primary or backup.
-    """
+class Copies:
+    """The copies of the slices that one server holds, as primary or backup, as the present view places them."""
 
-    def __init__(self, server: int, slices: Mapping[int, Slice]) -> None:
+    def __init__(self, server: int, outbox: Outbox, store: Store) -> None:
         self._server = server
-        self._slices = slices
+        self._outbox = outbox
+        self._store = store
         self._holders: dict[int, Sequence[int]] = {}
         self._backups: dict[int, Sequence[int]] = {}  # of the slices that this server is the primary of
         self._since: dict[int, int] = {}
         self._acknowledged: dict[tuple[int, int], int] = {}
         self._filling: dict[int, set[int]] = {}  # slices whose copies a server lacks that came after training began
+        self._relayed_options: dict[int, Options] = {}
+        self._copied: dict[int, tuple[int, int]] = {}  # of which process in its primary's place a slice is a copy
+        self._states: dict[int, tuple[int, dict[str, StateValue]]] = {}  # by slice: of a version
+        self._options_sent: tuple[object, ...] = ()
+
+    # Where they are
 
     def place(self, view: View) -> list[tuple[int, int]]:
         """Follow a change of the view.
 
-        Returns:
-            (slice, server) of the backups that are new to this primary, and need a copy. At the run's start every
-            backup is new; its copies are of slices without a value then, and cost nothing.
+        Returns the slices and servers of the backups that are new to this primary, and need a copy. At the start every
+        one is new; its copies are of slices without a value then, and cost nothing.
         """
         before = self._holders
         since = {server.id: server.since for server in view.servers}
         renewed = {server for server, number in since.items() if self._since.get(server, number) != number}
         self._since = since
-        self._holders = {key: holders(slice_, view) for key, slice_ in self._slices.items()}
+        self._holders = {key: holders(slice_, view) for key, slice_ in self._store.slices.items()}
         self._backups = {key: named[1:] for key, named in self._holders.items() if named[:1] == [self._server]}
         needed = []
-        for key in self._slices:
+        for key, backups in self._backups.items():
             was_primary = before.get(key, [-1])[:1] == [self._server]
-            for backup in self.backups(key):
+            for backup in backups:
                 if not was_primary or backup not in before[key] or backup in renewed:
                     self._acknowledged.pop((key, backup), None)
                     needed.append((key, backup))
-        before_this = {(key, server) for server, missing in self._filling.items() for key in missing}
+        filled_before = {(key, server) for server, missing in self._filling.items() for key in missing}
         self._filling = {}
-        for key, backup in {*needed, *before_this}:
-            if backup in self.backups(key) and 0 < view.begun < since[backup]:
+        for key, backup in {*needed, *filled_before}:
+            if backup in self._backups.get(key, ()) and 0 < view.begun < since[backup]:
                 self._filling.setdefault(backup, set()).add(key)
+        self._copied = {key: life for key, life in self._copied.items() if self._life(key) == life}
+        self._options_sent = ()
         return needed
 
     def owns(self, key: int) -> bool:
         """Whether this server is the slice's primary."""
         return key in self._backups
 
-    def primary(self, key: int) -> int:
+    def _primary(self, key: int) -> int:
         """The slice's primary; -1 if no live server holds it."""
         return next(iter(self._holders.get(key, [])), -1)
 
-    def life(self, key: int) -> tuple[int, int]:
+    def _life(self, key: int) -> tuple[int, int]:
         """The slice's primary, and the view that its present process came with."""
-        primary = self.primary(key)
+        primary = self._primary(key)
         return primary, self._since.get(primary, -1)
-
-    def backups(self, key: int) -> Sequence[int]:
-        """The servers that this primary sends the slice's updates to; none if it is not the primary."""
-        return self._backups.get(key, ())
-
-    @property
-    def all_backups(self) -> set[int]:
-        """The servers that this primary sends updates of any slice to."""
-        return {backup for named in self._backups.values() for backup in named}
 
     def acknowledged(self, key: int, backup: int, version: int) -> bool:
         """A backup has the slice up to a version; whether it has come late, and has all its copies now."""
@@ -108,55 +103,22 @@ class Replicas:
 
     def safe(self, key: int, version: int) -> bool:
         """Whether every copy of a slice has a version, so that workers may see it."""
-        return all(self._acknowledged.get((key, backup), -1) >= version for backup in self.backups(key))
-
-
-KNOWN = "what workers have"  # beside the parts of an optimizer's state, in a copy
-
-
-class Copies:
-    """The copies of the slices that one server holds, as primary or backup."""
-
-    def __init__(self, replicas: Replicas, outbox: Outbox, store: Store) -> None:
-        self._replicas = replicas
-        self._outbox = outbox
-        self._store = store
-        self._relayed_options: dict[int, Options] = {}
-        self._copied: dict[int, tuple[int, int]] = {}  # of which process in its primary's place a slice is a copy
-        self._states: dict[int, tuple[int, dict[str, StateValue]]] = {}  # by slice: of a version
-        self._options_sent: tuple[object, ...] = ()
-
-    def follow(self) -> None:
-        """Go on with another view, in which the replicas are placed."""
-        self._copied = {key: life for key, life in self._copied.items() if self._replicas.life(key) == life}
-        self._options_sent = ()
+        return all(self._acknowledged.get((key, backup), -1) >= version for backup in self._backups.get(key, ()))
 
     # As primary
 
     def relay(
-        self,
-        key: int,
-        change: Tensor | None,
-        options: Options,
-        who: Who,
-        step: int,
-        sent: bytes | memoryview,
+        self, key: int, change: Tensor | None, options: Options, who: Who, step: int, sent: bytes | memoryview,
         absent: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Send an update that was applied here to the slice's backups.
 
-        Args:
-            key: The slice.
-            change: The update; None if it leaves the values alone.
-            options: Each parameter group's hyper-parameters.
-            who: Whose update it is.
-            step: Of which step.
-            sent: What workers are sent of it, where they pull changes.
-            absent: The parts of the slice that have no gradient, as bits.
+        A change of None leaves the values alone; `sent` is what workers are sent of it, where they pull changes, and
+        `absent` are the parts of the slice that have no gradient, as bits.
         """
-        for backup in self._replicas.backups(key):
+        for backup in self._backups.get(key, ()):
             if self._options_sent[:2] != (who, step):
-                for server in self._replicas.all_backups:
+                for server in {backup for named in self._backups.values() for backup in named}:
                     self._outbox.to_server(server, Kind.RELAY_BEGIN, json=self._store.decided or {"options": options})
                 self._options_sent = who, step
             payload = b"" if change is None else as_bytes(change)
@@ -172,45 +134,36 @@ class Copies:
                 **({"json": {"absent": absent}} if absent else {}),
             )
 
-    def send_to_all(self, key: int) -> None:
-        """Send a slice to all its backups."""
-        for backup in self._replicas.backups(key):
-            self.send(key, backup)
-
-    def send(self, key: int, backup: int) -> None:
-        """Send a slice, with all that belongs to it, to one of its backups."""
+    def send(self, key: int, backups: Sequence[int] | None = None) -> None:
+        """Send a slice, with all that belongs to it, to some of its backups; by default to all."""
         version, state, changes = self._store.versions[key], self._store.state(key), self._store.changes
         if version < 0:
             return
         if changes is not None:
             state = {**state, KNOWN: changes.known[key]}
-        for name, value in state.items():
-            described, raw = pack_state(name, value)
-            self._outbox.to_server(backup, Kind.COPY_STATE, raw, key=key, base=version, json=described)
-        seen = [[*who, step] for who, step in self._store.seen[key].items()]
-        # A copy of the values: they change here while the message waits to be sent.
-        self._outbox.to_server(
-            backup,
-            Kind.COPY,
-            bytes(self._store.memory[key]),
-            key=key,
-            base=version,
-            json={
-                "seen": seen,
-                "parts": len(state),
-                "decided": self._store.decided,
-                "lineage": 0 if changes is None else changes.lineages[key],
-                "behind": changes is not None and key in changes.behind,
-            },
-        )
+        said = {
+            "seen": [[*who, step] for who, step in self._store.seen[key].items()],
+            "parts": len(state),
+            "decided": self._store.decided,
+            "lineage": 0 if changes is None else changes.lineages[key],
+            "behind": changes is not None and key in changes.behind,
+        }
+        for backup in self._backups.get(key, ()) if backups is None else backups:
+            for name, value in state.items():
+                described, raw = pack_state(name, value)
+                self._outbox.to_server(backup, Kind.COPY_STATE, raw, key=key, base=version, json=described)
+            # A copy of the values: they change here while the message waits to be sent.
+            self._outbox.to_server(
+                backup, Kind.COPY, bytes(self._store.memory[key]), key=key, base=version, json=said
+            )  # fmt: skip
 
     def tell_again(self, server: int) -> None:
         """Repeat what a server has missed some messages about."""
         self._options_sent = ()
         for key in self._store.slices:
-            if server in self._replicas.backups(key):
-                self.send(key, server)
-            elif self._replicas.primary(key) == server and self._store.versions[key] >= 0:
+            if server in self._backups.get(key, ()):
+                self.send(key, [server])
+            elif self._primary(key) == server and self._store.versions[key] >= 0:
                 self.acknowledge(key)
 
     # As backup
@@ -254,7 +207,7 @@ class Copies:
             self.acknowledge(header.key)
 
     def copied_state(self, primary: int, header: Header, payload: memoryview) -> None:
-        """Keep a part of a slice's optimizer state until its values come.
+        """Keep an entry of a slice's optimizer state until its values come.
 
         Raises:
             InvalidMessageError: It is not the primary, or the payload does not fit.
@@ -262,19 +215,20 @@ class Copies:
         self._from_primary(primary, header.key)
         state = self._state_of(header)
         name, value = unpack_state(unpack_json(payload, header), payload[header.meta :])
-        check_part(name, state, self._store.slices[header.key])
+        if name != KNOWN:
+            check_part(name, state, self._store.slices[header.key])
         self._states[header.key] = header.base, {**state, name: value}
 
     def _state_of(self, header: Header) -> dict[str, StateValue]:
-        """The parts that have come of a slice's optimizer state in the version of a message."""
+        """What has come of a slice's optimizer state in the version of a message."""
         version, state = self._states.get(header.key, (-1, {}))
         return state if version == header.base else {}
 
     def copied(self, primary: int, header: Header, said: Message, raw: memoryview) -> None:
-        """Take over a primary's copy of a slice, once all parts of its optimizer state have come.
+        """Take over a primary's copy of a slice, once all of its optimizer's state has come.
 
         Raises:
-            InvalidMessageError: It is not the primary, the payload does not fit, or a part of the state was lost: it
+            InvalidMessageError: It is not the primary, the payload does not fit, or an entry of the state was lost: it
                 comes again, since the primary hears of the gap.
         """
         self._from_primary(primary, header.key)
@@ -290,20 +244,20 @@ class Copies:
         if changes is not None and not (isinstance(known, Tensor) and known.numel() == slice_.numel):
             raise InvalidMessageError("a copy without what workers have")
         self._states.pop(header.key, None)
-        self._store.clear_state(header.key)  # The primary may have none of a part that is here.
+        self._store.clear_state(header.key)  # The primary may have none of an entry that is here.
         for name, value in state.items():
             self._store.set_state(header.key, name, value)
         self._store.seen[header.key] = {(worker, life): step for worker, life, step in seen}
         self._store.put(header.key, from_bytes(raw, slice_.dtype), header.base)
         if changes is not None and isinstance(known, Tensor):
             changes.take_over(header.key, known, lineage, behind)
-        self._copied[header.key] = self._replicas.life(header.key)
+        self._copied[header.key] = self._life(header.key)
         self.acknowledge(header.key)
 
     def acknowledge(self, key: int) -> None:
         """Tell a slice's primary which version is here."""
-        self._outbox.to_server(self._replicas.primary(key), Kind.ACKNOWLEDGE, key=key, base=self._store.versions[key])
+        self._outbox.to_server(self._primary(key), Kind.ACKNOWLEDGE, key=key, base=self._store.versions[key])
 
     def _from_primary(self, server: int, key: int) -> None:
-        if key not in self._store.slices or self._replicas.primary(key) != server:
+        if key not in self._store.slices or self._primary(key) != server:
             raise InvalidMessageError("an update from a server that is not the slice's primary")

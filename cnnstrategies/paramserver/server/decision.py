@@ -1,18 +1,13 @@
-"""What the servers agree on about a common step: who has pushed it all, who makes it up, and its global norm."""
+"""What the servers agree on about a common step: who has pushed it all, and who makes it up."""
 
-import math
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.messages import InvalidMessageError
-from cnnstrategies.paramserver.option_checks import check_options
-from cnnstrategies.paramserver.server.pushes import Who
-from cnnstrategies.paramserver.specification import Options, Specification
+from cnnstrategies.paramserver.server.store import Who
+from cnnstrategies.paramserver.specification import Options, Specification, check_options
 
 
 @dataclass(frozen=True)
@@ -84,13 +79,7 @@ class Reports:
             self.add(server, view, complete)
 
     def add(self, server: int, view: int, complete: Collection[Entry]) -> None:
-        """Note what a server has.
-
-        Args:
-            server: The server.
-            view: Number of the view under which it says so.
-            complete: Steps with workers whose pushes of that step it has in full.
-        """
+        """Note what a server has in full, as it says under a view."""
         if not self._view <= view <= self._view + VIEWS_AHEAD:
             return
         known = self._reports.setdefault(view, {}).setdefault(server, set())
@@ -117,46 +106,3 @@ class Reports:
             del self._counts[entry]
         for old in [old for old in self._complete if old < step]:
             del self._complete[old]
-
-
-def squared_norm(tensors: Iterable[Tensor | None]) -> float:
-    """The squared Euclidean norm of several tensors together, in float64; None counts as zeros."""
-    norms: list[float] = [
-        torch.linalg.vector_norm(one, dtype=torch.float64).item() for one in tensors if one is not None
-    ]
-    return sum(norm * norm for norm in norms)
-
-
-class GlobalNorm:
-    """The servers' squared norms of the present step, as the leader is told them.
-
-    Args:
-        limit: The largest norm; None if nothing is clipped.
-
-    Attributes:
-        sent: Whether this server has told its own.
-    """
-
-    def __init__(self, limit: float | None) -> None:
-        self.sent = False
-        self._limit = limit
-        self._squares: dict[int, float] = {}
-
-    def clear(self) -> None:
-        """Begin anew: with another step, or because the slices have other servers."""
-        self.sent = False
-        self._squares.clear()
-
-    def add(self, server: int, square: float, servers: Collection[int]) -> float | None:
-        """Note a server's squared norm.
-
-        Returns:
-            The factor by which the gradient is multiplied, once all servers have told theirs.
-        """
-        self._squares[server] = square
-        if not self._squares.keys() >= set(servers):
-            return None
-        assert self._limit is not None
-        # As torch.nn.utils.clip_grad_norm_ does it; a norm that is not a number stays one.
-        factor = self._limit / (math.sqrt(sum(self._squares.values())) + 1e-6)
-        return 1.0 if factor > 1 else factor

@@ -1,18 +1,17 @@
 """What workers have pushed of the steps that are not applied yet, and its mean over all samples."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.compression import check_length, decode
-from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
+from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
+from cnnstrategies.paramserver.server.shard import Shard
+from cnnstrategies.paramserver.server.store import Who, check_absent
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Options
-
-Who = tuple[int, int]
-"""Id and incarnation of a worker."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,6 @@ class Begin:
     """What comes before a worker's pushes of a step.
 
     Attributes:
-        options: Hyper-parameters.
         weight: Of its gradient.
         pulls: In which encoding it will pull what comes of the step, where workers may choose.
         rung: See :attr:`~cnnstrategies.paramserver.messages.Header.rung`.
@@ -30,22 +28,6 @@ class Begin:
     weight: float
     pulls: Encoding = Encoding.NOTHING
     rung: int = 0
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What the workers of a step have chosen, where they may choose.
-
-    Attributes:
-        pulls: In which encodings they will pull what comes of it.
-        rung: That of the first of them; see :attr:`~cnnstrategies.paramserver.messages.Header.rung`.
-    """
-
-    pulls: frozenset[Encoding] = frozenset()
-    rung: int = 0
-
-
-NOTHING_CHOSEN = Chosen()
 
 
 class Pushes:
@@ -77,11 +59,6 @@ class Pushes:
             self._absent.setdefault(slice_.key, {})[worker] = absent
         self._counts[worker] = self._counts.get(worker, 0) + 1
         return True
-
-    def chosen(self, workers: Iterable[Who]) -> Chosen:
-        """What these workers have chosen in the step."""
-        begun = [self.begun[worker] for worker in sorted(workers) if worker in self.begun]
-        return Chosen(frozenset(begin.pulls for begin in begun), begun[0].rung if begun else 0)
 
     def count(self, worker: Who) -> int:
         """Slices that a worker has pushed; -1 before it began."""
@@ -142,7 +119,72 @@ class Pushes:
         self._means.pop(key, None)
 
 
-def check_absent(absent: int, slice_: Slice) -> None:
-    """Refuse parts that a slice does not have."""
-    if not 0 <= absent < (1 << len(slice_.parts)) - 1 and absent:
-        raise InvalidMessageError("parts that its slice does not have")
+class Backlog:
+    """The workers' pushes of the present step and the next.
+
+    Attributes:
+        steps: Their pushes.
+        uneven: Whether some own slices may have had the present step and others not, after a server's death.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self.steps: dict[int, Pushes] = {}
+        self.uneven = False
+        self._shard = shard
+
+    def lowest(self, default: int) -> int:
+        """The first step that is not applied to all own slices; without own slices the default."""
+        return min((self._shard.store.versions[key] for key in self._shard.own), default=default)
+
+    def of(self, step: int) -> Pushes:
+        """The pushes of a step."""
+        return self.steps.setdefault(step, Pushes())
+
+    def add(self, worker: Who, header: Header, payload: memoryview) -> bool:
+        """Keep a worker's push; whether it is new.
+
+        Raises:
+            InvalidMessageError: No step was begun for it, or the payload does not fit.
+        """
+        key, step = header.key, header.step
+        version = self._shard.store.versions[key]
+        if version > step:
+            return False
+        if version < 0 or step > version + 1 or step not in self.steps or worker not in self.steps[step].begun:
+            raise InvalidMessageError("a push of a step that has not begun")
+        return self.steps[step].add(worker, self._shard.store.slices[key], payload, header.encoding, header.base)
+
+    def has(self, worker: Who, step: int, key: int) -> bool:
+        """Whether a worker's push of a slice is here."""
+        return step in self.steps and self.steps[step].has(key, (worker,))
+
+    def complete(self, step: int, worker: Who) -> bool:
+        """Whether a worker's pushes of a step are all here that this server has a use for."""
+        pushes = self.steps[step]
+        if pushes.count(worker) == len(self._shard.own):
+            return True
+        versions = self._shard.store.versions
+        return (
+            self.uneven
+            and worker in pushes.begun
+            and all(versions[key] > step or pushes.has(key, (worker,)) for key in self._shard.own)
+        )
+
+    def all_begun(self) -> Iterator[tuple[int, Who]]:
+        """Steps with workers that have begun them."""
+        for step, pushes in self.steps.items():
+            for worker in pushes.begun:
+                yield step, worker
+
+    def all_complete(self) -> Iterator[tuple[int, Who]]:
+        """Steps with workers whose pushes of that step are all here."""
+        return ((step, worker) for step, worker in self.all_begun() if self.complete(step, worker))
+
+    def compare(self) -> None:
+        """After a change of the view: look whether the own slices have had the same steps."""
+        self.uneven = len({self._shard.store.versions[key] for key in self._shard.own}) > 1
+
+    def forget_before(self, step: int) -> None:
+        """Drop the pushes of earlier steps."""
+        for old in [old for old in self.steps if old < step]:
+            del self.steps[old]

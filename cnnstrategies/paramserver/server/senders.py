@@ -5,7 +5,9 @@ Messages between two servers are numbered without gaps, and every server says a 
 found one: the other then sends the state that its lost messages have led to.
 """
 
+from collections import Counter
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 from cnnstrategies.paramserver.core.view import ServerInfo, View
@@ -17,57 +19,12 @@ from cnnstrategies.paramserver.messages import (
     InvalidMessageError,
     Kind,
     Parcel,
-    pack_json,
+    compose,
 )
 
 PING_SECONDS = 0.2
 # Between two pings: what is told again may be lost, too, and that told again, which would be ever more.
 MOST = 8
-
-
-class Gaps:
-    """The numbers of the messages from each other server.
-
-    Attributes:
-        found: How many gaps there were, by server.
-    """
-
-    def __init__(self) -> None:
-        self.found: dict[int, int] = {}
-        self._last: dict[int, int] = {}
-        self._answered: dict[int, int] = {}
-        self._times: dict[int, int] = {}
-
-    def forget(self, servers: Collection[int]) -> None:
-        """Begin anew with servers that are gone or others now."""
-        for numbers in (self.found, self._last, self._answered):
-            for server in servers:
-                numbers.pop(server, None)
-
-    def take(self, server: int, sequence: int) -> bool:
-        """Count a message; whether some that were sent before it have not come."""
-        last = self._last.get(server, 0)
-        if sequence <= last:
-            raise InvalidMessageError("a replay")
-        self._last[server] = sequence
-        if sequence == last + 1:
-            return False
-        self.found[server] = self.found.get(server, 0) + 1
-        return True
-
-    def asked(self, server: int, gaps: int) -> bool:
-        """Whether a server has found more gaps in this one's messages than have been made good, and may be told now."""
-        if gaps <= self._answered.get(server, 0) or self._times.get(server, 0) >= MOST:
-            return False
-        self._times[server] = self._times.get(server, 0) + 1
-        self._answered[server] = gaps
-        return True
-
-    def pinged(self) -> None:
-        """Servers are told about their gaps; whoever finds more may be told as often as before."""
-        self._times = {}
-
-
 _FROM_WORKERS = frozenset(
     {Kind.HELLO, Kind.LEAVE, Kind.VALUE, Kind.STATE, Kind.BEGIN, Kind.PUSH, Kind.PULL, Kind.GET_STATE}
 )
@@ -80,24 +37,26 @@ _FROM_SERVERS = frozenset(
 
 
 class Senders:
-    """The members that may send to a server, and how far each has come."""
+    """The members that may send to a server, how far each has come, and what was lost of other servers' messages."""
 
-    def __init__(self, encrypted: bool, gaps: Gaps) -> None:
+    def __init__(self, encrypted: bool) -> None:
         self._encrypted = encrypted
-        self._gaps = gaps
         self._view = View(-1, (), ())
-        self._members: dict[int, tuple[int, str]] = {}
-        self._last: dict[int, tuple[int, int]] = {}
+        self._members: dict[int, tuple[int, str]] = {}  # life and key, by sender
+        self._last: dict[int, tuple[int, int]] = {}  # life and number of the last message
+        self._found: Counter[int] = Counter()  # gaps in the numbers of each other server
+        self._answered: dict[int, int] = {}  # how many of the gaps that they have found were made good
+        self._times: Counter[int] = Counter()  # how often since the last pings
 
     def follow(self, view: View) -> None:
         """Go on with another view's members."""
-        before = {server.id: server.since for server in self._view.servers}
-        now = {server.id: server.since for server in view.servers}
-        self._gaps.forget([server for server, since in before.items() if now.get(server) != since])
         self._view = view
         self._members = {worker.id: (worker.incarnation, worker.public_key) for worker in view.workers}
         self._members |= {SERVER + server.id: (server.since, server.public_key) for server in view.servers}
-        self._last = {peer: last for peer, last in self._last.items() if self._life(peer) == last[0]}
+        for peer, (life, _) in list(self._last.items()):
+            if self._life(peer) != life:  # It is gone, or another now.
+                for numbers in (self._last, self._found, self._answered):
+                    numbers.pop(peer, None)
 
     def _life(self, peer: int) -> int | None:
         return self._members[peer][0] if peer in self._members else None
@@ -112,11 +71,7 @@ class Senders:
         return life is not None and life <= header.incarnation and (user == key or not self._encrypted)
 
     def check(self, header: Header, user: str) -> bool:
-        """Check who has sent a message, and count it.
-
-        Returns:
-            Whether messages that another server has sent before it have not come.
-        """
+        """Check who has sent a message, and count it; whether another server's messages before it have not come."""
         is_server = header.sender >= SERVER
         life, key = self._members.get(header.sender, (None, ""))
         if life is None or (not is_server and life != header.incarnation):
@@ -127,12 +82,32 @@ class Senders:
             raise InvalidMessageError("a key that is not its sender's")
         if header.kind not in (_FROM_SERVERS if is_server else _FROM_WORKERS):
             raise InvalidMessageError("a kind that its sender does not send")
-        if is_server:
-            return self._gaps.take(header.sender & ~SERVER, header.sequence)
-        if header.sequence <= self._last.get(header.sender, (life, 0))[1]:
+        _, last = self._last.get(header.sender, (life, 0))
+        if header.sequence <= last:
             raise InvalidMessageError("a replay")
         self._last[header.sender] = life, header.sequence
-        return False
+        missed = is_server and header.sequence > last + 1
+        if missed:
+            self._found[header.sender] += 1
+        return missed
+
+    # Gaps
+
+    def gaps(self, server: int) -> int:
+        """How many have been found in the numbers of another server's messages."""
+        return self._found[SERVER + server]
+
+    def asked(self, server: int, gaps: int) -> bool:
+        """Whether a server has found more gaps in this one's messages than have been made good, and may be told now."""
+        if gaps <= self._answered.get(SERVER + server, 0) or self._times[server] >= MOST:
+            return False
+        self._times[server] += 1
+        self._answered[SERVER + server] = gaps
+        return True
+
+    def pinged(self) -> None:
+        """Servers are told about their gaps; whoever finds more may be told as often as before."""
+        self._times.clear()
 
 
 class Outbox:
@@ -150,7 +125,7 @@ class Outbox:
         self.effects: Effects = []
         self._answered: set[int] = set()
         self._server = server
-        self._session = session
+        self._compose = partial(compose, SERVER + server, session)
         self._sequence = 0
         self._view = -1
         self._sent: dict[int, int] = {}
@@ -187,7 +162,7 @@ class Outbox:
         if route is not None:
             self._answered.add(worker)
             self._sequence += 1
-            header, body = self._message(kind, self._sequence, payload, fields)
+            header, body = self._compose(kind, self._sequence, payload, **fields)
             wait = kind == Kind.PULLED and len(body) <= SMALL_BYTES
             # The values may change before they leave.
             self.effects.append(Parcel(route, header, bytes(body) if wait else body, wait))
@@ -206,15 +181,5 @@ class Outbox:
         """Send to another server; nothing happens if it is not in the view."""
         if server in self._servers:
             self._sent[server] += 1
-            header, body = self._message(kind, self._sent[server], payload, fields | {"incarnation": self._view})
+            header, body = self._compose(kind, self._sent[server], payload, incarnation=self._view, **fields)
             self.effects.append(Parcel(server, header, body, False))
-
-    def _message(self, kind: Kind, sequence: int, payload: Any, fields: dict[str, Any]) -> tuple[Header, Any]:
-        described = fields.pop("json", None)
-        meta = 0
-        if described is not None:
-            text = pack_json(described)
-            meta = len(text)
-            payload = text + bytes(payload)
-        header = Header(kind, SERVER + self._server, self._session, sequence, meta=meta, length=len(payload), **fields)
-        return header, payload

@@ -1,20 +1,37 @@
 """A server: holds slices of the parameters, applies the optimizer to them, and answers pulls."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from cnnstrategies.paramserver.core.node import ControlError, End
+from cnnstrategies.paramserver.compression import CHANGES
+from cnnstrategies.paramserver.core.node import ControlError, End, Message
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.messages import SERVER, Effects, Header, InvalidMessageError, Kind, Say
+from cnnstrategies.paramserver.messages import (
+    NO_STEP,
+    SERVER,
+    Effects,
+    Encoding,
+    Header,
+    InvalidMessageError,
+    Kind,
+    Say,
+    fields_of,
+    pack_keys,
+    unpack_json,
+    unpack_keys,
+)
 from cnnstrategies.paramserver.server.asynchronous import Asynchronous
-from cnnstrategies.paramserver.server.handlers import Handlers, Mode
-from cnnstrategies.paramserver.server.senders import PING_SECONDS, Gaps, Outbox, Senders
-from cnnstrategies.paramserver.server.shard import Shard
-from cnnstrategies.paramserver.server.store import Store
+from cnnstrategies.paramserver.server.decision import Decision
+from cnnstrategies.paramserver.server.pushes import Begin
+from cnnstrategies.paramserver.server.senders import PING_SECONDS, Outbox, Senders
+from cnnstrategies.paramserver.server.shard import Pull, Shard
+from cnnstrategies.paramserver.server.store import Store, Who
 from cnnstrategies.paramserver.server.synchronous import Synchronous
-from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.specification import Options, Specification, check_options
 
 STOPPED_SECONDS = 1.0  # between two looks: then this process was stopped
+# As keys comes no value, only that it is there.
+_PULLED = {int(encoding): encoding for encoding in Encoding if encoding != Encoding.KEYS}
 
 
 class Server:
@@ -26,49 +43,54 @@ class Server:
 
     Attributes:
         id: This server's place.
-        view: The view that it follows.
         mode: Applies the updates.
         shard: What the server knows of its slices, the pushes and the workers.
-        store: The values.
-        handlers: Act on messages.
         dropped: How many messages were dropped, by reason.
     """
 
-    def __init__(
-        self,
-        specification: Specification,
-        id: int,
-        store: Store,
-        encrypted: bool = False,
-    ) -> None:
+    def __init__(self, specification: Specification, id: int, store: Store, encrypted: bool = False) -> None:
         self.id = id
         self.view = View(-1, (), ())
         self.store = store
         self.dropped: Counter[str] = Counter()
+        self._specification = specification
         self._outbox = Outbox(id, specification.session)
         shard = self.shard = Shard(specification, id, self._outbox, store)
-        self.mode: Mode = (
-            Synchronous(specification, shard, id, self._outbox)
-            if specification.aggregates
-            else Asynchronous(specification, shard)
-        )
-        self._gaps = Gaps()
-        self._senders = Senders(encrypted, self._gaps)
-        self.handlers = Handlers(
-            specification, id, shard, self.mode, self._outbox, self._gaps, self.dropped, self._deaf
-        )
+        self._common = Synchronous(specification, shard, id, self._outbox) if specification.aggregates else None
+        self._own = None if specification.aggregates else Asynchronous(specification, shard)
+        mode = self._common or self._own
+        assert mode is not None
+        self.mode: Synchronous | Asynchronous = mode
+        self._senders = Senders(encrypted)
         self._sign_seconds = min(1.0, specification.timeout / 4)
-        self._deaf_after = specification.deaf_after
         self._stopped_seconds = min(STOPPED_SECONDS, specification.timeout / 2)
         self._now = 0.0
         self._pinged = self._gave_sign = 0.0
         self._heard: dict[int, float] = {}  # when each other server was
         self._heard_workers: set[int] = set()
+        self._text = b""
+        self._options: Options = []
+        self._handlers: dict[Kind, Callable[[int, Header, memoryview], None]] = {
+            Kind.HELLO: self._hello,
+            Kind.LEAVE: lambda worker, header, payload: mode.leave(worker),
+            Kind.VALUE: self._initialise,
+            Kind.STATE: self._initialise,
+            Kind.BEGIN: self._begin,
+            Kind.PUSH: self._push,
+            Kind.PULL: self._pull,
+            Kind.GET_STATE: lambda worker, header, payload: shard.send_state(worker, header.step),
+            Kind.RELAY_BEGIN: self._relay_begins,
+            Kind.RELAY: shard.copies.relayed,
+            Kind.ACKNOWLEDGE: lambda server, header, payload: shard.acknowledged(server, header.key, header.base),
+            Kind.COPY: self._copied,
+            Kind.COPY_STATE: shard.copies.copied_state,
+            Kind.PING: self._asked,
+        }
 
     @property
     def busy(self) -> bool:
         """Whether :meth:`work` has something to do."""
-        return self.mode.busy()
+        return self._common is not None and self._common.busy
 
     @property
     def routes(self) -> Mapping[int, bytes]:
@@ -87,39 +109,37 @@ class Server:
         if view.number <= self.view.number:
             return []
         self.mode.settle()
-        if self.id in {server.id for server in self.view.servers} - {server.id for server in view.servers}:
+        before, since = ({server.id: server.since for server in one.servers} for one in (self.view, view))
+        if self.id in before and self.id not in since:
             reason = (
                 f"server {self.id} is no longer in the view (number {view.number}): it was taken for dead and another "
                 "takes its place"
             )
             return [End(reason, False)]
-        before, self.view = {server.id: server.since for server in self.view.servers}, view
-        since = {server.id: server.since for server in view.servers}
-        if self.id not in before and self.id in since and self.shard.store.changes is not None:
-            self.shard.store.changes.begin_with(since[self.id])
+        self.view = view
+        if self.id not in before and self.id in since and self.store.changes is not None:
+            self.store.changes.begin_with(since[self.id])
         self._senders.follow(view)
         self._outbox.follow(view)
-        self.handlers.follow(view)
+        owned = self.shard.owned
+        self.shard.place(view)
+        self.mode.follow(view)
+        if self.shard.owned - owned:
+            for worker in list(self._outbox.routes):
+                self._outbox.ask_again(worker)  # What it has sent here before this view was dropped.
         self._heard = {
-            server.id: self._heard.get(server.id, now) if before.get(server.id) == server.since else now
-            for server in view.servers
-            if server.id != self.id
+            server: self._heard.get(server, now) if before.get(server) == number else now
+            for server, number in since.items()
+            if server != self.id
         }
         return self._outbox.take()
 
     def on_message(self, now: float, route: bytes, user: str, header: Header, payload: memoryview) -> Effects:
-        """Act on a message.
-
-        Args:
-            now: The time.
-            route: Where it came from.
-            user: The sender's key, where messages are encrypted.
-            header: The message's, not checked against the view yet.
-            payload: What follows.
-        """
+        """Act on a message, not checked against the view yet, that came by a route from who has a key, if encrypted."""
         self._goes_on(now)
         try:
-            self._handle(route, user, header, payload)
+            peer = self._take(route, user, header)
+            self.handle(peer, header, payload)
         except InvalidMessageError as error:  # What else is raised is no message's fault, but this package's.
             self.drop(str(error))
         except ControlError:  # Its text holds what has come.
@@ -139,10 +159,9 @@ class Server:
             self._heard_workers.clear()
         if now - self._pinged > PING_SECONDS:
             self._pinged = now
-            self._gaps.pinged()
-            for server in self.view.servers:
-                if server.id != self.id:
-                    self._outbox.to_server(server.id, Kind.PING, base=self._gaps.found.get(server.id, 0))
+            self._senders.pinged()
+            for server in self._heard:
+                self._outbox.to_server(server, Kind.PING, base=self._senders.gaps(server))
         if self.mode.roll.expire(now):
             self.mode.proceed()
         return self._outbox.take()
@@ -154,7 +173,8 @@ class Server:
 
     def work(self) -> Effects:
         """Do one of the things that are left to be done."""
-        self.mode.work()
+        if self._common is not None:
+            self._common.work()
         return self._outbox.take()
 
     def drop(self, reason: str) -> None:
@@ -164,7 +184,8 @@ class Server:
             text = f"server {self.id} dropped a message: {reason}; further ones are only counted"
             self._outbox.effects.append(Say(text, False))
 
-    def _handle(self, route: bytes, user: str, header: Header, payload: memoryview) -> None:
+    def _take(self, route: bytes, user: str, header: Header) -> int:
+        """Check who has sent a message, and note that it was heard; its sender's number."""
         peer = header.sender & ~SERVER
         if header.sender >= SERVER and self._senders.are_joined(header, user):
             self._heard[peer] = self._now  # Also while it follows a view that this server has not heard of yet.
@@ -172,15 +193,29 @@ class Server:
         if header.sender >= SERVER:
             if missed:
                 self.shard.copies.relays_lost(peer)
-                self._outbox.to_server(peer, Kind.PING, base=self._gaps.found[peer])
-        else:
-            self._heard_workers.add(peer)
-            before = self._outbox.routes.get(peer, route)
-            self._outbox.routes[peer] = route
-            if before != route:
-                # Answers on the old connection may be lost: have the worker send again what is not answered.
-                self._outbox.ask_again(peer)
-        self.handlers.handle(peer, header, payload)
+                self._outbox.to_server(peer, Kind.PING, base=self._senders.gaps(peer))
+            return peer
+        self._heard_workers.add(peer)
+        before = self._outbox.routes.get(peer, route)
+        self._outbox.routes[peer] = route
+        if before != route:
+            # Answers on the old connection may be lost: have the worker send again what is not answered.
+            self._outbox.ask_again(peer)
+        return peer
+
+    def handle(self, peer: int, header: Header, payload: memoryview) -> None:
+        """Act on a message of a worker or a server, by its number, that was checked.
+
+        Raises:
+            InvalidMessageError: Its contents do not fit.
+        """
+        if header.kind != Kind.PUSH:
+            self.mode.settle()
+        handler = self._handlers.get(header.kind)
+        if handler is not None:
+            handler(peer, header, payload)
+        elif self._common is not None:
+            self._common.from_server(peer, header, fields_of(payload, header))
 
     def _goes_on(self, now: float) -> None:
         """Note the time. It is looked at several times a second, unless this process is stopped."""
@@ -190,7 +225,140 @@ class Server:
             self._heard = {server: min(heard + passed, now) for server, heard in self._heard.items()}
             self.mode.roll.stopped(passed)
 
+    # Of workers
+
+    def _hello(self, worker: int, header: Header, payload: memoryview) -> None:
+        if header.base > self.view.number:
+            return  # It knows a newer view, and asks again until this server does too.
+        said, answered = fields_of(payload, header), frozenset(unpack_keys(payload[header.meta :]))
+        who, step = (worker, header.incarnation), None if header.step == NO_STEP else header.step
+        joins, first, given = said.flag("joins"), said.integer("first"), said.flag("given")
+        request = None if said.fields.get("request") is None else said.integer("request")
+        lacks = False
+        if step is not None:
+            if not given and self._common is not None and self._common.is_missed(step - 1):
+                answered = self.shard.owned  # As if it were there: a newcomer cannot push it, and would wait for ever.
+            # A newcomer waits for the step before its first: that one is decided, and maybe not applied yet.
+            lacks = self._lacks(who, step if given else step - 1, answered, first)
+            if self._own is not None:
+                self._own.met(who, first)
+        # Only a question, at first: a newcomer becomes a member when it says from which step on.
+        begins = self.mode.join(worker, step) if joins else 0
+        self.mode.here(worker)
+        if begins is None:
+            return  # It asks again until this server knows where the others are.
+        answer = {
+            "ready": self.shard.ready and not lacks,
+            "lost": self._values_lost,
+            "leader": self._common is None or self._common.leader == self.id,
+            "asked": header.sequence,
+            "counted": self.mode.clock.counts(worker),
+            "deaf": self._deaf(),
+            "held": request is not None,
+        }
+        # What it will get without asking again: its pull and the push before it are here.
+        held = [] if request is None else [key for key in self.shard.own if self.mode.holds(key, who, request)]
+        self._outbox.to_worker(worker, Kind.WELCOME, pack_keys(held), step=begins, json=answer, encoding=Encoding.KEYS)
+
     def _deaf(self) -> list[int]:
         """The servers of the view of which nothing has come for too long: a dead one is out of the view by then."""
-        limit = self._now - self._deaf_after
+        limit = self._now - self._specification.deaf_after
         return [server for server, heard in self._heard.items() if heard < limit]
+
+    @property
+    def _values_lost(self) -> bool:
+        """Whether all who had values of own slices have died: steps are known to be made."""
+        return self._common is not None and self._common.begun and not self.shard.ready
+
+    def _lacks(self, who: Who, step: int, answered: frozenset[int], first: int) -> bool:
+        """Whether own slices lack updates that a worker knows of.
+
+        It works on a step, or waits for its answers, of which some slices are answered: it pushes and pulls them no
+        more. `first` is the step that it has begun with.
+        """
+        for key in self.shard.own:
+            last = step if key in answered else step - 1
+            if self._common is not None:
+                lacks = last + 1 > max(0, self.store.versions[key])
+            else:
+                lacks = last > max(self.store.seen[key].get(who, -1), first - 1)
+            if lacks:
+                return True
+        return False
+
+    def _initialise(self, worker: int, header: Header, payload: memoryview) -> None:
+        if self._values_lost and header.key in self.shard.owned:
+            raise InvalidMessageError("a first value although steps were made")  # With it the run would begin anew.
+        before = self.shard.ready
+        self.shard.initialise(header, unpack_json(payload, header) if header.meta else {}, payload)
+        if self.shard.ready and not before:
+            for known in list(self._outbox.routes):
+                self._outbox.ask_again(known)  # What came too early was dropped.
+
+    def _begin(self, worker: int, header: Header, payload: memoryview) -> None:
+        begin = Begin(self._options_in(header, payload), header.weight, self._pulled(header.base), header.rung)
+        self.mode.begin((worker, header.incarnation), header.step, begin)
+
+    def _pulled(self, number: int) -> Encoding:
+        """The encoding in which a worker pulls."""
+        encoding, changes = _PULLED.get(number), self.store.changes
+        if encoding is None or (encoding in CHANGES and (changes is None or encoding != changes.encoding)):
+            raise InvalidMessageError("a pull in an encoding that parameters do not have")
+        return encoding
+
+    def _options_in(self, header: Header, payload: memoryview) -> Options:
+        """A message's hyper-parameters: mostly those of the last one, since all workers have the same."""
+        text = bytes(payload[: header.meta])
+        if text != self._text:
+            self._options = check_options(unpack_json(payload, header).get("options"), self._specification.groups)
+            self._text = text
+        return self._options
+
+    def _push(self, worker: int, header: Header, payload: memoryview) -> None:
+        if header.key not in self.shard.owned:
+            raise InvalidMessageError("a push of a slice that another server is the primary of")
+        if not self.mode.push((worker, header.incarnation), header, payload):
+            self.dropped["a push that is here already"] += 1
+        if self._specification.pipelined:  # It asks for its answer, too.
+            self.shard.pull(worker, (header.key,), Pull(header.step + 1, header.step + 1))
+
+    def _pull(self, worker: int, header: Header, payload: memoryview) -> None:
+        if header.encoding != Encoding.KEYS or len(payload) % 4:
+            raise InvalidMessageError("a pull without keys")
+        keys = unpack_keys(payload)
+        if len(set(keys)) != len(keys) or not self.shard.owned.issuperset(keys):
+            raise InvalidMessageError("a pull of slices that another server is the primary of")
+        encoding = self._pulled(header.base >> 1)
+        self.shard.use(keys)
+        if header.base & 1:
+            # A newcomer to common steps begins with what the others have.
+            version = 0 if self._common is None else header.step
+            self.shard.pull(worker, keys, Pull(header.step, version, whole=True, question=header.question))
+        elif self._own is not None:
+            self._own.pull((worker, header.incarnation), keys, header.step, encoding)
+        else:
+            self.shard.pull(worker, keys, Pull(header.step, header.step, encoding=encoding, mark=header.weight))
+
+    # Of other servers
+
+    def _relay_begins(self, server: int, header: Header, payload: memoryview) -> None:
+        if self._common is None:
+            self.shard.copies.relay_begins(server, self._options_in(header, payload))
+            return
+        decision = Decision.of(fields_of(payload, header), self._specification)
+        self.shard.copies.relay_begins(server, decision.options)
+        self._common.adopt(decision)
+
+    def _copied(self, server: int, header: Header, payload: memoryview) -> None:
+        said: Message = fields_of(payload, header)
+        decided = said.part("decided")
+        decision = None if decided is None else Decision.of(decided, self._specification)
+        self.shard.copies.copied(server, header, said, payload[header.meta :])
+        if self._common is not None and decision is not None:
+            self._common.adopt(decision)
+
+    def _asked(self, server: int, header: Header, payload: memoryview) -> None:
+        if self._senders.asked(server, header.base):
+            self.shard.copies.tell_again(server)
+            if self._common is not None:
+                self._common.tell_again(server)

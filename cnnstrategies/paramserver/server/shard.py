@@ -1,6 +1,6 @@
 """The slices of one server towards the workers: answers pulls, makes updates, takes first values."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,11 +10,9 @@ from cnnstrategies.paramserver.compression import ENCODINGS, as_bytes, check_len
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind, Say
 from cnnstrategies.paramserver.optimizer_state import check_part, pack_state, unpack_state
-from cnnstrategies.paramserver.optimizers import ALL_THERE
-from cnnstrategies.paramserver.server.copies import Copies, Replicas
-from cnnstrategies.paramserver.server.pushes import NOTHING_CHOSEN, Chosen, Who
+from cnnstrategies.paramserver.server.copies import Copies
 from cnnstrategies.paramserver.server.senders import Outbox
-from cnnstrategies.paramserver.server.store import Store
+from cnnstrategies.paramserver.server.store import Store, Who
 from cnnstrategies.paramserver.specification import Options, Specification
 
 
@@ -47,7 +45,6 @@ class Shard:
     """A server's slices with their copies elsewhere and the pulls that wait for them.
 
     Attributes:
-        store: The values.
         own: Keys of the slices that this server is the primary of, in the order of use.
         owned: The same as a set.
         copies: Those of the slices, here and elsewhere.
@@ -55,16 +52,15 @@ class Shard:
 
     def __init__(self, specification: Specification, server: int, outbox: Outbox, store: Store) -> None:
         self.store = store
-        self._server = server
         self.own: list[int] = []
         self.owned: frozenset[int] = frozenset()
-        self._replicas = Replicas(server, self.store.slices)
-        self.copies = Copies(self._replicas, outbox, store)
+        self.copies = Copies(server, outbox, store)
+        self._server = server
         self._rung = 0
         self._outbox = outbox
         self._encoding = ENCODINGS[specification.pull_compression]
-        self._order = {key: place for place, key in enumerate(self.store.slices)}
-        self._pulls: dict[int, dict[int, Pull]] = {key: {} for key in self.store.slices}
+        self._order = {key: place for place, key in enumerate(store.slices)}
+        self._pulls: dict[int, dict[int, Pull]] = {key: {} for key in store.slices}
 
     @property
     def ready(self) -> bool:
@@ -73,38 +69,35 @@ class Shard:
 
     def place(self, view: View) -> None:
         """Follow a change of the view; new backups get copies."""
-        needed = self._replicas.place(view)
-        self.copies.follow()
+        needed = self.copies.place(view)
         self._sort()
         alive = {worker.id for worker in view.workers}
         for waiting in self._pulls.values():
             for worker in waiting.keys() - alive:
                 del waiting[worker]
         for key, backup in needed:
-            self.copies.send(key, backup)
+            self.copies.send(key, [backup])
         for key in self.own:
             self.answer(key)
 
-    def _sort(self) -> None:
-        owned = [key for key in self.store.slices if self._replicas.owns(key)]
-        self.own = sorted(owned, key=lambda key: self._order[key])
-        self.owned = frozenset(owned)
-
-    # Pulls
-
-    def pull(self, worker: int, keys: list[int], pull: Pull) -> None:
-        """A worker wants slices; `keys` are in the order in which it needs them."""
+    def use(self, keys: Sequence[int]) -> None:
+        """Workers need the own slices in this order, if it is of all."""
         if len(keys) == len(self.own) and keys != self.own:
             self._order.update((key, place) for place, key in enumerate(keys))
             self._sort()
-        for key in keys:
-            self.pull_one(worker, key, pull)
 
-    def pull_one(self, worker: int, key: int, pull: Pull) -> None:
-        """A worker wants a slice."""
-        self._pulls[key][worker] = pull
-        if self.store.versions[key] >= pull.version:
-            self.answer(key)
+    def _sort(self) -> None:
+        self.own = sorted(filter(self.copies.owns, self.store.slices), key=self._order.__getitem__)
+        self.owned = frozenset(self.own)
+
+    # Pulls
+
+    def pull(self, worker: int, keys: Iterable[int], pull: Pull) -> None:
+        """A worker wants some slices."""
+        for key in keys:
+            self._pulls[key][worker] = pull
+            if self.store.versions[key] >= pull.version:
+                self.answer(key)
 
     def pulled_by(self, key: int, worker: int, request: int) -> Pull | None:
         """What a worker waits for of a slice, if it is what it has asked for with a request."""
@@ -123,27 +116,26 @@ class Shard:
                 if self.store.seen[key].get(pull.who, -1) < pull.step:
                     continue
                 pull = waiting[worker] = replace(pull, version=version, who=None)
-            if version < pull.version or not self._replicas.safe(key, pull.version):
+            if version < pull.version or not self.copies.safe(key, pull.version):
                 continue
             del waiting[worker]
-            changes = None if pull.whole else self.store.changes
-            answer = changes and changes.answer(key, pull.mark, version == pull.version, pull.encoding)
-            if answer:
-                payload, encoding, mark = answer
-                self._outbox.to_worker(
-                    worker, Kind.PULLED, payload, key=key, step=pull.request, base=version, encoding=encoding,
-                    weight=mark, rung=self._rung,
-                )  # fmt: skip
-                continue
-            encoding = Encoding.DENSE if pull.whole else pull.encoding or self._encoding
-            if encoding not in encoded:
-                values = None if changes is None else changes.values(key, encoding)
-                encoded[encoding] = as_bytes(rounded(self.store.values[key], encoding) if values is None else values)
-            weight = 0.0 if changes is None else changes.mark_of_values(key, encoding)
+            payload, encoding, mark = self._answer(key, pull, version, encoded)
             self._outbox.to_worker(
-                worker, Kind.PULLED, encoded[encoding], key=key, step=pull.request, base=version, weight=weight,
-                encoding=encoding, rung=self._rung, question=pull.question,
+                worker, Kind.PULLED, payload, key=key, step=pull.request, base=version, encoding=encoding,
+                weight=mark, rung=self._rung, question=pull.question,
             )  # fmt: skip
+
+    def _answer(self, key: int, pull: Pull, version: int, encoded: dict[Encoding, Any]) -> tuple[Any, Encoding, float]:
+        """What a pull is answered with, its encoding and its mark; values are encoded once for all."""
+        changes = None if pull.whole else self.store.changes
+        answer = changes and changes.answer(key, pull.mark, version == pull.version, pull.encoding)
+        if answer:
+            return answer
+        encoding = Encoding.DENSE if pull.whole else pull.encoding or self._encoding
+        if encoding not in encoded:
+            values = None if changes is None else changes.values(key, encoding)
+            encoded[encoding] = as_bytes(rounded(self.store.values[key], encoding) if values is None else values)
+        return encoded[encoding], encoding, 0.0 if changes is None else changes.mark_of_values(key, encoding)
 
     # Updates
 
@@ -153,24 +145,21 @@ class Shard:
         options: Options,
         who: Who,
         step: int,
-        absent: Mapping[int, int] = ALL_THERE,
-        chosen: Chosen = NOTHING_CHOSEN,
+        absent: Mapping[int, int],
+        pulls: Collection[Encoding] = (),
+        rung: int = 0,
     ) -> None:
         """Apply an update of some slices here, send it to the backups, and answer the pulls that it makes possible.
 
-        Args:
-            changes: By slice.
-            options: Each parameter group's hyper-parameters.
-            who: Whose update it is.
-            step: Of which step.
-            absent: The parts of slices that have no gradient, as bits.
-            chosen: How workers will pull what comes of it, where they may choose.
+        A change of None leaves a slice's values alone, and `absent` are the parts of slices that have no gradient, as
+        bits. Where workers may choose, `pulls` are the encodings in which they will pull what comes of it, and `rung`
+        is what the first of them has chosen; see :attr:`~cnnstrategies.paramserver.messages.Header.rung`.
         """
-        self._rung = chosen.rung
+        self._rung = rung
         self.store.apply(changes, options, absent)
         for key, change in changes.items():
             self.store.seen[key][who] = step
-            sent = b"" if self.store.changes is None else self.store.changes.make(key, chosen.pulls)
+            sent = b"" if self.store.changes is None else self.store.changes.make(key, pulls)
             self.copies.relay(key, change, options, who, step, sent, absent.get(key, 0))
             self.answer(key)
 
@@ -178,7 +167,7 @@ class Shard:
         """A backup has a slice up to a version."""
         if key not in self.store.slices:
             raise InvalidMessageError("a slice of another server")
-        if self._replicas.acknowledged(key, backup, version):
+        if self.copies.acknowledged(key, backup, version):
             text = f"server {self._server} has filled server {backup}: its slices have all their copies again"
             self._outbox.effects.append(Say(text, True))
         self.answer(key)
@@ -186,40 +175,37 @@ class Shard:
     # First values, optimizer state
 
     def initialise(self, header: Header, described: dict[str, object], payload: memoryview) -> None:
-        """Take a slice's first value, or a part of its optimizer state before that; later ones change nothing.
+        """Take a slice's first value, or an entry of its optimizer state before that; later ones change nothing.
 
         Raises:
-            InvalidMessageError: The slice is not held here, the payload does not fit, or a part of the state was lost:
-                all comes again, since the worker hears that the slice has no value.
+            InvalidMessageError: The slice is not held here, the payload does not fit, or an entry of the state was
+                lost: all comes again, since the worker hears that the slice has no value.
         """
-        if header.key not in self.store.slices:
+        key = header.key
+        if key not in self.store.slices:
             raise InvalidMessageError("a slice of another server")
+        slice_, is_new = self.store.slices[key], self.store.versions[key] < 0
         if header.kind == Kind.STATE:
-            if self.store.versions[header.key] < 0:
-                self._set_state(header.key, described, payload[header.meta :])
+            if is_new:
+                name, value = unpack_state(described, payload[header.meta :])
+                check_part(name, self.store.state(key), slice_)
+                self.store.set_state(key, name, value)
             return
-        slice_ = self.store.slices[header.key]
         check_length(len(payload), Encoding.DENSE, slice_.numel, slice_.dtype)
-        if self.store.versions[header.key] < 0:
-            if len(self.store.state(header.key)) < header.base:
+        if is_new:
+            if len(self.store.state(key)) < header.base:
                 raise InvalidMessageError("a first value without all of its optimizer's state")
-            self.store.put(header.key, from_bytes(payload, slice_.dtype), 0)
-            if header.key in self.owned:
+            self.store.put(key, from_bytes(payload, slice_.dtype), 0)
+            if key in self.owned:
                 # One that came while there was nothing to copy may not be among those whom the worker gives them.
-                self.copies.send_to_all(header.key)
-        if header.key in self.owned:
-            self.answer(header.key)
+                self.copies.send(key)
+        if key in self.owned:
+            self.answer(key)
         else:
-            self.copies.acknowledge(header.key)
-
-    def _set_state(self, key: int, described: dict[str, object], raw: memoryview) -> None:
-        name, value = unpack_state(described, raw)
-        state = self.store.state(key)
-        check_part(name, state, self.store.slices[key])
-        self.store.set_state(key, name, value)
+            self.copies.acknowledge(key)
 
     def send_state(self, worker: int, request: int) -> None:
-        """Send the optimizer state of all own slices, and then how many parts that were."""
+        """Send the optimizer state of all own slices, and then how many entries that were."""
         count = 0
         for key in self.own:
             for name, value in self.store.state(key).items():

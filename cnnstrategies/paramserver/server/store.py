@@ -16,11 +16,12 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cnnstrategies.paramserver.compression import CHANGES, ENCODINGS, as_bytes, check_length, compress, decode, rounded
-from cnnstrategies.paramserver.messages import ALONE, Encoding
-from cnnstrategies.paramserver.optimizers import ALL_THERE, SharedOptimizer, StateValue, load_optimizer
+from cnnstrategies.paramserver.messages import ALONE, Encoding, InvalidMessageError
+from cnnstrategies.paramserver.optimizer_state import named, of_part
+from cnnstrategies.paramserver.optimizers import FusedOptimizer, StateValue, load_optimizer
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Options, Specification
 
@@ -36,13 +37,10 @@ class Changes:
     """What the workers have of some slices, and the last change of each.
 
     Args:
-        encoding: Of the changes.
         ratio: Share of the elements that ``topk`` sends; at least one.
-        values: The slices' values.
         whole: In which workers pull values where they do not want changes; None if they always do.
 
     Attributes:
-        encoding: Of the changes.
         known: What workers have of each slice that have had all changes up to its version.
         lineages: Tells values apart that have the same version and another history.
     """
@@ -175,7 +173,15 @@ class Changes:
         return self._rounded.get(key) if encoding == self._whole else None
 
 
-SHARED_BY = 64  # slices that share an optimizer; each of its steps looks at all of them
+Who = tuple[int, int]
+"""Id and incarnation of a worker."""
+SHARED_BY = 64  # parts of slices that share an optimizer; each of its steps looks at all of them
+
+
+def check_absent(absent: int, slice_: Slice) -> None:
+    """Refuse parts that a slice does not have."""
+    if not 0 <= absent < (1 << len(slice_.parts)) - 1 and absent:
+        raise InvalidMessageError("parts that its slice does not have")
 
 
 class Store:
@@ -198,7 +204,7 @@ class Store:
         self.values = {key: torch.zeros(slice_.shape, dtype=slice_.dtype) for key, slice_ in self.slices.items()}
         self.memory = {key: as_bytes(value) for key, value in self.values.items()}
         self.versions = dict.fromkeys(self.slices, -1)
-        self.seen: dict[int, dict[tuple[int, int], int]] = {key: {} for key in self.slices}
+        self.seen: dict[int, dict[Who, int]] = {key: {} for key in self.slices}
         self.decided: dict[str, Any] | None = None
         self.changes: Changes | None = None
         if specification.pulls_changes:
@@ -206,17 +212,30 @@ class Store:
             self.changes = Changes(encoding, specification.compression_ratio, self.values, whole)
         group_of = {index: number for number, group in enumerate(specification.groups) for index in group.parameters}
         self._group = {key: group_of[slice_.parts[0].parameter] for key, slice_ in self.slices.items()}
+        self._parts = {
+            key: [nn.Parameter(part, part.is_floating_point()) for part in slice_.views(self.values[key])]
+            for key, slice_ in self.slices.items()
+        }
+        self._optimizers: dict[int, FusedOptimizer] = {}
         kind = load_optimizer(specification.optimizer)
-        self._optimizers: list[SharedOptimizer] = []
-        self._place: dict[int, int] = {}
         for number, group in enumerate(specification.groups):
-            keys = [key for key in self.slices if self._group[key] == number]
-            for start in range(0, len(keys), SHARED_BY):
-                shared = keys[start : start + SHARED_BY]
-                self._place.update(dict.fromkeys(shared, len(self._optimizers)))
-                values = {key: self.values[key] for key in shared}
-                sizes = {key: self.slices[key].sizes for key in shared}
-                self._optimizers.append(SharedOptimizer(kind, values, sizes, group.options))
+            for keys in self._shared(number):
+                parts = [part for key in keys for part in self._parts[key]]
+                self._optimizers.update(dict.fromkeys(keys, FusedOptimizer(kind, parts, group.options)))
+
+    def _shared(self, group: int) -> list[list[int]]:
+        """The slices of a parameter group, by the optimizer that they share."""
+        shared: list[list[int]] = []
+        count = SHARED_BY
+        for key, parts in self._parts.items():
+            if self._group[key] != group:
+                continue
+            if count + len(parts) > SHARED_BY:
+                shared.append([])
+                count = 0
+            shared[-1].append(key)
+            count += len(parts)
+        return shared
 
     def put(self, key: int, value: Tensor, version: int) -> None:
         """Replace a slice's values."""
@@ -225,9 +244,7 @@ class Store:
         if self.changes is not None:
             self.changes.begin(key)
 
-    def apply(
-        self, updates: Mapping[int, Tensor | None], options: Options, absent: Mapping[int, int] = ALL_THERE
-    ) -> None:
+    def apply(self, updates: Mapping[int, Tensor | None], options: Options, absent: Mapping[int, int]) -> None:
         """One update of some slices.
 
         Args:
@@ -235,23 +252,34 @@ class Store:
             options: Each parameter group's hyper-parameters.
             absent: The parts of slices that have no gradient, as bits: their values are left alone, too.
         """
-        together: dict[int, dict[int, Tensor]] = {}
+        together: dict[tuple[FusedOptimizer, int], list[tuple[nn.Parameter, Tensor]]] = {}
         for key, update in updates.items():
-            if update is not None:
-                together.setdefault(self._place[key], {})[key] = update
-        for place, gradients in together.items():
-            self._optimizers[place].step(gradients, options[self._group[next(iter(gradients))]], absent)
-        for key in updates:
             self.versions[key] += 1
+            if update is None:
+                continue
+            lacking = absent.get(key, 0)
+            gradients = together.setdefault((self._optimizers[key], self._group[key]), [])
+            for place, own in enumerate(zip(self._parts[key], self.slices[key].views(update), strict=True)):
+                if not lacking >> place & 1:
+                    gradients.append(own)
+        for (optimizer, group), gradients in together.items():
+            optimizer.step(gradients, options[group])
 
     def state(self, key: int) -> dict[str, StateValue]:
-        """A slice's optimizer state."""
-        return self._optimizers[self._place[key]].state(key)
+        """A slice's optimizer state; see :mod:`~cnnstrategies.paramserver.optimizer_state`."""
+        state = self._optimizers[key].optimizer.state
+        return {
+            named(name, place): value
+            for place, part in enumerate(self._parts[key])
+            for name, value in state.get(part, {}).items()
+        }
 
     def clear_state(self, key: int) -> None:
         """Forget a slice's optimizer state."""
-        self._optimizers[self._place[key]].clear_state(key)
+        for part in self._parts[key]:
+            self._optimizers[key].optimizer.state.pop(part, None)
 
     def set_state(self, key: int, name: str, value: StateValue) -> None:
-        """Replace one part of a slice's optimizer state."""
-        self._optimizers[self._place[key]].set_state(key, name, value)
+        """Replace one entry of a slice's optimizer state."""
+        place, own = of_part(name)
+        self._optimizers[key].optimizer.state[self._parts[key][place]][own] = value

@@ -10,6 +10,7 @@ all of the step before. Each slice is then made as soon as its own pushes are th
 come takes part: it may be in some slices of that step, and not in others.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +18,12 @@ from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import Header, InvalidMessageError, Kind
 from cnnstrategies.paramserver.server.clocks import RollCall, SyncClock
-from cnnstrategies.paramserver.server.decision import Decision, Entry, GlobalNorm, Reports
-from cnnstrategies.paramserver.server.pushes import Begin, Who
+from cnnstrategies.paramserver.server.decision import Decision, Entry, Reports
+from cnnstrategies.paramserver.server.pushes import Backlog, Begin
 from cnnstrategies.paramserver.server.senders import Outbox
 from cnnstrategies.paramserver.server.shard import Shard
-from cnnstrategies.paramserver.server.updater import Backlog, Updater
+from cnnstrategies.paramserver.server.store import Who
+from cnnstrategies.paramserver.server.updater import Updater
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 
@@ -39,7 +41,6 @@ class Synchronous:
         self.clock = SyncClock(specification.workers)
         self.roll = RollCall(specification.workers)
         self._specification = specification
-        self._clips = specification.clip_norm is not None
         self._pipelined = specification.pipelined
         self._server = server
         self._shard = shard
@@ -51,7 +52,8 @@ class Synchronous:
         self.leader = server
         self._backlog = Backlog(shard)
         self._updater = Updater(specification, shard, self._backlog)
-        self._norm = GlobalNorm(specification.clip_norm)
+        self._squares: dict[int, float] = {}  # as leader: the norms that servers have told
+        self._told_norm = False
         self._reports = Reports(alone=self._pipelined)
         self._decision: Decision | None = None
         self._voted: set[tuple[int, int]] = set()
@@ -66,7 +68,7 @@ class Synchronous:
     @property
     def entries(self) -> int:
         """Steps of which pushes are kept."""
-        return self._backlog.steps
+        return len(self._backlog.steps)
 
     @property
     def begun(self) -> bool:
@@ -87,9 +89,9 @@ class Synchronous:
             # One that has come during the run may have met some of the members only.
             self.roll.call(self.roll.lives.keys() - self.clock.known)
         self._backlog.compare()
-        self._updater.follow(view)
+        self._updater.lives = view.lives
         self._reports.follow(view.number, self._servers)
-        self._norm.clear()
+        self._begin_norm()
         self._voted = self._countable()
         self._votes.clear()
         if self.leader == self._server:
@@ -108,7 +110,7 @@ class Synchronous:
                 self._outbox.to_server(server, Kind.DECIDE, json=self._decision.as_dict())
         elif self.leader == server:
             self._send_status()
-            self._norm.sent = False
+            self._told_norm = False
             self._plan()
 
     def _send_status(self) -> None:
@@ -119,8 +121,7 @@ class Synchronous:
     def join(self, worker: int, step: int | None) -> int | None:
         """Count a worker from now on, or from the step at which it is; :meth:`here` comes next.
 
-        Returns:
-            The step to begin with. None for a newcomer while the leader does not know where the others are.
+        The step to begin with; None for a newcomer while the leader does not know where the others are.
         """
         if step is None and self.leader == self._server and not self._knows_all:
             return None
@@ -171,7 +172,7 @@ class Synchronous:
         if step > lowest + 1:
             self._early.add(who[0])  # This server is new and does not know yet how far the others are.
         elif step >= lowest:
-            self._backlog.begin(who, step, begin)
+            self._backlog.of(step).begun.setdefault(who, begin)
             if self._pipelined:
                 self._vote(step, who[0])
             else:
@@ -243,7 +244,7 @@ class Synchronous:
         members = tuple(sorted(ready))
         lives = tuple(self.roll.lives[worker] for worker in members)
         options = self._backlog.of(step).begun[members[0], lives[0]].options
-        scale = None if self._clips else 1.0
+        scale = 1.0 if self._specification.clip_norm is None else None
         decision = Decision(step, members, lives, options, scale)
         self._tell_all(Kind.DECIDE, decision.as_dict())
         self._decide(decision)
@@ -258,7 +259,7 @@ class Synchronous:
         if known is not None and (decision.step, decision.scale is not None) <= (known.step, known.scale is not None):
             return
         if known is None or decision.step > known.step:
-            self._norm.clear()
+            self._begin_norm()
             self._forget_before(decision.step)
         self._decision, self._shard.store.decided = decision, decision.as_dict()
         self.clock.decide(decision.step)
@@ -296,7 +297,7 @@ class Synchronous:
             before = self._decision
             self._decide(Decision.of(said, self._specification))
             if self._decision is before:
-                self._norm.sent = False  # The leader may have heard it before it knew of the step itself.
+                self._told_norm = False  # The leader may have heard it before it knew of the step itself.
                 self._send_norm()
         elif header.kind == Kind.NORM and header.base == self._view.number:
             self._add_norm(server, header.step, said.real("square"))
@@ -325,6 +326,7 @@ class Synchronous:
         self._updater.plan(self._decision)
         self._send_norm()
 
+    @property
     def busy(self) -> bool:
         """Whether :meth:`work` has something to do."""
         return self._updater.busy
@@ -337,15 +339,20 @@ class Synchronous:
 
     # Clipping by the global norm
 
+    def _begin_norm(self) -> None:
+        """Begin anew: with another step, or because the slices have other servers."""
+        self._told_norm = False
+        self._squares.clear()
+
     def _send_norm(self) -> None:
         """Tell the leader this server's part once it has all means, if the decided step waits for the factor."""
         decision = self._decision
-        if decision is None or decision.scale is not None or self._updater.busy or self._norm.sent:
+        if decision is None or decision.scale is not None or self._updater.busy or self._told_norm:
             return
         square = self._updater.squared_norm(decision)
         if square is None:
             return
-        self._norm.sent = True
+        self._told_norm = True
         if self.leader == self._server:
             self._add_norm(self._server, decision.step, square)
         else:
@@ -357,8 +364,12 @@ class Synchronous:
         decision = self._decision
         if decision is None or decision.step != step or decision.scale is not None:
             return
-        factor = self._norm.add(server, square, self._servers)
-        if factor is not None:
+        self._squares[server] = square
+        if self._squares.keys() >= self._servers:
+            assert self._specification.clip_norm is not None
+            # As torch.nn.utils.clip_grad_norm_ does it; a norm that is not a number stays one.
+            factor = self._specification.clip_norm / (math.sqrt(sum(self._squares.values())) + 1e-6)
+            factor = 1.0 if factor > 1 else factor
             self._tell_all(Kind.SCALE, {"factor": factor}, step=step)
             self._scale(step, factor)
 

@@ -72,12 +72,7 @@ class CodecChooser:
         self._next = next(self._course)
 
     def next(self, step: int, seconds: float | None) -> int:
-        """The rung of a step that begins.
-
-        Args:
-            step: Its number.
-            seconds: What the step before has taken; None where that says nothing.
-        """
+        """The rung of a step that begins, when the one before has taken so long; None where that says nothing."""
         self._step = step
         if self._heard:  # It is the first one now.
             self._heard.clear()
@@ -88,12 +83,7 @@ class CodecChooser:
         return self._next
 
     def follow(self, step: int, first: int | None) -> int:
-        """The same of a worker that is not the first.
-
-        Args:
-            step: Its number.
-            first: The rung that the first worker has used in the step before; None if that is not known.
-        """
+        """The same of another worker; the first one has used a rung in the step before, None if that is not known."""
         heard = self._next if first is None else min(first, self._rungs - 1)
         self._heard = [*self._heard, heard][-2:]
         self._next = self._heard[0]

@@ -1,12 +1,12 @@
 """A worker's connections to the servers: who has which slice, what is sent and counted, and who is alive."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from cnnstrategies.paramserver.core.view import RemovedError, ServerInfo, ServersUnreachableError, View
-from cnnstrategies.paramserver.messages import HEADER_BYTES, SERVER, Header, Kind, Parcel, pack_json
+from cnnstrategies.paramserver.messages import HEADER_BYTES, SERVER, Header, Kind, Parcel, compose
 from cnnstrategies.paramserver.slicing import Slice, holders
 from cnnstrategies.paramserver.specification import Specification
 
@@ -53,16 +53,18 @@ class Connections:
     """Numbers what is sent to servers, and notes when each was heard.
 
     Attributes:
-        view: The view that is followed.
+        owners: The primary of each slice, and since which view it is there; no primary (-1) before the first view.
         sequence: Number of the last message sent.
         parcels: What is to be sent.
     """
 
-    def __init__(self, specification: Specification, id: int, incarnation: int) -> None:
+    def __init__(self, specification: Specification, slices: Sequence[Slice], id: int, incarnation: int) -> None:
         self.view = View(-1, (), ())
+        self.owners: list[tuple[int, int]] = [(-1, 0)] * len(slices)
         self.sequence = 0
         self.parcels: list[Parcel] = []
         self._specification = specification
+        self._slices = slices
         self._id = id
         self._incarnation = incarnation
         self._servers: dict[int, ServerInfo] = {}
@@ -86,8 +88,7 @@ class Connections:
         Raises:
             ServersUnreachableError: They did not come in time.
         """
-        missing = set(range(self._specification.servers)) - {server.id for server in self.view.servers}
-        missing -= {*self.view.lost}
+        missing = self._missing - {*self.view.lost}
         if not missing and self._is_member():
             self._was_member = True
             return True
@@ -98,6 +99,10 @@ class Connections:
                 "logs, or raise timeout"
             )
         return False
+
+    @property
+    def _missing(self) -> set[int]:
+        return set(range(self._specification.servers)) - {server.id for server in self.view.servers}
 
     def _is_member(self) -> bool:
         return any((worker.id, worker.incarnation) == (self._id, self._incarnation) for worker in self.view.workers)
@@ -127,12 +132,28 @@ class Connections:
         self.parcels = [parcel for parcel in self.parcels if parcel.to not in gone]
         return before != self._servers
 
+    # Slices
+
+    def place(self) -> list[int]:
+        """Find the slices' primaries in the view: those that are now another server's, or another process's of it."""
+        since = {server.id: server.since for server in self.view.servers}
+        before = self.owners
+        primaries = [next(iter(holders(slice_, self.view)), -1) for slice_ in self._slices]
+        self.owners = [(primary, since.get(primary, 0)) for primary in primaries]
+        return [key for key, owner in enumerate(self.owners) if owner != before[key]]
+
+    def primary(self, key: int) -> int:
+        """A slice's primary; -1 if it has none."""
+        return self.owners[key][0]
+
+    def of(self, server: int) -> list[int]:
+        """The slices that a server is the primary of."""
+        return [key for key, owner in enumerate(self.owners) if owner[0] == server]
+
     # Messages
 
-    def send(
-        self, server: int, kind: Kind, payload: Any = b"", json: dict[str, Any] | None = None, **fields: Any
-    ) -> int:
-        """Send a message; nothing if the server is not in the view.
+    def send(self, server: int, kind: Kind, payload: Any = b"", **fields: Any) -> int:
+        """Send a message, which begins with a JSON object if one is given; nothing if the server is not in the view.
 
         Small pushes may wait for each other.
 
@@ -141,15 +162,10 @@ class Connections:
         """
         if server not in self._servers:
             return 0
-        meta = 0
-        if json is not None:
-            text = pack_json(json)
-            meta = len(text)
-            payload = text + bytes(payload)
         self.sequence += 1
-        header = Header(
-            kind, self._id, self._specification.session, self.sequence, incarnation=self._incarnation,
-            length=len(payload), meta=meta, **fields,
+        session = self._specification.session
+        header, payload = compose(
+            self._id, session, kind, self.sequence, payload, incarnation=self._incarnation, **fields
         )  # fmt: skip
         self.parcels.append(Parcel(server, header, payload, kind == Kind.PUSH))
         return HEADER_BYTES + len(payload)
@@ -190,7 +206,7 @@ class Connections:
         self._probed.update(dict.fromkeys(asked, now))
         return asked
 
-    def check_deaf(self, now: float, server: int, deaf: Sequence[int]) -> None:
+    def check_deaf(self, now: float, server: int, deaf: Collection[int]) -> None:
         """Give up if a server hears nothing from others although they are there.
 
         One that is silent here too may be dead, and nobody has noticed it yet.
@@ -208,8 +224,8 @@ class Connections:
                 "connection between their machines"
             )
 
-    def check(self, now: float, slices_without_server: int) -> None:
-        """Give up if a server has not answered for the time-out, or slices have had no server for so long.
+    def check(self, now: float, trains: bool) -> None:
+        """Give up if a server has not answered for the time-out, or slices of one that trains had none for so long.
 
         Raises:
             ServersUnreachableError: One of them is the case.
@@ -221,14 +237,14 @@ class Connections:
             raise ServersUnreachableError(
                 f"worker {self._id} had no answer from server {names} for {limit} s: look at its log, or raise timeout"
             )
-        if not slices_without_server:
+        orphans = len(self.of(-1)) if trains else 0
+        if not orphans:
             self._orphaned_since = None
         elif self._orphaned_since is None:
             self._orphaned_since = now
         elif now - self._orphaned_since > limit:
-            missing = sorted(set(range(self._specification.servers)) - {server.id for server in self.view.servers})
             raise ServersUnreachableError(
-                f"server {', '.join(map(str, missing))} died, and {slices_without_server} slices of the parameters "
+                f"server {', '.join(map(str, sorted(self._missing)))} died, and {orphans} slices of the parameters "
                 f"with it; no other took its place within {limit} s: use replication=2"
             )
 
@@ -242,42 +258,3 @@ class Connections:
             f"server {server} was started again, but its slices of the parameters are lost: use replication=2 to go "
             "on after a server's death"
         )
-
-
-class Placement:
-    """The primaries of all slices in the present view; none of them has one before the first view.
-
-    Attributes:
-        orphans: How many slices have no live server.
-        owners: The primary of each slice, and since which view it is there.
-    """
-
-    def __init__(self, slices: Sequence[Slice]) -> None:
-        self.orphans = 0
-        self._slices = slices
-        self.owners: list[tuple[int, int]] = [(-1, 0)] * len(slices)
-
-    def follow(self, view: View) -> list[int]:
-        """Find the primaries in another view.
-
-        Returns:
-            The slices whose primary is now another server, or another process of the same one.
-        """
-        since = {server.id: server.since for server in view.servers}
-        before = self.owners
-        primaries = [next(iter(holders(slice_, view)), -1) for slice_ in self._slices]
-        self.owners = [(primary, since.get(primary, 0)) for primary in primaries]
-        self.orphans = primaries.count(-1)
-        return [key for key, owner in enumerate(self.owners) if owner != before[key]]
-
-    def primary(self, key: int) -> int:
-        """A slice's primary; -1 if it has none."""
-        return self.owners[key][0]
-
-    def of(self, server: int) -> list[int]:
-        """The slices that a server is the primary of."""
-        return [key for key, owner in enumerate(self.owners) if owner[0] == server]
-
-    def servers(self) -> set[int]:
-        """The servers that are the primary of some slice."""
-        return {server for server, _ in self.owners}

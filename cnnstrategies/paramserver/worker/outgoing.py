@@ -10,10 +10,9 @@ from torch import Tensor
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import ENCODINGS, Encoder
 from cnnstrategies.paramserver.messages import Encoding, Kind
-from cnnstrategies.paramserver.option_checks import check_before_sending
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
-from cnnstrategies.paramserver.specification import Compression, Specification
-from cnnstrategies.paramserver.worker.connections import Connections, Counters, Placement
+from cnnstrategies.paramserver.specification import Compression, Specification, check_before_sending
+from cnnstrategies.paramserver.worker.connections import Connections, Counters
 from cnnstrategies.paramserver.worker.pulls import Pulls
 
 LARGEST_FP16 = torch.finfo(torch.float16).max
@@ -25,17 +24,13 @@ class Outgoing:
     Where every gradient is an update of its own, it is clipped here.
 
     Args:
-        specification: What all processes of the run agree on.
-        slices: All slices.
-        connections: The connections to the servers.
-        placement: The slices' primaries.
         counters: Its bytes sent are counted.
         began_with: In mode ``local`` the parameters' values before the worker's own steps.
         answers: Where each push asks for its answer: what waits for that.
 
     Attributes:
+        unanswered: The pushes, by slice, that are not answered.
         options: The hyper-parameters of each parameter group, as last begun with.
-        pushed: The parameters that were pushed in the present step.
     """
 
     def __init__(
@@ -43,48 +38,30 @@ class Outgoing:
         specification: Specification,
         slices: Sequence[Slice],
         connections: Connections,
-        placement: Placement,
         counters: Counters,
         began_with: Sequence[Tensor] = (),
         answers: Pulls | None = None,
     ) -> None:
+        self.unanswered: dict[int, tuple[Any, Encoding, int]] = {}
         self.options = [group.options for group in specification.groups]
         self._specification = specification
         self._slices = slices
         self._by_parameter = keys_by_parameter(slices, len(specification.parameters))
         self._encoders = [Encoder(specification.compression, specification.compression_ratio) for _ in slices]
         self._connections = connections
-        self._placement = placement
         self._counters = counters
         self._began_with = began_with
         self._answers = answers
         self._begin: tuple[int, dict[str, Any], float] | None = None
         self._pulls, self._rung = Encoding.NOTHING, 0
-        self._unanswered: dict[int, tuple[Any, Encoding, int]] = {}
         self._sent: set[int] = set()  # slices
         self._filling: dict[int, Filling] = {}
         self._clipped: dict[int, Tensor] = {}
 
-    @property
-    def unanswered(self) -> bool:
-        """Whether there are pushes that are not answered."""
-        return bool(self._unanswered)
-
-    def waits(self, key: int) -> bool:
-        """Whether a slice's push is not answered."""
-        return key in self._unanswered
-
-    def open_among(self, keys: Collection[int]) -> bool:
-        """Whether the pushes of some of these slices are not answered."""
-        return any(key in self._unanswered for key in keys)
-
     def encode_as(self, compression: Compression, pulls: Encoding, rung: int) -> None:
-        """Encode the gradients of the next step in this way; those that are on their way stay as they are.
+        """Encode the next gradients in this way; those that are on their way stay as they are.
 
-        Args:
-            compression: The way.
-            pulls: How what comes of the step will be pulled.
-            rung: See :attr:`~cnnstrategies.paramserver.messages.Header.rung`.
+        `pulls` says how what comes of the step will be pulled, `rung` what the header says of that.
         """
         self._pulls, self._rung = pulls, rung
         for encoder in self._encoders:
@@ -100,7 +77,7 @@ class Outgoing:
             for group, values in zip(self._specification.groups, groups, strict=True)
         ]
         self._begin = step, {"options": self.options}, float(samples)
-        self._unanswered.clear()
+        self.unanswered.clear()
         self._sent.clear()
         self._filling.clear()
         for server in self._connections.view.servers:
@@ -132,38 +109,27 @@ class Outgoing:
                 self._encode(index, gradient * factor)
             self._clipped.clear()
         for key, filling in self._filling.items():
-            filling.end()
             self._encode_slice(key, filling.values, filling.absent)
         self._filling.clear()
         for slice_ in self._slices:
             if slice_.key not in self._sent:
-                self._unanswered[slice_.key] = b"", Encoding.NOTHING, 0
+                self.unanswered[slice_.key] = b"", Encoding.NOTHING, 0
                 self._send(slice_.key)
 
     def answered(self, key: int) -> None:
         """A slice was pulled with its push in it."""
-        self._unanswered.pop(key, None)
+        self.unanswered.pop(key, None)
 
     def send_again(self, keys: Collection[int], step: int) -> None:
-        """Send the pushes of some slices that have not been answered.
-
-        Args:
-            keys: The slices.
-            step: The step that is or will be worked on next.
-        """
+        """Send the pushes of some slices that have not been answered; `step` is or will be worked on next."""
         self.begin_again([server.id for server in self._connections.view.servers], step)
-        for key in [key for key in keys if key in self._unanswered]:
+        for key in [key for key in keys if key in self.unanswered]:
             self._send(key)
 
     def begin_again(self, servers: Iterable[int], step: int) -> None:
-        """Tell some servers again what comes before the pushes, if there are or will be some.
-
-        Args:
-            servers: Their ids.
-            step: The step that is or will be worked on next.
-        """
+        """Tell some servers again what comes before the pushes of the present step, if there are or will be some."""
         # Also in the middle of a step that has pushed nothing yet: a new server must hear of it.
-        if self._begin is not None and (self._unanswered or self._begin[0] == step):
+        if self._begin is not None and (self.unanswered or self._begin[0] == step):
             for server in servers:
                 self._send_begin(server)
 
@@ -187,7 +153,7 @@ class Outgoing:
         if encoder.encoding == Encoding.FP16:
             assert self._begin is not None
             check_range(self._slices[key], values, self._specification, self._begin[0])
-        self._unanswered[key] = encoder.encode(values), encoder.encoding, absent
+        self.unanswered[key] = encoder.encode(values), encoder.encoding, absent
         self._send(key)
 
     def _send_begin(self, server: int) -> None:
@@ -200,11 +166,11 @@ class Outgoing:
     def _send(self, key: int) -> None:
         assert self._begin is not None
         self._sent.add(key)
-        payload, encoding, absent = self._unanswered[key]
+        payload, encoding, absent = self.unanswered[key]
         if self._answers is not None:
             self._answers.with_push(key)
         self._counters.bytes_sent += self._connections.send(
-            self._placement.primary(key), Kind.PUSH, payload, key=key, step=self._begin[0], encoding=encoding,
+            self._connections.primary(key), Kind.PUSH, payload, key=key, step=self._begin[0], encoding=encoding,
             base=absent,
         )  # fmt: skip
 
@@ -237,19 +203,13 @@ class Filling:
     """
 
     def __init__(self, slice_: Slice) -> None:
-        self.values = torch.empty(slice_.numel, dtype=slice_.dtype)
+        self.values = torch.zeros(slice_.numel, dtype=slice_.dtype)
         self.absent = (1 << len(slice_.parts)) - 1
-        self._places = {part.parameter: place for place, part in enumerate(slice_.parts)}
-        self._views = slice_.views(self.values)
+        views = slice_.views(self.values)
+        self._parts = {part.parameter: (place, views[place]) for place, part in enumerate(slice_.parts)}
 
     def put(self, parameter: int, gradient: Tensor) -> None:
         """One has come."""
-        place = self._places[parameter]
-        self._views[place].copy_(gradient)
+        place, part = self._parts[parameter]
+        part.copy_(gradient)
         self.absent &= ~(1 << place)
-
-    def end(self) -> None:
-        """No more come."""
-        for place, view in enumerate(self._views):
-            if self.absent >> place & 1:
-                view.zero_()

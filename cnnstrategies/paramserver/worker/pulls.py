@@ -8,7 +8,7 @@ from torch import Tensor
 from cnnstrategies.paramserver.compression import CHANGES, check_length, decode
 from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, Kind, pack_keys
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
-from cnnstrategies.paramserver.worker.connections import Connections, Placement
+from cnnstrategies.paramserver.worker.connections import Connections
 
 MOST_QUESTIONS = (1 << 32) - 1
 
@@ -17,14 +17,13 @@ class Pulls:
     """Asks for the parameters, in the order in which they were used last time, and writes what comes into them.
 
     Args:
-        slices: All slices.
         parameters: The parameters in the specification's order.
-        connections: The connections to the servers.
-        placement: The slices' primaries.
         copies: Further tensors, one for each parameter, that the same is written to.
         changes: Whether what comes may be changes of what came before.
 
     Attributes:
+        step: The one that was last asked for.
+        pending: The slices that have not come, in the order in which they are needed.
         refreshing: Whether what was last asked for are the present values, not those after an own push.
         encoding: In which values after an own push are asked for; `NOTHING` for that of the specification.
     """
@@ -34,10 +33,11 @@ class Pulls:
         slices: Sequence[Slice],
         parameters: Sequence[Tensor],
         connections: Connections,
-        placement: Placement,
         copies: Sequence[Tensor] = (),
         changes: bool = False,
     ) -> None:
+        self.step = 0
+        self.pending: dict[int, None] = {}
         self.refreshing = False
         self.encoding = Encoding.NOTHING
         self._slices = slices
@@ -46,27 +46,10 @@ class Pulls:
         self._copies = [Target(copy) for copy in copies]
         self._had = Had(slices) if changes else None
         self._connections = connections
-        self._placement = placement
-        self._step = 0
         self._question = 0  # number of the last one for the present values
-        self._pending: dict[int, None] = {}
         self._left = [0] * len(parameters)
         self._order: list[int] = list(range(len(parameters)))
         self._used: dict[int, None] = {}
-
-    @property
-    def step(self) -> int:
-        """The step that was last asked for."""
-        return self._step
-
-    def open_among(self, keys: Collection[int]) -> bool:
-        """Whether some of these slices have not come."""
-        return any(key in self._pending for key in keys)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether some parameter is not up to date."""
-        return bool(self._pending)
 
     def waits_for(self, index: int) -> bool:
         """Whether a parameter is not up to date."""
@@ -83,43 +66,38 @@ class Pulls:
         self._used = {}
 
     def request(self, step: int, refresh: bool) -> None:
-        """Ask for all parameters.
-
-        Args:
-            step: The step that will be worked on next.
-            refresh: Ask for the present values, whatever has been pushed.
-        """
+        """Ask for all parameters, of the step that will be worked on next or, to refresh, as they are now."""
         keys = list(dict.fromkeys(key for index in self._order for key in self._by_parameter[index]))
         self.refreshing = refresh
         if refresh:
             self._question = self._question % MOST_QUESTIONS + 1
-        self._step = step
-        self._pending = dict.fromkeys(keys)
+        self.step = step
+        self.pending = dict.fromkeys(keys)
         self._left = [len(own) for own in self._by_parameter]
         self._send(keys)
 
     def begin(self, step: int) -> None:
         """Where pushes ask for their answers: those that follow ask for the parameters of the next step."""
         self.refreshing = False
-        self._step = step
+        self.step = step
 
     def with_push(self, key: int) -> None:
         """A slice's push asks for its answer, too."""
-        if key not in self._pending:
-            self._pending[key] = None
+        if key not in self.pending:
+            self.pending[key] = None
             for part in self._slices[key].parts:
                 self._left[part.parameter] += 1
 
     def send_again(self, keys: Collection[int]) -> None:
         """Ask again for those of some slices that have not come."""
         wanted = set(keys)
-        pulls = [key for key in self._pending if key in wanted]
+        pulls = [key for key in self.pending if key in wanted]
         if pulls:
             self._send(pulls)
 
     def take(self, header: Header, payload: memoryview) -> bool:
         """Write a slice that has come; whether it was waited for."""
-        if header.key not in self._pending or header.step != self._step:
+        if header.key not in self.pending or header.step != self.step:
             return False
         if header.question != (self._question if self.refreshing else 0):
             return False  # A question that was asked twice is answered twice, and the second answer may come late.
@@ -131,7 +109,7 @@ class Pulls:
             if known is None:
                 return False
             values = known
-        del self._pending[header.key]
+        del self.pending[header.key]
         for part, own in zip(slice_.parts, values.split_with_sizes(slice_.sizes), strict=True):
             self._left[part.parameter] -= 1
             self._targets[part.parameter].write(part.start, own)
@@ -144,14 +122,14 @@ class Pulls:
     def _send(self, keys: Sequence[int]) -> None:
         by_server: dict[int, list[int]] = {server.id: [] for server in self._connections.view.servers}
         for key in keys:
-            by_server.setdefault(self._placement.primary(key), []).append(key)
+            by_server.setdefault(self._connections.primary(key), []).append(key)
         # Lowest bit: the present values. Above it: the encoding.
         asked = 1 if self.refreshing else self.encoding << 1
         for server, own in by_server.items():
-            parts = {0.0: own} if self._had is None else self._had.by_mark(own, self._step - 1)
+            parts = {0.0: own} if self._had is None else self._had.by_mark(own, self.step - 1)
             for mark, part in parts.items():
                 self._connections.send(
-                    server, Kind.PULL, pack_keys(part), step=self._step, base=asked, weight=mark,
+                    server, Kind.PULL, pack_keys(part), step=self.step, base=asked, weight=mark,
                     encoding=Encoding.KEYS, question=self._question if self.refreshing else 0,
                 )  # fmt: skip
 

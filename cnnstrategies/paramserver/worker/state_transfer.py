@@ -1,62 +1,37 @@
 """First values and the optimizer's state, from a worker to the servers and back."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from math import inf
 
 import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.messages import Encoding, Header, Kind, unpack_json
-from cnnstrategies.paramserver.optimizer_state import cut_state, pack_state, unpack_state
+from cnnstrategies.paramserver.optimizer_state import pack_state, unpack_state
 from cnnstrategies.paramserver.optimizers import StateValue
 from cnnstrategies.paramserver.slicing import Slice
-from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.worker.connections import Connections
 
+States = Mapping[int, Mapping[str, StateValue]]
+"""By slice."""
 
-class InitialValues:
-    """The first values of the slices and their part of the optimizer's state, for the servers that hold them.
 
-    Args:
-        connections: The connections to the servers.
-        specification: What all processes of the run agree on.
-        slices: All slices.
-        parameters: The parameters in the specification's order.
-        optimizer_state: A plain ``Optimizer.state_dict()`` over all parameters; None for no state.
-    """
-
-    def __init__(
-        self,
-        connections: Connections,
-        specification: Specification,
-        slices: Sequence[Slice],
-        parameters: Sequence[Tensor],
-        optimizer_state: Mapping[str, Any] | None,
-    ) -> None:
-        self._connections = connections
-        self._slices = slices
-        self._parameters = parameters
-        self._states = {} if optimizer_state is None else cut_state(specification, slices, optimizer_state)
-
-    def send(self, server: int) -> None:
-        """Send a server its slices' values, each after its state; what it has already, it ignores."""
-        for slice_ in self._slices:
-            if server not in slice_.servers:
-                continue
-            values = [
-                self._parameters[part.parameter].detach().cpu().reshape(-1)[part.start : part.stop]
-                for part in slice_.parts
-            ]
-            state = self._states.get(slice_.key, {})
-            for name, part in state.items():
-                described, raw = pack_state(name, part)
-                self._connections.send(server, Kind.STATE, raw, key=slice_.key, json=described)
-            # A copy: the values are pulled into the same memory, maybe before they have left.
-            payload = bytes(as_bytes(torch.cat(values)))
-            self._connections.send(
-                server, Kind.VALUE, payload, key=slice_.key, base=len(state), encoding=Encoding.DENSE
-            )
+def send_first_values(
+    connections: Connections, server: int, slices: Sequence[Slice], values: Sequence[Tensor], states: States
+) -> None:
+    """Send a server its slices of some parameters' values, each after its state; what it has already, it ignores."""
+    for slice_ in slices:
+        if server not in slice_.servers:
+            continue
+        own = [values[part.parameter].detach().cpu().reshape(-1)[part.start : part.stop] for part in slice_.parts]
+        state = states.get(slice_.key, {})
+        for name, value in state.items():
+            described, raw = pack_state(name, value)
+            connections.send(server, Kind.STATE, raw, key=slice_.key, json=described)
+        # A copy: the values are pulled into the same memory, maybe before they have left.
+        payload = bytes(as_bytes(torch.cat(own)))
+        connections.send(server, Kind.VALUE, payload, key=slice_.key, base=len(state), encoding=Encoding.DENSE)
 
 
 class StateReceipt:
@@ -66,7 +41,7 @@ class StateReceipt:
         states: What has come, by slice.
     """
 
-    def __init__(self, slices: Iterable[Slice]) -> None:
+    def __init__(self, slices: Sequence[Slice]) -> None:
         self.states: dict[int, dict[str, StateValue]] = {slice_.key: {} for slice_ in slices}
         self._requests: dict[int, int] = {}
         self._counts: dict[int, int] = {}
@@ -80,10 +55,10 @@ class StateReceipt:
 
     def asked(self, server: int) -> float:
         """Number of the message that has asked a server; infinite if none has."""
-        return self._requests.get(server, float("inf"))
+        return self._requests.get(server, inf)
 
     def has(self, server: int) -> bool:
-        """Whether as many parts have come from a server as it has announced."""
+        """Whether as many entries have come from a server as it has announced."""
         return self._counts.get(server, -1) == self._received.get(server)
 
     @property
@@ -92,7 +67,7 @@ class StateReceipt:
         return all(self.has(server) for server in self._requests)
 
     def take(self, server: int, header: Header, payload: memoryview) -> None:
-        """Keep a part, or note how many a server has."""
+        """Keep an entry, or note how many a server has."""
         if self._requests.get(server) != header.step:
             return
         if header.meta:

@@ -17,13 +17,13 @@ from cnnstrategies.paramserver.messages import (
     unpack_json,
     unpack_keys,
 )
-from cnnstrategies.paramserver.optimizer_state import join_state
+from cnnstrategies.paramserver.optimizer_state import cut_state, join_state
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Compression, Specification
-from cnnstrategies.paramserver.worker.connections import Connections, Counters, Placement
+from cnnstrategies.paramserver.worker.connections import Connections, Counters
 from cnnstrategies.paramserver.worker.outgoing import Outgoing
 from cnnstrategies.paramserver.worker.pulls import Pulls
-from cnnstrategies.paramserver.worker.state_transfer import InitialValues, StateReceipt
+from cnnstrategies.paramserver.worker.state_transfer import StateReceipt, States, send_first_values
 
 PROBE_SECONDS = 1.0  # without an answer before a server is asked whether it is there
 REPEAT_SECONDS = 0.05
@@ -42,29 +42,29 @@ class Wait(NamedTuple):
     repeat: Callable[[], object] | None = None
 
 
+class Welcome(NamedTuple):
+    """What a server answers to a hello: from which step on the worker counts, to which message, and what else."""
+
+    step: int
+    asked: int
+    said: dict[str, Any]
+
+
 class WorkerRole:
     """One worker of a run, without sockets, threads and clocks.
 
     What takes more than one message is a procedure: a generator that yields what it waits for, and goes on when that
     is over. While it waits, its driver hands over messages and views, calls :meth:`on_time`, and sends what
-    :meth:`take` gives.
+    :attr:`connections` give.
 
     Args:
-        specification: What all processes of the run agree on.
-        slices: All slices.
         parameters: The parameters in the specification's order.
-        id: This worker's number in the views.
-        incarnation: Its incarnation in the views.
         arrived: Called with the index of each parameter that has come.
 
     Attributes:
-        step: Number of the step that is or will be worked on next.
         counters: What was sent and received.
         first_rung: The place in the ladder that the first of the workers has used in the last step, if they have it in
             common.
-        heard: To be called with the time, the server and the header of each message that comes; whether it is to be
-            handed over when its turn comes.
-        take: Gives what is to be sent, once.
         connections: Its connections to the servers.
         pulls: The parameters that are under way to it.
     """
@@ -84,21 +84,15 @@ class WorkerRole:
         self._specification = specification
         self._parameters = parameters
         self._slices = slices
+        self._id = id
         self._arrived = arrived
-        self.connections = Connections(specification, id, incarnation)
-        self.heard = self.connections.heard
-        self.take = self.connections.take
-        self._placement = Placement(slices)
+        self.connections = Connections(specification, slices, id, incarnation)
         local = specification.mode == "local"
-        began_with = [torch.zeros(p.shape, dtype=p.dtype) for p in parameters] if local else []
-        self._began_with = began_with
-        changes = specification.pulls_changes
-        self.pulls = Pulls(slices, parameters, self.connections, self._placement, began_with, changes)
+        self._began_with = [torch.zeros(p.shape, dtype=p.dtype) for p in parameters] if local else []
+        self.pulls = Pulls(slices, parameters, self.connections, self._began_with, specification.pulls_changes)
         self._pipelined = specification.pipelined
         answers = self.pulls if self._pipelined else None
-        self._outgoing = Outgoing(
-            specification, slices, self.connections, self._placement, self.counters, began_with, answers
-        )
+        self._outgoing = Outgoing(specification, slices, self.connections, self.counters, self._began_with, answers)
         self._now = 0.0
         self._repeat: Callable[[], object] | None = None
         self._next_repeat = 0.0
@@ -109,10 +103,9 @@ class WorkerRole:
         self._given = False  # The parameters that it begins with have come.
         self._replaces = incarnation > 0
         self._unready: dict[int, float] = {}  # servers without values, and since when
-        self._welcomes: dict[int, tuple[int, int, dict[str, Any]]] = {}
-        self._initial: InitialValues | None = None
+        self._welcomes: dict[int, Welcome] = {}
+        self._first_values: tuple[Sequence[Tensor], States] | None = None
         self._stands_in = False  # for workers with lower numbers
-        self._id = id
         self._moved = False  # The parameters are no longer those of the run's start.
         self._version: int | None = None  # of the first slice's values
         self._asked = 0  # Number of the last message that asks for what is under way.
@@ -130,25 +123,33 @@ class WorkerRole:
         yield from self.meet(now)
         self.stand_in(optimizer_state)
         self._stands_in = False
-        for server in self.view.servers:
-            self._send_first_values(server.id)
+        for server in self._servers:
+            self._send_first_values(server)
 
     def stand_in(self, optimizer_state: Mapping[str, Any] | None) -> None:
         """Have the first values ready, for the case that those die that were to give them."""
         self._stands_in = True
-        values = self._parameters
         if self._began_with:  # Its own steps move the parameters before others know of them.
-            values = self._began_with
-            for value, parameter in zip(values, self._parameters, strict=True):
+            for value, parameter in zip(self._began_with, self._parameters, strict=True):
                 value.copy_(parameter.detach())
-        self._initial = InitialValues(self.connections, self._specification, self._slices, values, optimizer_state)
+        states: States = {}
+        if optimizer_state is not None:
+            states = cut_state(self._specification, self._slices, optimizer_state)
+        self._first_values = self._began_with or self._parameters, states
 
     def join(self, now: float) -> Generator[Wait, None, int]:
         """Become a member at a step boundary, and take the parameters; the step to begin with."""
         yield from self.meet(now)
-        steps = yield from self._ask_where_to_begin(NO_STEP)
+        steps = yield from self._ask_where_to_begin()
         # Never back where servers take a push with the number of an older one for the same push again.
-        yield from self._begin_with(max(steps) if self._specification.aggregates else max(self.step, *steps))
+        self.step = max(steps) if self._specification.aggregates else max(self.step, *steps)
+        self._moved = self._moved or self.step > 0
+        self._joined, self._first, self._given = True, self.step, False
+        self._request(refresh=True)
+        for server in self._servers:
+            self.hello(server)
+        yield self.all_here()
+        self._given = True
         return self.step
 
     def leave(self) -> Generator[Wait]:
@@ -156,8 +157,8 @@ class WorkerRole:
         yield self.all_here()
         self._joined = False
         while True:
-            answers = yield from self._ask(self._everyone(), joins=False, leaves=True)
-            if not any(values["counted"] for _, _, values in answers.values()):
+            answers = yield from self._ask(self._servers, joins=False, leaves=True)
+            if not any(welcome.said["counted"] for welcome in answers.values()):
                 return  # Else one has not heard of it: the connection was cut just then.
 
     def refresh(self) -> Generator[Wait]:
@@ -176,7 +177,7 @@ class WorkerRole:
 
     def all_here(self) -> Wait:
         """All parameters are up to date."""
-        return Wait(lambda: self.pulls.under_way)
+        return Wait(lambda: bool(self.pulls.pending))
 
     def here(self, index: int) -> Wait:
         """A parameter, which is the next that is needed, is up to date."""
@@ -188,7 +189,11 @@ class WorkerRole:
     @property
     def is_first(self) -> bool:
         """Whether this worker chooses encodings: for itself, or where steps are common for all that live."""
-        return not self._specification.aggregates or all(self._id <= one.id for one in self.view.workers)
+        return not self._specification.aggregates or self._is_lowest
+
+    @property
+    def _is_lowest(self) -> bool:
+        return all(self._id <= one.id for one in self.view.workers)
 
     def encode_as(self, compression: Compression, pull_compression: Compression, rung: int) -> None:
         """From the next step on push and pull in these encodings; all parameters are up to date."""
@@ -239,7 +244,7 @@ class WorkerRole:
             self._next_repeat = now + REPEAT_SECONDS
         for server in self.connections.unanswering(now, self._probe_seconds):
             self.hello(server)
-        self.connections.check(now, self._placement.orphans if self._joined else 0)
+        self.connections.check(now, self._joined)
 
     def follow(self, now: float, view: View) -> None:
         """Go on with a view, if it is newer.
@@ -266,39 +271,36 @@ class WorkerRole:
     def _pulled(self, header: Header, payload: memoryview) -> None:
         if not self.pulls.take(header, payload):
             return
-        if not self.pulls.refreshing or header.base > 0:  # Others may have made steps before this one came.
-            self._moved, self._initial = True, None
+        refreshing = self.pulls.refreshing
+        if not refreshing or header.base > 0:  # Others may have made steps before this one came.
+            self._moved, self._first_values = True, None
         self.counters.bytes_received += len(payload)
         if header.key == 0:
-            self._count_others(header.base)
+            if self._version is not None and not refreshing:
+                self.counters.staleness += max(0, header.base - self._version - 1)
+            self._version = header.base
             self.first_rung = header.rung - 1 if header.rung else None
-        self._outgoing.answered(header.key)
+        self._outgoing.unanswered.pop(header.key, None)
         for part in self._slices[header.key].parts:
             if not self.pulls.waits_for(part.parameter):
                 self._arrived(part.parameter)
 
-    def _count_others(self, version: int) -> None:
-        """Count the updates that others have made since the values that this worker has computed with."""
-        if self._version is not None and not self.pulls.refreshing:
-            self.counters.staleness += max(0, version - self._version - 1)
-        self._version = version
-
     def _welcomed(self, server: int, header: Header, payload: memoryview) -> None:
         values = unpack_json(payload, header)
+        own = self.connections.of(server)
         if values.get("again") is True:
-            self._send_again(self._placement.of(server))
+            self._send_again(own)
             return
         asked = int(values["asked"])
-        self._welcomes[server] = header.step, asked, values
+        self._welcomes[server] = Welcome(header.step, asked, values)
         self.connections.check_deaf(self._now, server, values["deaf"])
         # It has answered what came before the question: what is still open then has been lost, or it holds it.
         if values["held"] and asked > self._asked:
+            unsettled = (self._outgoing.unanswered.keys() | self.pulls.pending.keys()).intersection(own)
             held = set(unpack_keys(payload[header.meta :]))
-            own = self._placement.of(server)
-            lost = [key for key in own if key not in held]
-            if self._outgoing.open_among(lost) or self.pulls.open_among(lost):
-                self._send_again(lost)
-            elif not (self._outgoing.open_among(own) or self.pulls.open_among(own)):
+            if unsettled - held:
+                self._send_again([key for key in own if key not in held])
+            elif not unsettled:
                 # One of which nothing is open votes too, and must hear that the step has begun.
                 self._outgoing.begin_again((server,), self.step)
         if self._state is not None and asked > self._state.asked(server):
@@ -307,19 +309,17 @@ class WorkerRole:
             self._unready.pop(server, None)
         elif self._moved or values["lost"] or self._waits_in_vain(server):
             self.connections.lost(server)
-        else:
-            self._send_first_values(
-                server
-            )  # It was started again before it had made a step, or nobody has given it some.
+        else:  # It was started again before it had made a step, or nobody has given it some.
+            self._send_first_values(server)
 
     def _send_first_values(self, server: int) -> None:
-        if self._initial is not None and not (self._stands_in and any(one.id < self._id for one in self.view.workers)):
-            self._initial.send(server)
+        if self._first_values is not None and (self._is_lowest or not self._stands_in):
+            send_first_values(self.connections, server, self._slices, *self._first_values)
 
     def _waits_in_vain(self, server: int) -> bool:
         """Whether a worker that takes another's place has waited for values for long: those who had some are gone."""
         since = self._unready.setdefault(server, self._now)
-        return self._replaces and self._initial is None and self._now - since > self._specification.timeout
+        return self._replaces and self._first_values is None and self._now - since > self._specification.timeout
 
     # Questions
 
@@ -328,66 +328,56 @@ class WorkerRole:
         self.connections.begin_meeting(now)
         yield Wait(lambda: not self.connections.met(self._now))
         self._place()
-        yield from self._ask(self._everyone(), joins=False)
+        yield from self._ask(self._servers, joins=False)
 
-    def _everyone(self) -> set[int]:
+    @property
+    def _servers(self) -> set[int]:
+        """Those that live."""
         return {server.id for server in self.view.servers}
 
-    def _ask_where_to_begin(self, step: int) -> Generator[Wait, None, list[int]]:
-        """Ask those who count steps from which one on this worker takes part, which is at a step, or at none."""
+    def _ask_where_to_begin(self) -> Generator[Wait, None, list[int]]:
+        """Ask those who count steps from which one on this worker takes part."""
         aggregates = self._specification.aggregates
         while True:
             # In common steps one server counts. One that dies before it has answered is no longer there to be asked,
             # and one that has said before that it leads may be another by now, or an older one be back.
-            answers = yield from self._ask(self._leaders() if aggregates else self._everyone(), joins=True, step=step)
-            if answers and (not aggregates or all(told["leader"] is True for _, _, told in answers.values())):
-                return [first for first, _, _ in answers.values()]
+            leaders = {one for one, welcome in self._welcomes.items() if welcome.said.get("leader") is True}
+            answers = yield from self._ask(leaders if aggregates else self._servers, joins=True)
+            if answers and (not aggregates or all(one.said["leader"] is True for one in answers.values())):
+                return [welcome.step for welcome in answers.values()]
             yield from self.meet(self._now)
 
-    def _begin_with(self, step: int) -> Generator[Wait]:
-        """Be a member from a step on, and take its values."""
-        self.step = step
-        self._moved = self._moved or self.step > 0
-        self._joined, self._first, self._given = True, self.step, False
-        self._request(refresh=True)
-        for server in self.view.servers:
-            self.hello(server.id)
-        yield self.all_here()
-        self._given = True
-
-    def _ask(
-        self, servers: set[int], joins: bool, leaves: bool = False, step: int = NO_STEP
-    ) -> Generator[Wait, None, dict[int, tuple[int, int, dict[str, Any]]]]:
+    def _ask(self, servers: set[int], joins: bool, leaves: bool = False) -> Generator[Wait, None, dict[int, Welcome]]:
         """Say hello, or goodbye, until those of some servers that live have answered; their answers."""
         asked: set[int] = set()
         self._welcomes = {}
 
         def ask() -> None:
-            for server in servers & self._everyone():
+            for server in servers & self._servers:
                 if leaves:
                     self.connections.send(server, Kind.LEAVE, step=self.step)
-                self._say_hello(server, step, joins)
+                self._say_hello(server, NO_STEP, joins)
                 asked.add(self.connections.sequence)
 
-        def answers() -> dict[int, tuple[int, int, dict[str, Any]]]:
+        def answers() -> dict[int, Welcome]:
             # Others answer what was asked before, or who is there: they do not say from which step on this one counts.
-            return {one: told for one, told in self._welcomes.items() if one in servers and told[1] in asked}
+            return {one: told for one, told in self._welcomes.items() if one in servers and told.asked in asked}
 
-        yield Wait(lambda: bool(servers & self._everyone() - answers().keys()), ask)
+        yield Wait(lambda: bool(servers & self._servers - answers().keys()), ask)
         return answers()
 
     def _ask_for_state(self) -> Generator[Wait, None, StateReceipt | None]:
         """Ask for the optimizer state of all slices; None if it did not come from the same servers to the end."""
-        owners = self._placement.owners
-        servers = self._placement.servers()
+        owners = self.connections.owners
+        servers = {server for server, _ in owners}
         # Until they know as well as this worker which slices they answer for.
         yield from self._ask(servers, joins=False)
         state = self._state = StateReceipt(self._slices)
         for server in servers:
             self._ask_for_part(server)
-        yield Wait(lambda: self._placement.owners == owners and not state.complete)
+        yield Wait(lambda: self.connections.owners == owners and not state.complete)
         self._state = None
-        return state if self._placement.owners == owners else None
+        return state if self.connections.owners == owners else None
 
     def _ask_for_part(self, server: int) -> None:
         """Ask a server for its part of the state, from the beginning."""
@@ -396,37 +386,34 @@ class WorkerRole:
             self._state.begin(server, self.connections.sequence + 1)
             self.connections.send(server, Kind.GET_STATE, step=self.connections.sequence + 1)
 
-    def _leaders(self) -> set[int]:
-        """The server that says it leads, if one does."""
-        return {server for server, (_, _, told) in self._welcomes.items() if told.get("leader") is True}
-
     def _say_hello(self, server: int, step: int, joins: bool, answered: Sequence[int] = ()) -> None:
-        view, keys = self.view.number, pack_keys(answered)
-        request = self.pulls.step if self.pulls.under_way else None
+        request = self.pulls.step if self.pulls.pending else None
         said: dict[str, Any] = {"joins": joins, "first": self._first, "given": self._given, "request": request}
-        self.connections.send(server, Kind.HELLO, keys, said, step=step, base=view, encoding=Encoding.KEYS)
+        self.connections.send(
+            server, Kind.HELLO, pack_keys(answered), json=said, step=step, base=self.view.number, encoding=Encoding.KEYS
+        )
 
     def hello(self, server: int) -> None:
         """Say where this worker is: at the step whose pushes are not all answered, else at the next."""
         if not self._joined:
             self._say_hello(server, NO_STEP, False)
-        elif not self._given:
-            came = [key for key in self._placement.of(server) if not self.pulls.open_among((key,))]
-            self._say_hello(server, self.step, True, came)
-        elif self._outgoing.unanswered and self.pulls.under_way and not self.pulls.refreshing:
-            answered = [key for key in self._placement.of(server) if not self._outgoing.waits(key)]
-            self._say_hello(server, self.step - 1, True, answered)
-        else:
-            self._say_hello(server, self.step, True)
+            return
+        step, own, answered = self.step, self.connections.of(server), list[int]()
+        if not self._given:
+            answered = [key for key in own if key not in self.pulls.pending]
+        elif self._outgoing.unanswered and self.pulls.pending and not self.pulls.refreshing:
+            step -= 1
+            answered = [key for key in own if key not in self._outgoing.unanswered]
+        self._say_hello(server, step, True, answered)
 
     # Sending again
 
     def _place(self) -> None:
         """Find each slice's primary in the present view; send it what the last one has not answered."""
-        moved = self._placement.follow(self.view)
+        moved = self.connections.place()
         if self._joined:
-            for server in self.view.servers:
-                self.hello(server.id)
+            for server in self._servers:
+                self.hello(server)
         self._send_again(moved)
 
     def _request(self, refresh: bool) -> None:

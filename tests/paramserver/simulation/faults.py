@@ -86,7 +86,6 @@ class Network:
     """Links that delay messages, and by chance do worse.
 
     Args:
-        seed: Decides everything.
         timeout: The run's; what goes wrong is short compared with it.
         tcp: Whether messages keep their order, and are lost only with a connection; else any is lost, doubled, late.
         rate: The chance of each message.
@@ -171,7 +170,6 @@ class Faults(Network):
     Half of the seeds have a network like TCP.
 
     Args:
-        seed: Decides everything.
         places: Role and id of each process that can be hit.
         timeout: The run's; faults are short or long compared with it.
         busy: Seconds in which the faults happen.

@@ -27,9 +27,7 @@ class Members:
     """The processes of a run.
 
     Args:
-        seed: Decides everything.
         world: Where.
-        specification: The run's.
         restarts: How often a process that is lost is started again.
         busy: Seconds in which faults begin.
         away: Whether the coordinator is killed, and another goes on.

@@ -232,7 +232,9 @@ class SimulatedWorker:
     def on_message(self, now: float, sender: Peer, message: Message) -> NodeEffects:
         """A message of the data plane has come."""
         lives = self._lives.of(self.role.view)
-        if lives.get(sender.id) != sender.life or not self.role.heard(now, sender.id, message.fields["header"]):
+        if lives.get(sender.id) != sender.life or not self.role.connections.heard(
+            now, sender.id, message.fields["header"]
+        ):
             return []
         self._inbox.append((sender, message))
         return self._waited(now)
@@ -280,12 +282,12 @@ class SimulatedWorker:
         header: Header = message.fields["header"]
         payload = memoryview(bytearray(message.frames[0]))
         pulls = self.role.pulls
-        waited = header.kind == Kind.PULLED and pulls.open_among([header.key]) and header.step == pulls.step
+        waited = header.kind == Kind.PULLED and header.key in pulls.pending and header.step == pulls.step
         whole = pulls.refreshing
         self.role.on_message(server.id, header, payload)
-        if waited and not pulls.open_among([header.key]):
+        if waited and header.key not in pulls.pending:
             self._asked[header.key] = header.step
-        if waited and not pulls.open_among([header.key]) and header.encoding != Encoding.NOTHING:
+        if waited and header.key not in pulls.pending and header.encoding != Encoding.NOTHING:
             value = self.values[self._slices[header.key].parts[0].parameter]  # Each has one slice of its own.
             self._watch.received(
                 self._peer.id,
@@ -323,7 +325,7 @@ class SimulatedWorker:
     def _send(self) -> NodeEffects:
         sends: NodeEffects = []
         lives = self._lives.of(self.role.view)
-        for parcel in self.role.take():
+        for parcel in self.role.connections.take():
             assert isinstance(parcel.to, int)
             to = Peer("server", parcel.to, lives[parcel.to])
             route = self._wires.route(self._peer, to)

@@ -39,7 +39,6 @@ class Plan(NamedTuple):
 
     Attributes:
         workers: Of the run's own.
-        servers: How many.
         mode: One of :data:`MODES`.
         parameters: How many there are.
         replication: Servers that have each slice.
@@ -109,7 +108,6 @@ def drawn(seed: int, kind: type[Faults] = Faults) -> tuple[Plan, Faults]:
     """What is simulated for a seed, and what goes wrong.
 
     Args:
-        seed: Decides everything.
         kind: Of the faults: they may note what they hit.
     """
     plan = Plan.of(seed)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cnnstrategies.paramserver.core.node import Peer
 from cnnstrategies.paramserver.messages import Encoding
-from cnnstrategies.paramserver.optimizers import ALL_THERE
 from cnnstrategies.paramserver.server.store import Changes, Store, encodings
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Options, Specification
@@ -209,11 +208,8 @@ class WatchedChanges(Changes):
     """What the workers have of some slices, of which each change is looked at.
 
     Args:
-        encoding: Of the changes.
         ratio: Share of the elements that ``topk`` sends.
-        values: The slices' values.
         whole: In which workers pull values where they do not want changes; None if they always do.
-        watch: Looks at them.
     """
 
     def __init__(
@@ -233,9 +229,6 @@ class WatchedStore(Store):
     """A server's slices, of which each update is looked at.
 
     Args:
-        specification: The run's.
-        slices: The slices to hold.
-        watch: Looks at them.
         late: Whether the server was started again: first values that it has of a worker are no copies of the primary,
             which may not know yet that it is there.
 
@@ -265,9 +258,7 @@ class WatchedStore(Store):
         if version or not self._late:
             self.look((key,))
 
-    def apply(
-        self, updates: Mapping[int, Tensor | None], options: Options, absent: Mapping[int, int] = ALL_THERE
-    ) -> None:
+    def apply(self, updates: Mapping[int, Tensor | None], options: Options, absent: Mapping[int, int]) -> None:
         """Look at an update of some slices, and apply it."""
         made = {}
         for key, update in updates.items():
@@ -281,5 +272,5 @@ class WatchedStore(Store):
         self.look(updates)
 
     def _momentum(self, key: int) -> Tensor | None:
-        momentum = self.state(key).get("momentum_buffer")
+        momentum = self.state(key).get("0/momentum_buffer")
         return momentum if isinstance(momentum, Tensor) else None
