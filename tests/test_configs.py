@@ -14,8 +14,7 @@ from torchvision.models import shufflenet_v2_x0_5
 
 from cnnstrategies.cli import main
 from cnnstrategies.commands.run.trainer import Trainer
-from cnnstrategies.data.shards.contents import contents_of
-from cnnstrategies.data.shards.packing import pack
+from cnnstrategies.data.shards.packing import contents_of, pack
 from cnnstrategies.data.shards.shard_file import Options
 
 CONFIGS = ROOT / "configs"

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from masked_images import MASK_MISTAKES, write_masked_images
+from masked_images import write_masked_images
 from PIL import Image
 from torch import nn
 
-from cnnstrategies import ConfigurationError, ImageSegmenter
+from cnnstrategies import ConfigurationError, ImageClassifier, ImageSegmenter
 from cnnstrategies.callbacks.predictions import palette, write_masks
-from cnnstrategies.data import SegmentationFolderDataModule
+from cnnstrategies.data import SegmentationFolderDataModule, SyntheticDataModule
 from cnnstrategies.data.own_images import own_images
 from cnnstrategies.deploy import export, quantize
 from cnnstrategies.networks import UNet
@@ -206,6 +206,18 @@ def read_all():
     data.val_source.fetch([0])
 
 
+def no_mask():
+    Path("data/train/masks/3.png").unlink()
+
+
+def another_size():
+    Image.new("L", (9, 9)).save("data/train/masks/3.png")
+
+
+def another_class():
+    Image.new("L", (24, 20), 7).save("data/train/masks/3.png")
+
+
 def no_png():
     Path("data/train/masks/3.png").write_text("nothing")
 
@@ -215,19 +227,37 @@ def two_of_one_name():
 
 
 MISTAKES = {
-    **MASK_MISTAKES,
+    no_mask: r"images/3.png has no mask: put 3.png into .*masks",
+    another_size: r"mask .*3.png is of \(9, 9\) pixels and its image of \(20, 24\)",
+    another_class: r"mask .*3.png has the class 7, and num_classes=2 has 0 to 1",
     two_of_one_name: r"images/3.jpg and .*images/3.png would have one mask: rename one",
     no_png: r"broken mask .*3.png",
 }
 
 
 @pytest.mark.light
-@pytest.mark.parametrize(("damage", "message"), MISTAKES.items(), ids=lambda value: getattr(value, "__name__", ""))
-def test_a_mistake_in_the_files_is_named(damage, message):
-    write_masked_images(Path("data/train"), count=5)
-    damage()
-    with pytest.raises(ConfigurationError, match=message):
-        read_all()
+def test_a_mistake_in_the_files_is_named():
+    for damage, message in MISTAKES.items():
+        shutil.rmtree("data", ignore_errors=True)
+        write_masked_images(Path("data/train"), count=5)
+        damage()
+        with pytest.raises(ConfigurationError, match=message):
+            read_all()
+
+
+@pytest.mark.light
+def test_data_that_does_not_go_with_the_module_is_refused():
+    write_masked_images(Path("data/train"), count=4)
+    with pytest.raises(ConfigurationError, match="class_names has 1 names, and num_classes=2"):
+        SegmentationFolderDataModule(Path("data"), 2, class_names=["one"])
+    data, network = SegmentationFolderDataModule(Path("data"), 2, image_size=16), nn.Identity()
+    with pytest.raises(ConfigurationError, match="SegmentationFolderDataModule has masks, and ImageClassifier learns"):
+        ImageClassifier(network, 2).check_data(data)
+    with pytest.raises(ConfigurationError, match="ignore_index=9, but SegmentationFolderDataModule has 255"):
+        ImageSegmenter(network, 2, ignore_index=9).check_data(data)
+    with pytest.raises(ConfigurationError, match="SyntheticDataModule has no masks"):
+        ImageSegmenter(network, 2).check_data(SyntheticDataModule(num_classes=2))
+    ImageSegmenter(network, 2).check_data(data)
 
 
 @pytest.mark.light

@@ -38,8 +38,7 @@ from torchvision import datasets
 from torchvision import transforms as tv
 
 from cnnstrategies.data import ShardedImageDataModule
-from cnnstrategies.data.shards.contents import contents_of
-from cnnstrategies.data.shards.packing import pack
+from cnnstrategies.data.shards.packing import contents_of, pack
 from cnnstrategies.data.shards.shard_file import Options
 
 BATCH, SIZE, CLASSES, QUALITY = 64, 224, 10, 90
@@ -110,13 +109,11 @@ def forever(loader: Any) -> Batches:
         yield from loader
 
 
-def ours(packed: str, decoder: Any, block: int | None = None) -> Callable[[Path, int, bool], Batches]:
+def ours(packed: str, decoder: Any) -> Callable[[Path, int, bool], Batches]:
     """This package's."""
 
     def build(folder: Path, workers: int, floats: bool) -> Batches:
-        module = ShardedImageDataModule(
-            folder / packed, SIZE, decoder=decoder, shuffle_block=block, batch_size=BATCH, num_workers=workers
-        )
+        module = ShardedImageDataModule(folder / packed, SIZE, decoder=decoder, batch_size=BATCH, num_workers=workers)
         module.setup("fit")
         loader = module.train_dataloader()
         if not floats:

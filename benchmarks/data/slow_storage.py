@@ -42,16 +42,13 @@ PORT = 2222
 STORAGE, CLIENT = "10.77.8.1", "10.77.8.2"
 SERVER = "/usr/lib/openssh/sftp-server"
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000  # linux/sched.h
-BLOCK = 256
 LOADERS: dict[str, Callable[..., loaders.Batches]] = {
     "ImageFolder, Pillow": loaders.image_folder,
     "WebDataset, Pillow": loaders.webdataset,
     "LitData, Pillow": loaders.litdata,
     "Mosaic Streaming, Pillow": loaders.streaming,
     "cnnstrategies, Pillow": loaders.ours("whole", "pillow"),
-    f"cnnstrategies, Pillow, shuffle_block: {BLOCK}": loaders.ours("whole", "pillow", BLOCK),
     "cnnstrategies, packed with --size 256, Pillow": loaders.ours("256", "pillow"),
-    f"cnnstrategies, packed with --size 256, Pillow, shuffle_block: {BLOCK}": loaders.ours("256", "pillow", BLOCK),
 }
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import yaml
 
 from cnnstrategies.commands.front.options import QUALITY, pack_parser
-from cnnstrategies.data.shards.contents import contents_of
 from cnnstrategies.data.shards.index import Index, check_contents, read_index
-from cnnstrategies.data.shards.packing import pack
+from cnnstrategies.data.shards.packing import contents_of, pack
 from cnnstrategies.data.shards.shard_file import Options
 from cnnstrategies.errors import ConfigurationError
 

@@ -74,10 +74,6 @@ class EachImage(nn.Module):
 def each_image(transforms: Sequence[nn.Module] | None, image_shape: Sequence[int]) -> list[nn.Module]:
     """The user's transforms as one of batches; an empty list where there are none.
 
-    Args:
-        transforms: Of one image, uint8.
-        image_shape: (C, H, W).
-
     Raises:
         ConfigurationError: They fail for an image of this shape, or make something else of it.
     """

@@ -85,8 +85,6 @@ def image_files(directory: Path, root: Path, left_out: Counter[str]) -> list[str
     """The paths from ``root`` of all images in a directory, at any depth; links are followed.
 
     Args:
-        directory: Where they are; none, if it is not there.
-        root: From where their paths begin.
         left_out: Here the other files are counted, by the reason.
 
     Raises:

@@ -144,16 +144,10 @@ class ImageFolderDataModule(ImageDataModule):
                 parts[part] = [names[i] for i in indices], [targets[i] for i in indices]
         if self.on_broken == "skip":
             self._leave_out_broken(parts)
-        self.train_source = self._source(parts["train"], self.crop)
-        self.val_source = self.test_source = self._source(parts["val"], self.centre)
-        if "test" in parts:
-            self.test_source = self._source(parts["test"], self.centre)
-        self.predict_source = self.test_source
-        if "predict" in parts:
-            self.predict_source = self._source(parts["predict"], self.centre)
-
-    def _source(self, files: Files, transform: Transform) -> "FolderSource":
-        return FolderSource(self.root, *files, transform, self.on_broken)
+        crops = {part: self.crop if part == "train" else self.centre for part in parts}
+        self.set_sources(
+            {part: FolderSource(self.root, *files, crops[part], self.on_broken) for part, files in parts.items()}
+        )
 
     def _leave_out_broken(self, parts: dict[str, Files]) -> None:
         broken = broken_images(self.root, [name for names, _ in parts.values() for name in names])
@@ -224,8 +218,6 @@ class FolderSource:
     """Images that are decoded from files when they are asked for.
 
     Args:
-        root: Directory of the files.
-        names: Their paths from ``root``.
         targets: Their classes, or several numbers for each.
         transform: Applied to each decoded image, uint8 (3, H, W); the results must have equal shapes.
         on_broken: What the user chose; it decides which remedy an error names.

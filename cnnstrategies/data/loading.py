@@ -60,7 +60,6 @@ class BatchDataset(Dataset[Batch | Lent | ConfigurationError]):
         shared: Where workers that are forked now put their batches.
 
     Args:
-        source: Where the samples come from.
         transform: Applied to the images of the whole batch.
         give_indices: Give the samples' indices in place of their targets, for predict.
     """

@@ -35,7 +35,6 @@ class ImageDataModule(LightningDataModule):
         default_batch_size: ``batch_size`` where neither that nor ``global_batch_size`` is given.
         ignore_index: The value of pixels in masks that count nowhere; None where targets are classes of images.
         prefetch: Batches that each worker process has ready.
-        shuffle_block: Samples of the blocks that are shuffled as a whole; None shuffles all samples.
         task: What the targets are for: ``classes``, ``multilabel`` or ``regression``.
         balanced: Whether training has as many samples of each class; the training source then has ``targets``.
         preprocessing: How images are resized and normalised, where that can follow a network's trained weights.
@@ -71,7 +70,6 @@ class ImageDataModule(LightningDataModule):
     eval_transform: Transform
     ignore_index: int | None = None
     prefetch: int = 2
-    shuffle_block: int | None = None
     balanced: bool = False
     task: TaskName = "classes"
     preprocessing: Preprocessing | None
@@ -147,6 +145,12 @@ class ImageDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Make the sources."""
 
+    def set_sources(self, parts: Mapping[str, Source]) -> None:
+        """Take the parts' sources; without one for the test validation's, without one for predict the test's."""
+        self.train_source, self.val_source = parts["train"], parts["val"]
+        self.test_source = parts.get("test", self.val_source)
+        self.predict_source = parts.get("predict", self.test_source)
+
     def prepare_as(self, trained: Preprocessing) -> None:
         """Prepare images as those were that a network's weights were trained on; before ``setup``.
 
@@ -205,9 +209,7 @@ class ImageDataModule(LightningDataModule):
         else:
             # Sources of data modules that take `balanced` have targets.
             classes = self.train_source.targets if self.balanced else None  # type: ignore[attr-defined]
-            sampler = ShuffledBatches(
-                size, self.batch_size, self.seed, replicas, rank, self.drop_last, self.shuffle_block, classes
-            )
+            sampler = ShuffledBatches(size, self.batch_size, self.seed, replicas, rank, self.drop_last, classes)
         return self._loader(BatchDataset(self.train_source, self.train_transform), sampler)
 
     def val_dataloader(self) -> BatchLoader:
@@ -249,11 +251,6 @@ class ImageDataModule(LightningDataModule):
 def split(size: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     """Split ``range(size)`` at random.
 
-    Args:
-        size: Number of samples.
-        fraction: Share of the second part, in (0, 1).
-        seed: The same seed gives the same split.
-
     Returns:
         The indices of both parts, each in ascending order.
 
@@ -279,9 +276,6 @@ def split_source(images: Tensor, targets: Tensor, fraction: float, seed: int) ->
 def division(trainer: Trainer | None) -> tuple[int, int]:
     """What a trainer divides the samples of an optimizer step by.
 
-    Args:
-        trainer: The trainer; None where samples are loaded without one.
-
     Returns:
         The processes that load (with pipeline stages, those of the first one), and the batches that are accumulated.
 
@@ -304,11 +298,6 @@ def division(trainer: Trainer | None) -> tuple[int, int]:
 
 def share(global_batch_size: int, processes: int, accumulated: int) -> int:
     """Samples of a batch of one process.
-
-    Args:
-        global_batch_size: Samples of an optimizer step, over all processes.
-        processes: Processes that load.
-        accumulated: Batches that each of them makes a step from.
 
     Raises:
         ConfigurationError: The samples do not divide evenly.

@@ -26,7 +26,6 @@ def own_images(
 
     Args:
         datamodule: Whose shape, resizing and normalisation are those that the network was trained with.
-        folder: Where they are.
         left_out: Here the folder's other files are counted, by the reason.
 
     Raises:

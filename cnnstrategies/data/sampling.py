@@ -10,8 +10,6 @@ from torch.utils.data import DistributedSampler, SequentialSampler
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.seeds import mixed_seed
 
-WINDOW = 16  # Blocks whose samples are shuffled together.
-
 
 class BatchRequest(NamedTuple):
     """One batch for one rank: which samples, and the seed of its random augmentations."""
@@ -31,14 +29,7 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
     It subclasses ``DistributedSampler`` so that Lightning leaves it in place and calls :meth:`set_epoch`.
 
     Args:
-        size: Number of samples in the dataset.
-        batch_size: Samples per batch and rank.
         seed: The permutation depends on ``(seed, epoch)`` only.
-        num_replicas: Number of ranks that share the dataset.
-        rank: Which of them this is.
-        drop_last: Leave out a last, partial global batch.
-        block: Shuffle blocks of so many neighbours, and then what is in :data:`WINDOW` of them, in place of all; see
-            :func:`block_permutation`.
         classes: Of the samples (size,): each epoch has as many of each class, in place of every sample once; see
             :func:`balanced_order`.
 
@@ -54,12 +45,10 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
         num_replicas: int,
         rank: int,
         drop_last: bool,
-        block: int | None = None,
         classes: Tensor | None = None,
     ) -> None:
         super().__init__(range(size), num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
         self.size = size
-        self.block = block
         self.classes = classes
         self.samples_per_batch = batch_size * num_replicas
         self.skip = 0
@@ -71,9 +60,7 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
 
     def identity(self) -> dict[str, int]:
         """What the batches depend on besides the epoch; with another of these, a batch's number means other samples."""
-        order = {} if self.block is None else {"shuffle_block": self.block}
-        if self.classes is not None:
-            order["balanced"] = 1
+        order = {} if self.classes is None else {"balanced": 1}
         return {"samples": self.size, "samples_per_batch": self.samples_per_batch, "seed": self.seed, **order}
 
     def __len__(self) -> int:
@@ -86,10 +73,8 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
         if self.classes is not None:
             permutation = balanced_order(self.classes, generator)
-        elif self.block is None:
-            permutation = torch.randperm(self.size, generator=generator).tolist()
         else:
-            permutation = block_permutation(self.size, self.block, generator)
+            permutation = torch.randperm(self.size, generator=generator).tolist()
         for batch in range(self.skip, len(self)):
             shared = permutation[batch * self.samples_per_batch : (batch + 1) * self.samples_per_batch]
             while len(shared) < self.num_replicas:
@@ -109,10 +94,7 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
     does so under ``overfit_batches`` too.
 
     Args:
-        size: Number of samples in the dataset.
         batch_size: Samples per batch and rank; some batches have one more where the ranks cannot be even otherwise.
-        num_replicas: Number of ranks that share the dataset.
-        rank: Which of them this is.
 
     Raises:
         ConfigurationError: There are fewer samples than ranks.
@@ -145,37 +127,11 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
         return list(range(*(first + count * b // self.batches for b in (batch, batch + 1))))
 
 
-def block_permutation(size: int, block: int, generator: torch.Generator) -> list[int]:
-    """A permutation in which neighbours stay near each other, for storage that reads long pieces only quickly.
-
-    The samples are cut into blocks of neighbours and the blocks are shuffled; then the samples of each
-    :data:`WINDOW` blocks that follow each other. So every sample comes once, and those of one window come before any of
-    the next.
-
-    Args:
-        size: Number of samples.
-        block: Samples of a block; the last one may have fewer.
-        generator: Of the random numbers.
-    """
-    permutation: list[int] = []
-    blocks = torch.randperm(-(-size // block), generator=generator)
-    for first in range(0, len(blocks), WINDOW):
-        window = blocks[first : first + WINDOW]
-        samples = (window[:, None] * block + torch.arange(block)).flatten()
-        samples = samples[samples < size]
-        permutation += samples[torch.randperm(len(samples), generator=generator)].tolist()
-    return permutation
-
-
 def balanced_order(classes: Tensor, generator: torch.Generator) -> list[int]:
     """As many samples as there are, in random order, and as many of each class, to within one.
 
     Samples of rare classes come several times, each as often as any other of its class, to within one; those of
-    frequent classes come in turn, others in each epoch.
-
-    Args:
-        classes: Of the samples (N,).
-        generator: Of the random numbers.
+    frequent classes come in turn, others in each epoch. ``classes`` are those of the samples (N,).
     """
     counts = [count for count in torch.bincount(classes).tolist() if count]
     groups = torch.split(classes.argsort(stable=True), counts)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torchvision.transforms.v2 import functional as tvf
 from typing_extensions import override
 
 from cnnstrategies.data.augment import each_image, to_normalised
-from cnnstrategies.data.decoding import FILL, LEAST_AREA, BrokenImageError, check_mask, decode, fitted, read_mask
+from cnnstrategies.data.decoding import BrokenImageError, decode, fitted
 from cnnstrategies.data.folders import FILES_END_IN, beside, image_files, part_folders, readable
 from cnnstrategies.data.loading import Batch
 from cnnstrategies.data.module import ImageDataModule, split
@@ -21,6 +22,8 @@ from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.errors import ConfigurationError
 
 Pair = tuple[Path, Path | None]
+FILL = [round(255 * value) for value in IMAGENET.mean]  # The colour that becomes 0, where a square is filled up.
+LEAST_AREA = 0.25  # Of an image that a random crop shows.
 
 
 class SegmentationFolderDataModule(ImageDataModule):
@@ -99,11 +102,13 @@ class SegmentationFolderDataModule(ImageDataModule):
             training = parts["train"]
             rest, chosen = split(len(training), self.val_split, self.seed)
             parts["train"], parts["val"] = [training[i] for i in rest], [training[i] for i in chosen]
-        self.train_source = self._source(parts["train"], self.augment)
-        self.val_source = self.test_source = self._source(parts["val"], False)
-        if "test" in parts:
-            self.test_source = self._source(parts["test"], False)
-        self.predict_source = self._source(parts["predict"], False) if "predict" in parts else self.test_source
+        options = self.image_shape[1], self.num_classes, self.ignore_index
+        self.set_sources(
+            {
+                part: MaskedSource(self.root, pairs, *options, self.augment and part == "train")
+                for part, pairs in parts.items()
+            }
+        )
 
     def parts(self) -> dict[str, list[Pair]]:
         """The images of each part that is there, and their masks.
@@ -116,9 +121,6 @@ class SegmentationFolderDataModule(ImageDataModule):
         for part, folder in self.folders.items():
             parts[part] = [(path, None) for path in self._images(folder)] if part == "predict" else self._pairs(folder)
         return parts
-
-    def _source(self, pairs: Sequence[Pair], augment: bool) -> "MaskedSource":
-        return MaskedSource(self.root, pairs, self.image_shape[1], self.num_classes, self.ignore_index, augment)
 
     def _images(self, folder: Path) -> list[Path]:
         found = [folder / name for name in image_files(folder, folder, self.left_out)]
@@ -144,11 +146,8 @@ class MaskedSource:
     """Images and masks that are decoded, cropped and scaled together when they are asked for.
 
     Args:
-        root: Directory of the images.
         pairs: Each image, and its mask if it has one.
         size: Height and width of what comes out.
-        num_classes: Number of classes.
-        ignore_index: The value of pixels that count nowhere.
         augment: Crop at random and mirror; else all of the image is there.
     """
 
@@ -207,10 +206,22 @@ class MaskedSource:
         return square, filled
 
     def _mask(self, path: Path, image: Tensor) -> Tensor:
+        """A mask's classes (H, W), uint8: a palette's indices, or grey values."""
         try:
-            mask = read_mask(path)
-        except BrokenImageError as error:
-            raise ConfigurationError(f"{error.kind} mask {path} ({error}): {error.remedy} or remove it") from None
-        height, width = image.shape[1:]
-        check_mask(mask, path, (height, width), self.num_classes, self.ignore_index)
+            with Image.open(path) as opened:
+                mask = torch.from_numpy(np.array(opened if opened.mode in ("L", "P") else opened.convert("L")))
+        except Exception as error:  # Pillow's formats raise many kinds of errors for damaged data.
+            reason = " ".join(str(error).split())
+            raise ConfigurationError(f"broken mask {path} ({reason}): repair or remove it") from None
+        size = tuple(image.shape[1:])
+        if mask.shape != size:
+            raise ConfigurationError(
+                f"mask {path} is of {tuple(mask.shape)} pixels and its image of {size}: make them equal"
+            )
+        largest = int(mask.masked_fill(mask == self.ignore_index, 0).max())
+        if largest >= self.num_classes:
+            raise ConfigurationError(
+                f"mask {path} has the class {largest}, and num_classes={self.num_classes} has 0 to "
+                f"{self.num_classes - 1}: set data.init_args.num_classes and model.init_args.num_classes"
+            )
         return mask

@@ -12,15 +12,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from cnnstrategies.data.augment import each_image, to_normalised
-from cnnstrategies.data.decoding import FILL, LEAST_AREA
 from cnnstrategies.data.loading import BatchDataset, BatchLoader
 from cnnstrategies.data.module import ImageDataModule, split
 from cnnstrategies.data.preprocessing import IMAGENET, Preprocessing
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
-from cnnstrategies.data.shards.crops import Crop, Sizes, centre_crops, random_crops, whole_images
 from cnnstrategies.data.shards.index import Index, read_index
 from cnnstrategies.data.shards.jpeg import DecoderName, find_decoder
-from cnnstrategies.data.shards.source import Crops, MaskedShardSource, ShardSource
+from cnnstrategies.data.shards.source import Crops, ShardSource, centre_crops, random_crops
 from cnnstrategies.errors import ConfigurationError
 
 
@@ -31,20 +29,14 @@ class ShardedImageDataModule(ImageDataModule):
     images, ``val_split`` of the training images; without test images, those of validation; without images for predict,
     those of the test.
 
-    Where masks are packed, each is cropped as its image is, and batches are those of
-    :class:`~cnnstrategies.data.SegmentationFolderDataModule`: the others are scaled so that the longer side fits.
-
     Args:
         root: Folder of the shards and their index.
         image_size: Height and width of the images that the network gets; by default 224. For a network with trained
             weights, the command line takes those sizes that are left out, the interpolation, mean and deviation from
             what the weights were trained with; in Python ``prepare_as`` does.
         resize: Shorter side before the centre crop; by default 8/7 of ``image_size``, for 224 the usual 256.
-            With masks there is none.
         decoder: Of JPEG files: ``pillow`` or ``simplejpeg``; ``auto`` is simplejpeg where it is
             installed, else Pillow.
-        shuffle_block: Shuffle blocks of so many neighbours, and then the images of each 16 blocks, and read blocks
-            ahead: for storage that is slow with single images. By default all images are shuffled.
         normalise_on_device: Bring batches to the device as bytes, a quarter of the size, and normalise them there; by
             default where the accelerator is not the CPU.
         val_split: Share of the training images that is held out for validation where none are packed.
@@ -66,7 +58,6 @@ class ShardedImageDataModule(ImageDataModule):
         image_size: int | None = None,
         resize: int | None = None,
         decoder: DecoderName = "auto",
-        shuffle_block: int | None = None,
         normalise_on_device: bool | None = None,
         val_split: float = 0.1,
         balanced: bool = False,
@@ -77,27 +68,14 @@ class ShardedImageDataModule(ImageDataModule):
         **options: Any,
     ) -> None:
         super().__init__(num_workers=num_workers, **options)
-        for name, value in (("shuffle_block", shuffle_block), ("prefetch", prefetch)):
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{name}={value}: at least 1 is needed")
+        if prefetch < 1:
+            raise ConfigurationError(f"prefetch={prefetch}: at least 1 is needed")
         self.root = Path(root)
         self.index: Index = read_index(self.root)
-        self.ignore_index = self.index.ignore_index
-        if resize is not None and self.ignore_index is not None:
-            raise ConfigurationError(
-                f"resize={resize}: {self.root} has masks, and there whole images are fitted into image_size: leave "
-                "resize out"
-            )
-        if balanced and (self.ignore_index is not None or shuffle_block is not None):
-            other = f"{self.root} has masks" if shuffle_block is None else f"shuffle_block={shuffle_block}"
-            raise ConfigurationError(
-                f"balanced with {other}: it draws from everywhere, by each image's class; leave it out"
-            )
         self.sizes = image_size, resize
         self.transforms = transforms
         find_decoder(decoder)
         self.decoder = decoder
-        self.shuffle_block = shuffle_block
         self.normalise_on_device = normalise_on_device
         self.val_split = val_split
         self.prefetch = prefetch
@@ -107,36 +85,24 @@ class ShardedImageDataModule(ImageDataModule):
             raise ConfigurationError(f"{self.root} has no images for training: pack a source that has")
         self.class_names = self.index.class_names
         self.num_classes = len(self.class_names)
-        self._prepare(IMAGENET)
+        self.prepare_as(IMAGENET)
 
     @override
     def prepare_as(self, trained: Preprocessing) -> None:
-        if self.ignore_index is None:
-            self._prepare(trained)
-        else:  # What is filled up has the colour that is ImageNet's mean.
-            super().prepare_as(trained)
-
-    def _prepare(self, trained: Preprocessing) -> None:
         self.preprocessing = trained
         image_size, self.resize = trained.sizes(*self.sizes)
         self.image_shape = (3, image_size, image_size)
-        self.share = image_size / self.resize
         self.eval_transform = nn.Sequential(ChannelsFirst(), to_normalised(trained.mean, trained.std))
         self.bytes_transform = nn.Sequential(*each_image(self.transforms, self.image_shape))
         self.train_transform = nn.Sequential(self.bytes_transform, self.eval_transform)
 
     @override
     def setup(self, stage: str) -> None:
-        training = np.arange(len(self.index.parts["train"]))
-        if "val" in self.index.parts:
-            self.val_source = self._source("val")
-        else:
-            rest, held_out = split(len(training), self.val_split, self.seed)
-            training = rest.numpy()
-            self.val_source = self._source("train", held_out.numpy())
-        self.train_source = self._source("train", training, self.augment, self.shuffle_block)
-        self.test_source = self._source("test") if "test" in self.index.parts else self.val_source
-        self.predict_source = self._source("predict") if "predict" in self.index.parts else self.test_source
+        numbers = {name: np.arange(len(part)) for name, part in self.index.parts.items()}
+        if "val" not in numbers:
+            training, held_out = split(len(numbers["train"]), self.val_split, self.seed)
+            numbers |= {"train": training.numpy(), "val": held_out.numpy()}
+        self.set_sources({name: self._source(name, chosen) for name, chosen in numbers.items()})
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -153,22 +119,14 @@ class ShardedImageDataModule(ImageDataModule):
                 images = self.trainer.precision_plugin.convert_input(images)
         return images, targets
 
-    def _centre(self, widths: Sizes, heights: Sizes) -> list[Crop]:
-        return centre_crops(widths, heights, self.share)
-
-    def _source(
-        self, name: str, numbers: "np.ndarray[Any, Any] | None" = None, augment: bool = False, block: int | None = None
-    ) -> ShardSource:
-        part = self.index.parts[name]
-        chosen = np.arange(len(part)) if numbers is None else numbers
+    def _source(self, name: str, numbers: "np.ndarray[Any, Any]") -> ShardSource:
+        part = self.index.parts[name if name in self.index.parts else "train"]
         assert self.preprocessing is not None
-        rest = self.image_shape[1], self.decoder, block, self.preprocessing.interpolation
-        if self.ignore_index is None:
-            crops: Crops = random_crops if augment else self._centre
-            return ShardSource(self.index, part, chosen, crops, *rest)
-        crops = partial(random_crops, least_area=LEAST_AREA) if augment else whole_images
-        arguments = self.index, part, chosen, crops, *rest
-        return MaskedShardSource(*arguments, fill=FILL, ignore_index=self.ignore_index, fits=not augment)
+        size = self.image_shape[1]
+        crops: Crops = partial(centre_crops, share=size / self.resize)
+        if name == "train" and self.augment:
+            crops = random_crops
+        return ShardSource(self.index, part, numbers, crops, size, self.decoder, self.preprocessing.interpolation)
 
     @override
     def _loader(self, dataset: BatchDataset, sampler: ShuffledBatches | OrderedBatches) -> BatchLoader:

@@ -37,13 +37,7 @@ class Place(NamedTuple):
 
 
 class Lent:
-    """A batch in shared memory, as it goes through the loader's queue; it becomes tensors when it comes out.
-
-    Args:
-        key: Of the :class:`SharedBatches`.
-        number: Of the batch's memory.
-        places: Of its tensors.
-    """
+    """A batch in shared memory, as it goes through the loader's queue; it becomes tensors when it comes out."""
 
     def __init__(self, key: int, number: int, places: Sequence[Place]) -> None:
         self.key = key
@@ -63,7 +57,6 @@ class SharedBatches:
     locks. It is lent until the last tensor, view or array of the batch is gone.
 
     Args:
-        workers: Worker processes.
         each: Batches of each that can be there at the same time.
     """
 
@@ -130,11 +123,6 @@ class SharedBatches:
 
 def shared_batches(workers: int, each: int, context: BaseContext | None) -> SharedBatches | None:
     """Memory for workers that are forked from this process.
-
-    Args:
-        workers: Worker processes.
-        each: Batches of each.
-        context: That starts them; None is multiprocessing's default.
 
     Returns:
         None where there are no workers, where they begin without this process's memory, and where the system gives

@@ -63,13 +63,6 @@ class SyntheticSource:
     """Samples ``first`` to ``first + size`` of an endless row of patterns with noise.
 
     A class's pattern is a coarse grid of grey values; of grids and noise images there are few in memory.
-
-    Args:
-        first: Number of the first sample.
-        size: Number of samples.
-        num_classes: Number of classes.
-        image_shape: (C, H, W).
-        seed: Seed of patterns and noise.
     """
 
     def __init__(self, first: int, size: int, num_classes: int, image_shape: tuple[int, int, int], seed: int) -> None:

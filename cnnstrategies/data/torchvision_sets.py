@@ -92,9 +92,6 @@ class TorchvisionDataModule(ImageDataModule):
 def tensors(dataset: VisionDataset) -> tuple[Tensor, Tensor]:
     """All images and targets of a torchvision data set that keeps them in memory.
 
-    Args:
-        dataset: With ``data`` of shape (N, H, W) or (N, H, W, C), uint8, and ``targets`` of length N.
-
     Returns:
         Images uint8 (N, C, H, W) and targets int64 (N,).
     """

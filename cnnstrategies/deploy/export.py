@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from cnnstrategies.data import ImageDataModule
-from cnnstrategies.data.decoding import FILL
 from cnnstrategies.data.own_images import shorter_side
 from cnnstrategies.data.preprocessing import IMAGENET
+from cnnstrategies.data.segmentation_folder import FILL
 from cnnstrategies.deploy.inference import network_of
 from cnnstrategies.deploy.quantize import Network, save_program
 from cnnstrategies.errors import ConfigurationError

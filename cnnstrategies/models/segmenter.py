@@ -86,8 +86,8 @@ class ImageSegmenter(NetworkModule):
         name, given = type(datamodule).__name__, datamodule.ignore_index
         if given is None:
             raise ConfigurationError(
-                f"{name} has no masks, and ImageSegmenter learns from them: take SegmentationFolderDataModule, or "
-                "shards that were packed from it; for classes of images take ImageClassifier"
+                f"{name} has no masks, and ImageSegmenter learns from them: take SegmentationFolderDataModule; "
+                "for classes of images take ImageClassifier"
             )
         raise ConfigurationError(
             f"the model has ignore_index={self.ignore_index}, but {name} has {given}: set "

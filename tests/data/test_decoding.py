@@ -1,6 +1,7 @@
 """Every kind of image becomes uint8 RGB; every kind of damage becomes an error."""
 
 import io
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -26,35 +27,24 @@ def damaged(data):
     return data[:middle] + bytes(40) + data[middle + 40 :]
 
 
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1"])
-def test_png_of_every_mode_becomes_colour(mode):
-    Path("image.png").write_bytes(encoded("PNG", mode))
-    image = decode(Path("image.png"))
-    assert image.shape == (3, 40, 50)
-    assert image.dtype == torch.uint8
-    expected = torch.from_numpy(np.array(Image.fromarray(PIXELS).convert(mode).convert("RGB")))
-    assert torch.equal(image, expected.permute(2, 0, 1))
+def test_png_of_every_mode_becomes_colour():
+    for mode in ("RGB", "RGBA", "L", "LA", "P", "1"):
+        Path("image.png").write_bytes(encoded("PNG", mode))
+        image = decode(Path("image.png"))
+        assert (image.shape, image.dtype) == ((3, 40, 50), torch.uint8), mode
+        expected = torch.from_numpy(np.array(Image.fromarray(PIXELS).convert(mode).convert("RGB")))
+        assert torch.equal(image, expected.permute(2, 0, 1)), mode
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode", "options"),
-    [
-        ("JPEG", "RGB", {}),
-        ("JPEG", "L", {}),
-        ("JPEG", "CMYK", {}),
-        ("JPEG", "RGB", {"progressive": True}),
-        ("WEBP", "RGB", {"quality": 95}),
-        ("WEBP", "RGBA", {"quality": 95}),
-    ],
-)
-def test_jpeg_and_webp_become_colour(kind, mode, options):
+def test_jpeg_and_webp_become_colour():
     smooth = Image.fromarray(PIXELS[:4, :5]).resize((50, 40), Image.Resampling.BICUBIC)
-    smooth.convert(mode).save("image", kind, **options)
-    image = decode(Path("image"))
-    assert image.shape == (3, 40, 50)
-    assert image.dtype == torch.uint8
-    expected = np.array(smooth.convert(mode).convert("RGB")).transpose(2, 0, 1)
-    assert np.abs(image.numpy().astype(int) - expected).mean() < 8  # The loss of the compression.
+    kinds = [("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("WEBP", "RGB"), ("WEBP", "RGBA")]
+    for (kind, mode), progressive in itertools.product(kinds, (False, True)):
+        smooth.convert(mode).save("image", kind, quality=95, progressive=progressive)
+        image = decode(Path("image"))
+        assert (image.shape, image.dtype) == ((3, 40, 50), torch.uint8), kind
+        expected = np.array(smooth.convert(mode).convert("RGB")).transpose(2, 0, 1)
+        assert np.abs(image.numpy().astype(int) - expected).mean() < 8  # The loss of the compression.
 
 
 def test_sixteen_bits_are_scaled_and_not_clipped():
@@ -64,50 +54,44 @@ def test_sixteen_bits_are_scaled_and_not_clipped():
     assert torch.equal(image[0], torch.from_numpy((values >> 8).astype(np.uint8)))
 
 
-@pytest.mark.parametrize("kind", [np.int32, np.float32])
-def test_pixels_without_a_known_range_are_refused(kind):
-    Image.fromarray(np.full((4, 5), 1000, dtype=kind)).save("image.tif")
-    with pytest.raises(BrokenImageError, match=r"pixels of 32 bits .* give it 8 or 16$"):
-        decode(Path("image.tif"))
+def test_pixels_without_a_known_range_are_refused():
+    for kind in (np.int32, np.float32):
+        Image.fromarray(np.full((4, 5), 1000, dtype=kind)).save("image.tif")
+        with pytest.raises(BrokenImageError, match=r"pixels of 32 bits .* give it 8 or 16$"):
+            decode(Path("image.tif"))
 
 
-@pytest.mark.parametrize("size", [(1500, 1000), (2000, 1500)], ids=["that Pillow warns of", "that it refuses"])
-def test_an_image_of_too_many_pixels_is_not_called_damaged(monkeypatch, size):
-    Image.new("1", size).save("image.png")
+def test_an_image_of_too_many_pixels_is_not_called_damaged(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10**6)
-    with pytest.raises(TooLargeImageError, match=r"^it has [23] megapixels, and 1 are the most \(PIL.Image"):
-        decode(Path("image.png"))
+    for size in ((1500, 1000), (2000, 1500)):  # That Pillow warns of, and that it refuses.
+        Image.new("1", size).save("image.png")
+        with pytest.raises(TooLargeImageError, match=r"^it has [23] megapixels, and 1 are the most \(PIL.Image"):
+            decode(Path("image.png"))
 
 
-@pytest.mark.parametrize("name", ["image.jpg", "image.png"])
-def test_exif_orientation_is_applied(name):
+def test_exif_orientation_is_applied():
     exif = Image.Exif()
     exif[0x0112] = 6  # Turn by 90 degrees.
-    Image.fromarray(PIXELS).save(name, exif=exif)
-    assert decode(Path(name)).shape == (3, 50, 40)
+    for name in ("image.jpg", "image.png"):
+        Image.fromarray(PIXELS).save(name, exif=exif)
+        assert decode(Path(name)).shape == (3, 50, 40)
 
 
 # In torchvision's decoder the damaged PNG is a segmentation fault.
 BROKEN = {
-    "empty": (b"", "cannot identify image file"),
-    "text": (b"<html>not found</html>", "cannot identify image file"),
-    "half a JPEG": (encoded("JPEG")[:900], "truncated"),
-    "half a PNG": (encoded("PNG")[:3000], "truncated"),
-    "half a WebP": (encoded("WEBP")[:900], "decoder"),
-    "damaged PNG": (damaged(encoded("PNG")), "broken data stream"),
-    "only a JPEG's first bytes": (encoded("JPEG")[:3], "cannot identify"),
-    "only a PNG's first bytes": (encoded("PNG")[:8], "cannot identify"),
+    "cannot identify image file": [b"", b"<html>not found</html>", encoded("JPEG")[:3], encoded("PNG")[:8]],
+    "truncated": [encoded("JPEG")[:900], encoded("PNG")[:3000]],
+    "decoder": [encoded("WEBP")[:900]],
+    "broken data stream": [damaged(encoded("PNG"))],
 }
 
 
-@pytest.mark.parametrize(("data", "message"), BROKEN.values(), ids=BROKEN.keys())
-def test_damage_is_an_error_of_one_line(data, message):
-    Path("image.jpg").write_bytes(data)
-    with pytest.raises(BrokenImageError, match=message) as caught:
-        decode(Path("image.jpg"))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_file_that_is_not_there_is_an_error():
+def test_damage_is_an_error_of_one_line():
+    for message, files in BROKEN.items():
+        for data in files:
+            Path("image.jpg").write_bytes(data)
+            with pytest.raises(BrokenImageError, match=message) as caught:
+                decode(Path("image.jpg"))
+            assert "\n" not in str(caught.value)
     with pytest.raises(BrokenImageError, match="No such file"):
         decode(Path("nowhere.jpg"))

@@ -83,8 +83,12 @@ def test_a_state_saved_at_the_end_of_an_epoch_skips_nothing_in_the_next():
     assert len(epoch(resumed)) == 7
 
 
-@pytest.mark.parametrize("name", [*IDENTITY, "shuffle_block"])
-def test_a_state_within_an_epoch_of_other_batches_is_refused(name):
+def test_a_state_within_an_epoch_of_other_batches_is_refused():
+    for name in (*IDENTITY, "balanced"):
+        refused(name)
+
+
+def refused(name):
     resumed = loader()
     resumed.load_state_dict({"epoch": 4, "served": 3, **IDENTITY, name: 99})
     resumed.sampler.set_epoch(4)

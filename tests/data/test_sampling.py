@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.data.sampling import WINDOW, OrderedBatches, ShuffledBatches, block_permutation
+from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
 
 pytestmark = pytest.mark.light
 
@@ -89,10 +89,9 @@ def test_each_epoch_is_another_permutation_and_each_batch_another_seed():
     assert {r.seed for r in other_rank}.isdisjoint(r.seed for r in first)
 
 
-@pytest.mark.parametrize("block", [None, 2])
-def test_an_epoch_depends_on_the_seed_and_not_on_other_random_numbers(block):
+def test_an_epoch_depends_on_the_seed_and_not_on_other_random_numbers():
     def epoch(seed, skip=0):
-        sampler = ShuffledBatches(100, 10, seed, 1, 0, drop_last=False, block=block)
+        sampler = ShuffledBatches(100, 10, seed, 1, 0, drop_last=False)
         sampler.skip = skip
         return list(sampler)
 
@@ -111,15 +110,3 @@ def test_drop_last_leaves_the_partial_batch_out():
     assert len(ShuffledBatches(65, 16, 0, 2, 0, drop_last=False)) == 3
     with pytest.raises(ConfigurationError, match="31 training samples do not fill one global batch of 16 x 2"):
         ShuffledBatches(31, 16, 0, 2, 0, drop_last=True)
-
-
-def test_a_block_shuffle_has_every_sample_once_and_reads_few_blocks_at_a_time():
-    for size, block in ((1, 1), (1000, 7), (1000, 64), (1003, 10), (50, 80)):
-        generator = torch.Generator().manual_seed(3)
-        order = block_permutation(size, block, generator)
-        assert sorted(order) == list(range(size))
-        assert order != block_permutation(size, block, generator) or size == 1
-        for start in range(0, size, WINDOW * block):
-            blocks = {index // block for index in order[start : start + WINDOW * block]}
-            assert len(blocks) <= (2 * WINDOW if size % block else WINDOW)
-    assert ShuffledBatches(50, 8, 3, 1, 0, False, block=4).identity()["shuffle_block"] == 4

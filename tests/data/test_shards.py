@@ -6,7 +6,6 @@ import hashlib
 import io
 import itertools
 import json
-import math
 import os
 import pickle
 import random
@@ -19,6 +18,7 @@ import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import DoublePrecision
+from masked_images import write_masked_images
 from PIL import Image
 
 from cnnstrategies import ConfigurationError
@@ -27,12 +27,11 @@ from cnnstrategies.data import ShardedImageDataModule
 from cnnstrategies.data.decoding import decode
 from cnnstrategies.data.preprocessing import Preprocessing
 from cnnstrategies.data.shards import shard_file
-from cnnstrategies.data.shards.contents import contents_of
-from cnnstrategies.data.shards.crops import random_crops
 from cnnstrategies.data.shards.index import INDEX, SAMPLES, read_index
 from cnnstrategies.data.shards.jpeg import cut, find_decoder, read_header
-from cnnstrategies.data.shards.packing import pack
+from cnnstrategies.data.shards.packing import contents_of, pack
 from cnnstrategies.data.shards.shard_file import Options, encode
+from cnnstrategies.data.shards.source import random_crops
 
 pytestmark = pytest.mark.light
 AS_THEY_ARE = Options(None, None, 6000)
@@ -112,12 +111,6 @@ def test_what_is_neither_jpeg_png_nor_webp_is_packed_as_png():
     assert torch.equal(decode(io.BytesIO(encoded.data)), decode(Path("one.tif")))
 
 
-def test_balanced_shards_are_not_read_in_blocks(packed):
-    assert module(balanced=True).train_dataloader().sampler.classes is not None
-    with pytest.raises(ConfigurationError, match="balanced with shuffle_block=4: it draws from everywhere"):
-        module(balanced=True, shuffle_block=4)
-
-
 def test_images_are_prepared_as_those_that_weights_were_trained_on(packed):
     halves = Preprocessing(32, 40, "bicubic", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
     data = ShardedImageDataModule(Path("shards"), batch_size=4, num_workers=0)
@@ -170,22 +163,21 @@ def test_a_large_crop_is_decoded_at_a_fraction_of_its_size_and_looks_the_same(pa
 
 
 def test_batch_k_is_the_same_for_any_number_of_processes_and_workers_and_every_image_comes_once(packed):
-    for block in (None, 2):
-        expected = None
-        for ranks, workers in ((1, 0), (2, 0), (4, 0), (1, 2)):
-            modules = [module(ranks=ranks, rank=rank, batch_size=4 // ranks, shuffle_block=block, num_workers=workers)
-                       for rank in range(ranks)]  # fmt: skip
-            batches = [[t.tolist() for _, t in each.train_dataloader()] for each in modules]
-            together = [sorted(itertools.chain(*same)) for same in zip(*batches, strict=True)]
-            expected = expected or together
-            assert together == expected
-        assert sorted(itertools.chain(*expected)) == sorted(modules[0].train_source.targets.tolist())
-        assert len(set(modules[0].train_source.targets.tolist())) == 12
-        images = [image for image, _ in module(shuffle_block=block, num_workers=0).train_dataloader()]
-        resumed = module(shuffle_block=block).train_dataloader()
-        resumed.load_state_dict({"epoch": 0, "served": 2, **resumed.sampler.identity()})
-        for before, after in zip(images[2:], resumed, strict=True):
-            assert torch.equal(before, after[0])
+    expected = None
+    for ranks, workers in ((1, 0), (2, 0), (4, 0), (1, 2)):
+        modules = [module(ranks, rank, batch_size=4 // ranks, num_workers=workers) for rank in range(ranks)]
+        batches = [[t.tolist() for _, t in each.train_dataloader()] for each in modules]
+        together = [sorted(itertools.chain(*same)) for same in zip(*batches, strict=True)]
+        expected = expected or together
+        assert together == expected
+    assert sorted(itertools.chain(*expected)) == sorted(modules[0].train_source.targets.tolist())
+    assert len(set(modules[0].train_source.targets.tolist())) == 12
+    assert module(balanced=True).train_dataloader().sampler.classes is not None
+    images = [image for image, _ in module().train_dataloader()]
+    resumed = module().train_dataloader()
+    resumed.load_state_dict({"epoch": 0, "served": 2, **resumed.sampler.identity()})
+    for before, after in zip(images[2:], resumed, strict=True):
+        assert torch.equal(before, after[0])
 
 
 def test_storage_is_asked_for_all_images_of_a_batch_before_the_first_is_read(packed, monkeypatch):
@@ -195,27 +187,6 @@ def test_storage_is_asked_for_all_images_of_a_batch_before_the_first_is_read(pac
     source.fetch([7, 0, 3])
     assert len(set(seen)) == 3
     assert seen[:3] == seen[3:], "asked for as they are read then"
-
-
-def test_with_a_block_shuffle_storage_is_asked_for_each_block_once_and_as_a_whole(packed, monkeypatch):
-    loaded, asked = module(shuffle_block=3), []
-    source = loaded.train_source
-    monkeypatch.setattr(os, "posix_fadvise", lambda *args: asked.append(args))
-    for _ in loaded.train_dataloader():
-        pass
-    shards = {file: shard for shard, file in source.open_files.items()}
-    covered = [
-        {
-            number
-            for number in range(len(source))
-            if source.columns["shard"][number] == shards[file]
-            and start <= source.columns["offset"][number] < (start + count if count else math.inf)
-        }
-        for file, start, count, _ in asked
-    ]
-    assert sorted(itertools.chain(*covered)) == list(range(12)), "each once"
-    for numbers in covered:
-        assert len({number // 3 for number in numbers}) <= 1, "of one block, or none of this source's"
 
 
 def test_bytes_go_to_the_device_and_are_normalised_there_to_the_same(packed):
@@ -278,12 +249,14 @@ def test_the_command_lists_damaged_images_and_checks_shards(capsys):
     content = bytearray(shard.read_bytes())
     content[700] ^= 1
     shard.write_bytes(content)
+    write_masked_images(Path("masks/train"), count=2)
     for words, message in (
         (["--check", "shards"], "train-000000.tar is damaged, its checksum"),
         (["Nothing", "out"], "no folder 'Nothing', and no data module of this name; there are CIFAR10DataModule"),
         (["images/", "out", "--quality", "99"], "--quality 99 is outside 1 to 95"),
         (["DigitsDataModule", "out", "--init_args", "{nope: 1}"], "cannot be made with --init_args {'nope': 1}"),
-        (["DigitsDataModule", "out"], "DigitsDataModule reads no image files: pack a folder"),
+        (["masks/", "out"], "masks/ has masks, which are not packed: SegmentationFolderDataModule reads them"),
+        (["DigitsDataModule", "out"], "DigitsDataModule cannot be packed: shards hold image files"),
     ):
         with pytest.raises(SystemExit) as stop:
             main(["pack", *words])
@@ -321,6 +294,7 @@ def test_what_is_wrong_with_shards_is_said_with_the_remedy(packed, monkeypatch):
     refused(index, b"{", "index.json is damaged")
     refused(index, json.dumps(described | {"version": 9}).encode(), "has version 9, and this cnnstrategies reads 1")
     refused(index, b"[]", "index.json is damaged")
+    refused(index, json.dumps(described | {"ignore_index": 255}).encode(), "has masks, .* use SegmentationFolder")
     for file in ("../more/train.tar", str(Path("others/train-000000.tar").resolve())):
         outside = described["parts"]["train"][0] | {"file": file}
         outside = described | {"parts": described["parts"] | {"train": [outside]}}

@@ -28,8 +28,13 @@ def test_a_download_that_fails_names_the_data_set_the_directory_and_the_remedy(t
             module(root=tmp_path / "images", download=False).prepare_data()
 
 
-@pytest.mark.parametrize(("shape", "expected"), [((5, 28, 30), (5, 1, 28, 30)), ((5, 28, 30, 3), (5, 3, 28, 30))])
-def test_images_are_channels_first(shape, expected):
+@pytest.mark.light
+def test_images_are_channels_first():
+    for shape, expected in (((5, 28, 30), (5, 1, 28, 30)), ((5, 28, 30, 3), (5, 3, 28, 30))):
+        channels_first(shape, expected)
+
+
+def channels_first(shape, expected):
     data = np.random.default_rng(0).integers(256, size=shape, dtype=np.uint8)
     images, targets = tensors(SimpleNamespace(data=data, targets=[3, 1, 4, 1, 5]))
     assert images.shape == expected

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import test_loading
-import test_packed_masks
 import test_sampling
 import test_shards
 import test_shared_batches
@@ -14,13 +13,10 @@ from torch import Tensor
 
 from cnnstrategies.data.loading import Batch, BatchDataset
 from cnnstrategies.data.sampling import BatchRequest, OrderedBatches, ShuffledBatches
-from cnnstrategies.data.shards.contents import Contents
-from cnnstrategies.data.shards.crops import Crop
 from cnnstrategies.data.shards.index import UNFINISHED, Index
 from cnnstrategies.data.shards.jpeg import MARGIN, Cut, Header, cut
-from cnnstrategies.data.shards.packing import PLAN, pack
+from cnnstrategies.data.shards.packing import PLAN, Contents, pack
 from cnnstrategies.data.shards.shard_file import Options
-from cnnstrategies.data.shards.source import ShardSource
 from cnnstrategies.data.shared_batches import Lent, Place, SharedBatches
 from cnnstrategies.errors import ConfigurationError
 
@@ -104,22 +100,6 @@ def a_crop_has_other_pixels_at_its_edge_than_the_image(
     bottom: int,
 ) -> Cut:
     return right_cut(data, header, left + MARGIN, top + MARGIN, right - MARGIN, bottom - MARGIN)
-
-
-@replaces(
-    ShardSource.show,
-    killed_by=test_packed_masks.test_an_image_and_its_mask_are_cropped_alike,
-    options=test_packed_masks.AS_THEY_ARE,
-)
-def a_mask_is_not_mirrored_with_its_image(
-    right: Callable[[ShardSource, int, bytes, Crop, Tensor], Crop],
-    self: ShardSource,
-    number: int,
-    data: bytes,
-    crop: Crop,
-    out: Tensor,
-) -> Crop:
-    return right(self, number, data, crop, out)._replace(mirrored=False)
 
 
 @replaces(pack, killed_by=test_shards.test_an_interrupted_pack_leaves_nothing_under_the_name_and_goes_on)

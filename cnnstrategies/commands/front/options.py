@@ -47,8 +47,7 @@ def pack_parser() -> argparse.ArgumentParser:
     result.add_argument(
         "source",
         nargs="?",
-        help="folder of images, as ImageFolderDataModule reads it, or a data module's name or import "
-        "path (SegmentationFolderDataModule for images with masks)",
+        help="folder of images, as ImageFolderDataModule reads it, or such a data module's name or import path",
     )
     result.add_argument("out", nargs="?", type=Path, help="folder to make")
     result.add_argument("--init_args", default="{}", help="arguments of the data module, as YAML: '{root: datasets}'")
@@ -124,13 +123,11 @@ class TuneOptions:
             (of gradients), ``microbatches`` (of a pipeline with batch normalisation).
         minutes: Longest time.
         output: YAML file for the settings that were found: ``fit --config X --config tuned.yaml`` takes it.
-        plot: Draw the result into this PNG file.
     """
 
     allow: list[Allowed] = field(default_factory=list)
     minutes: float = 5.0
     output: Path = Path("tuned.yaml")
-    plot: Path | None = None
 
 
 @dataclass

@@ -20,8 +20,8 @@ INDEX, SAMPLES = "index.json", "samples.npz"
 REMEDY = "make room or give the right, and run the same command again: it goes on after the shards that are whole"
 UNFINISHED = ".unfinished"  # Ends the name of a folder that is being packed.
 # Of each image: which of the part's shards, first byte there, bytes, class, size when shown upright, whether it is a
-# JPEG whose header says all that decoding needs, its name in the source, and the bytes of its mask, which follows it.
-FIELDS = ("shard", "offset", "length", "target", "width", "height", "plain", "name", "mask")
+# JPEG whose header says all that decoding needs, and its name in the source.
+FIELDS = ("shard", "offset", "length", "target", "width", "height", "plain", "name")
 Columns = dict[str, npt.NDArray[Any]]
 TAR_BLOCK = tarfile.BLOCKSIZE
 TAR_OWNER = slice(265, 281)  # Of a header: the first 16 bytes of the owner's name, which here is the packing.
@@ -30,14 +30,7 @@ TAR_END = b"\0" * (2 * TAR_BLOCK)
 
 @dataclass(frozen=True)
 class Shard:
-    """A tar file.
-
-    Attributes:
-        file: Its name.
-        size: In bytes.
-        sha256: Of its content.
-        images: How many it has.
-    """
+    """A tar file."""
 
     file: str
     size: int
@@ -47,12 +40,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Part:
-    """The images of one part, such as ``train``.
-
-    Attributes:
-        shards: In order.
-        columns: An array for each of :data:`FIELDS`.
-    """
+    """The images of one part, such as ``train``."""
 
     shards: list[Shard]
     columns: Columns
@@ -66,12 +54,8 @@ class Index:
     """All that is known of packed images.
 
     Attributes:
-        root: Their folder.
         packing: Sixteen hexadecimal digits that every entry of its shards carries as its owner's name.
-        class_names: Name of each class.
-        parts: By name.
         damaged: Images of the source that could not be decoded, and why.
-        ignore_index: The value of pixels in masks that count nowhere; None where images have classes.
     """
 
     root: Path
@@ -79,7 +63,6 @@ class Index:
     class_names: list[str]
     parts: dict[str, Part]
     damaged: dict[str, str]
-    ignore_index: int | None = None
 
 
 def write_index(index: Index) -> None:
@@ -94,7 +77,6 @@ def write_index(index: Index) -> None:
         "samples": hashlib.sha256(packed.getvalue()).hexdigest(),
         "parts": {name: [vars(shard) for shard in part.shards] for name, part in index.parts.items()},
         "damaged": index.damaged,
-        "ignore_index": index.ignore_index,
     }
     for name, content in ((SAMPLES, packed.getvalue()), (INDEX, json.dumps(described, indent=1).encode())):
         with whole_file(index.root / name, REMEDY) as file:
@@ -125,6 +107,10 @@ def read_index(root: Path) -> Index:
         raise ConfigurationError(
             f"{root / INDEX} has version {described.get('version')}, and this cnnstrategies reads {VERSION}: pack again"
         )
+    if described.get("ignore_index") is not None:
+        raise ConfigurationError(
+            f"{root} has masks, which are read from their folders alone: use SegmentationFolderDataModule"
+        )
     if hashlib.sha256(packed).hexdigest() != described.get("samples"):
         raise ConfigurationError(
             f"{root / SAMPLES} is not the one that {INDEX} was written with: copy both again, or pack again"
@@ -132,30 +118,22 @@ def read_index(root: Path) -> Index:
     try:
         with np.load(io.BytesIO(packed)) as arrays:
             parts = {
-                # Without `mask` where they were packed before there were any.
-                name: Part(
-                    [Shard(**one) for one in shards],
-                    {field: arrays[f"{name}.{field}"] for field in FIELDS if f"{name}.{field}" in arrays},
-                )
+                name: Part([Shard(**one) for one in shards], {field: arrays[f"{name}.{field}"] for field in FIELDS})
                 for name, shards in described["parts"].items()
             }
-        known = root, described["packing"], list(described["class_names"]), parts, described["damaged"]
+        index = Index(root, described["packing"], list(described["class_names"]), parts, described["damaged"])
         for name, part in parts.items():
-            _check_part(root, name, part, len(known[2]))
+            _check_part(root, name, part, len(index.class_names))
     except ConfigurationError:
         raise
     except Exception as error:  # Whatever is wrong with what others have written.
         why = f"{type(error).__name__}: {error}"
         raise ConfigurationError(f"{root / INDEX} is damaged ({why}): copy it again, or pack again") from error
-    return Index(*known, described.get("ignore_index"))
+    return index
 
 
 def _check_part(root: Path, name: str, part: Part, classes: int) -> None:
-    """See that shards are files of the folder, and images are in them.
-
-    Raises:
-        ConfigurationError: They are not.
-    """
+    """See that shards are files of the folder, and images are in them."""
     for shard in part.shards:
         if (root / shard.file).resolve().parent != root.resolve():
             raise ConfigurationError(
@@ -174,7 +152,7 @@ def _check_part(root: Path, name: str, part: Part, classes: int) -> None:
     numbers = columns["shard"]
     if numbers.min(initial=0) < 0 or numbers.max(initial=-1) >= len(sizes):
         raise ValueError(f"{name} has images in shards that there are not")
-    ends = columns["offset"] + columns["length"] + columns.get("mask", 0)
+    ends = columns["offset"] + columns["length"]
     right = (columns["offset"] >= 0) & (columns["length"] > 0) & (ends <= sizes[numbers]) & (columns["target"] >= 0)
     right &= (columns["width"] > 0) & (columns["height"] > 0)
     if len({len(column) for column in part.columns.values()}) > 1 or not right.all():
@@ -215,13 +193,7 @@ def _check_size(path: Path, shard: Shard) -> None:
 
 
 def tar_entry(name: str, content: bytes, packing: str) -> bytes:
-    """A file in a tar file.
-
-    Args:
-        name: Its name.
-        content: What it contains.
-        packing: Written into the owner's name: with it every entry says which index it belongs to.
-    """
+    """A file in a tar file; the packing as its owner's name says which index it belongs to."""
     info = tarfile.TarInfo(name)
     info.size, info.uname, info.mode = len(content), packing, 0o644
     return info.tobuf(tarfile.USTAR_FORMAT) + content + b"\0" * (-len(content) % TAR_BLOCK)

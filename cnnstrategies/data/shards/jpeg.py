@@ -38,10 +38,7 @@ class Header:
 
     Attributes:
         frame: Where its frame header begins.
-        width: In pixels.
-        height: In pixels.
         unit_width: Of a unit, in pixels.
-        unit_height: Of a unit, in pixels.
         interval: Units between two restart markers; 0 without.
         data: Where the compressed units begin.
     """
@@ -65,11 +62,8 @@ class Cut:
     """A JPEG that shows a part of another.
 
     Attributes:
-        data: The file.
         left: Where its left edge is in the other.
         top: Where its top edge is in the other.
-        width: In pixels.
-        height: In pixels.
         exact: Whether nothing follows the units that it shows.
     """
 
@@ -112,13 +106,7 @@ def read_header(data: bytes) -> Header | None:
 def cut(data: bytes, header: Header, left: int, top: int, right: int, bottom: int) -> Cut:
     """The smallest JPEG that shows a rectangle of another as the whole would; lossless, without decoding it.
 
-    Args:
-        data: The file.
-        header: What its header says.
-        left: First column of pixels.
-        top: First row of pixels.
-        right: One past the last column.
-        bottom: One past the last row.
+    The rectangle is in pixels, without the column ``right`` and the row ``bottom``.
     """
     rows = -(-header.height // header.unit_height)
     last = min(rows, -(-(bottom + MARGIN) // header.unit_height))
@@ -174,9 +162,6 @@ Decoder = Callable[[Cut, int], Tensor]
 
 def find_decoder(name: DecoderName) -> Decoder:
     """The decoder of this name.
-
-    Args:
-        name: ``auto`` is simplejpeg where it is installed, else Pillow.
 
     Raises:
         ConfigurationError: It is not installed.

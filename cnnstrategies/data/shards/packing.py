@@ -1,21 +1,24 @@
-"""Packs images into shards; in parallel, and to be gone on with after an interruption."""
+"""Packs the images of a folder into shards; in parallel, and to be gone on with after an interruption."""
 
 import contextlib
 import hashlib
+import importlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 from rich.progress import Progress
 
-from cnnstrategies.data.shards.contents import Contents, Images
+import cnnstrategies.data
+from cnnstrategies.data.image_folder import ImageFolderDataModule
+from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.shards.index import FIELDS, REMEDY, UNFINISHED, VERSION, Index, Part, Shard, write_index
 from cnnstrategies.data.shards.shard_file import Options, ShardFile
 from cnnstrategies.errors import ConfigurationError
@@ -23,6 +26,78 @@ from cnnstrategies.runtime.whole_file import whole_file, writing
 
 PLAN = "plan.json"
 ORDER_SEED = 0
+
+
+class Images(NamedTuple):
+    """The images of one part: paths from the root, classes, and bytes of each."""
+
+    names: list[str]
+    targets: list[int]
+    sizes: list[int]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All that is packed.
+
+    Attributes:
+        root: From where the images' names are paths.
+        fingerprint: Changes with the images.
+    """
+
+    root: Path
+    class_names: list[str]
+    parts: dict[str, Images]
+    fingerprint: str
+
+
+def contents_of(source: str, init_args: Mapping[str, Any]) -> Contents:
+    """The images of a source.
+
+    Args:
+        source: A folder in the layout of :class:`~cnnstrategies.data.ImageFolderDataModule`, or the name or import path
+            of such a data module.
+
+    Raises:
+        ConfigurationError: It is neither, or cannot be made with these arguments.
+    """
+    if Path(source).is_dir() or "/" in source:
+        if init_args:
+            raise ConfigurationError(f"init_args are of a data module, and {source} is a folder: leave them out")
+        module: ImageDataModule = ImageFolderDataModule(Path(source))
+        if set(module.class_names) == {"images", "masks"}:
+            raise ConfigurationError(
+                f"{source} has masks, which are not packed: SegmentationFolderDataModule reads them from their folders"
+            )
+    else:
+        module = _module(source, init_args)
+    if not isinstance(module, ImageFolderDataModule) or module.task != "classes":
+        raise ConfigurationError(
+            f"{source} cannot be packed: shards hold image files with one class each, as ImageFolderDataModule reads"
+        )
+    parts: dict[str, Images] = {}
+    stats: list[Any] = []
+    for part, (names, targets) in module.parts().items():
+        found = [(module.root / name).stat() for name in names]
+        stats += [[name, one.st_size, one.st_mtime_ns] for name, one in zip(names, found, strict=True)]
+        parts[part] = Images(names, targets, [one.st_size for one in found])
+    fingerprint = hashlib.sha256(json.dumps(stats, default=str).encode()).hexdigest()
+    return Contents(module.root, module.class_names, parts, fingerprint)
+
+
+def _module(source: str, init_args: Mapping[str, Any]) -> ImageDataModule:
+    where, _, name = source.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(where) if where else cnnstrategies.data, name)
+    except (ImportError, AttributeError):
+        names = ", ".join(one for one in cnnstrategies.data.__all__ if one != ImageDataModule.__name__)
+        raise ConfigurationError(f"no folder {source!r}, and no data module of this name; there are {names}") from None
+    if not (isinstance(found, type) and issubclass(found, ImageDataModule)):
+        raise ConfigurationError(f"{source} is no ImageDataModule: pack a folder of images, or one that is")
+    try:
+        return found(**init_args)
+    except TypeError as error:
+        raise ConfigurationError(f"{source} cannot be made with --init_args {dict(init_args)}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -45,15 +120,11 @@ def pack(contents: Contents, out: Path, options: Options, workers: int) -> Index
     The training images are packed in a random order, so that neighbours in a shard are not of one class.
 
     Args:
-        contents: The images.
-        out: The folder to make.
-        options: How.
         workers: Shards that are written at the same time.
 
     Raises:
         ConfigurationError: ``out`` is there, what was begun there is of other images or options, there is no space or
-            no right to write, a class has no name, no image of a part can be decoded, or a mask does not fit its image
-            or the classes.
+            no right to write, a class has no name, or no image of a part can be decoded.
     """
     if out.exists():
         raise ConfigurationError(f"{out} is there already: give another name, or remove it")
@@ -121,7 +192,8 @@ def _write_shards(
                 for number in task.images.tolist():
                     if stop.is_set():
                         return
-                    shard.add(images, number, options)
+                    name = images.names[number]
+                    shard.add(contents.root / name, name, number, images.targets[number], options)
                     progress.advance(shown)
                 shard.finish(_notes(scratch, task))
 
@@ -166,7 +238,7 @@ def _joined(contents: Contents, scratch: Path, packing: str, tasks: list[Task]) 
             first = next(iter(damaged.items()), ("", ""))
             raise ConfigurationError(f"no image for {name} can be decoded; the first is {first[0]} ({first[1]})")
         parts[name] = Part(shards, whole)
-    return Index(scratch, packing, contents.class_names, parts, damaged, contents.ignore_index)
+    return Index(scratch, packing, contents.class_names, parts, damaged)
 
 
 def _notes(scratch: Path, task: Task) -> Path:

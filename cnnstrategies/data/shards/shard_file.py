@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from torch import Tensor
 
 from cnnstrategies.data.decoding import BrokenImageError, decode
-from cnnstrategies.data.shards.contents import Images
 from cnnstrategies.data.shards.index import FIELDS, REMEDY, TAR_BLOCK, TAR_END, tar_entry
 from cnnstrategies.data.shards.jpeg import read_header, restart_interval
 from cnnstrategies.runtime.whole_file import whole_file
@@ -60,30 +58,27 @@ class ShardFile:
             self.file.close()
         self.scratch.unlink(missing_ok=True)
 
-    def add(self, images: Images, number: int, options: Options) -> None:
-        """Add an image, or list it as damaged."""
-        name = images.names[number]
+    def add(self, path: Path, name: str, number: int, target: int, options: Options) -> None:
+        """Add an image, or list it as damaged.
+
+        Args:
+            name: What it is called in the source.
+            number: Of the image in its part, from which its name in the shard is made.
+        """
         try:
-            data = images.read(number)
+            data = path.read_bytes()
         except OSError as error:
             self.damaged[name] = error.strerror or str(error)
             return
         try:
             image = encode(data, options.size, options.quality)
-            found = images.mask(number, image.original)
         except BrokenImageError as error:
             self.damaged[name] = str(error)
             return
-        key, target = f"{number:09}", images.targets[number]
         at = self.size + TAR_BLOCK
-        self._write(tar_entry(f"{key}.{image.extension}", image.data, self.packing))
-        mask = b"" if found is None else encode_mask(found, image.width, image.height)
-        if mask:
-            self._write(tar_entry(f"{key}.mask.png", mask, self.packing))
-        else:
-            self._write(tar_entry(f"{key}.cls", str(target).encode(), self.packing))
-        shown = image.width, image.height, image.plain
-        self.rows.append((at, len(image.data), target, *shown, os.fsencode(name), len(mask)))
+        self._write(tar_entry(f"{number:09}.{image.extension}", image.data, self.packing))
+        self._write(tar_entry(f"{number:09}.cls", str(target).encode(), self.packing))
+        self.rows.append((at, len(image.data), target, image.width, image.height, image.plain, os.fsencode(name)))
 
     def finish(self, notes: Path) -> None:
         """Give it its name."""
@@ -115,12 +110,8 @@ class Encoded:
     """An image in a shard.
 
     Attributes:
-        data: Its file.
-        extension: That of the file.
         width: When shown upright.
-        height: When shown upright.
         plain: Whether it is a JPEG whose header says all that decoding needs.
-        original: Height and width before it was shrunk.
     """
 
     data: bytes
@@ -128,14 +119,12 @@ class Encoded:
     width: int
     height: int
     plain: bool
-    original: tuple[int, int]
 
 
 def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
     """Look at an image, and make it what is packed.
 
     Args:
-        data: Its file.
         size: The shorter side to shrink it to; a smaller image keeps its size, and None every image.
         quality: Of the JPEG that it becomes; None leaves the file as it is.
 
@@ -151,10 +140,10 @@ def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
         if extension is None:  # A PNG file loses nothing, and is smaller than BMP, TIFF and PNM.
             file = io.BytesIO()
             Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file, "PNG")
-            return Encoded(file.getvalue(), "png", width, height, False, (height, width))
+            return Encoded(file.getvalue(), "png", width, height, False)
         header = read_header(data)
         plain = header is not None and not turned and (header.width, header.height) == (width, height)
-        return Encoded(data, extension, width, height, plain, (height, width))
+        return Encoded(data, extension, width, height, plain)
     image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
     if size is not None and min(width, height) > size:
         shorter = size / min(width, height)
@@ -165,20 +154,4 @@ def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
     # Of 4:2:0 and with restart markers, which let a reader decode no more than a crop; see jpeg.py.
     interval = restart_interval(image)
     image.save(file, "JPEG", quality=quality, subsampling="4:2:0", optimize=True, restart_marker_blocks=interval)
-    return Encoded(file.getvalue(), "jpg", *image.size, True, (height, width))
-
-
-def encode_mask(mask: Tensor, width: int, height: int) -> bytes:
-    """A mask as a PNG file of grey values, which loses nothing.
-
-    Args:
-        mask: Its classes (H, W).
-        width: That it becomes: of each pixel, the class of the nearest one.
-        height: Likewise.
-    """
-    image = Image.fromarray(mask.numpy())
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.NEAREST)
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
+    return Encoded(file.getvalue(), "jpg", *image.size, True)
