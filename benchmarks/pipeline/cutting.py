@@ -4,10 +4,11 @@ from torch import Tensor, nn
 
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.tracing import find_cut, ordered_nodes, trace
-from cnnstrategies.planning.costs import GraphCosts, Link
+from cnnstrategies.planning.candidates import Job
+from cnnstrategies.planning.cluster import Cluster
+from cnnstrategies.planning.costs import GraphCosts, Link, Profile
 from cnnstrategies.planning.measure import profile
 from cnnstrategies.planning.predict import Predictor
-from cnnstrategies.planning.problem import Request
 from cnnstrategies.planning.stage_costs import StageCost
 
 LOOPBACK = Link(bandwidth=2e9, latency=2e-4)
@@ -33,9 +34,7 @@ def cuts_of_both(network: nn.Sequential, microbatch: Tensor, microbatches: int) 
     names = ordered_nodes(traced)
     found = []
     for among, run_ahead in ((between, False), (costs, True)):
-        request = Request(2, microbatches, replicas=(1, 1), run_ahead=run_ahead)
-        predictor = Predictor(among, LOOPBACK, request)
-        layout = predictor.search()
+        layout = two_stages(among, LOOPBACK, microbatches, run_ahead).search()
         assert layout is not None
         found.append(layout.cuts[0])
     return names[found[0] - 1].name, positions[found[0]], names[found[1] - 1].name
@@ -44,15 +43,17 @@ def cuts_of_both(network: nn.Sequential, microbatch: Tensor, microbatches: int) 
 def best_cut(network: nn.Module, microbatch: Tensor, microbatches: int, link: Link) -> tuple[Predictor, Layout, str]:
     """The best place for two stages anywhere: the predictor, the layout and the last node's name."""
     traced = trace(network)
-    predictor = Predictor(profile(traced, microbatch), link, two_stages(microbatches))
+    predictor = two_stages(profile(traced, microbatch), link, microbatches)
     layout = predictor.search()
     assert layout is not None
     return predictor, layout, ordered_nodes(traced)[layout.cuts[0] - 1].name
 
 
-def two_stages(microbatches: int) -> Request:
-    """A pipeline of two stages, with the package's defaults."""
-    return Request(2, microbatches, replicas=(1, 1))
+def two_stages(costs: GraphCosts, link: Link, microbatches: int, run_ahead: bool | None = None) -> Predictor:
+    """Of a pipeline of two stages, with the package's defaults; costs are those of a microbatch."""
+    samples = round(costs.microbatch_size * microbatches)
+    cluster = Cluster.flat(2, link)
+    return Predictor(Job(Profile(costs), cluster, samples, microbatches, replicas=(1, 1), run_ahead=run_ahead))
 
 
 def bound(stages: list[StageCost], microbatches: int) -> float:

@@ -72,7 +72,7 @@ def measure(
     return Result(
         cut,
         min(steps),
-        Predictor(quiet, link, two_stages(microbatches)).time(layout),
+        two_stages(quiet, link, microbatches).time(layout),
         bound(stage_costs(quiet, layout.cuts), microbatches),
         median(a / b for a, b in zip(predicted, steps, strict=True)),
     )
@@ -117,7 +117,7 @@ def _measure(
     found = []
     for _ in range(rounds):
         dist.barrier()
-        predictor = Predictor(profile(traced, microbatch, warm_up=1, repeats=3), link, two_stages(microbatches))
+        predictor = two_stages(profile(traced, microbatch, warm_up=1, repeats=3), link, microbatches)
         found.append((min(step() for _ in range(STEPS)), predictor.time(layout), predictor.costs))
     if timeline is not None:
         _draw(rank, pipeline, step, predictor, layout, timeline)

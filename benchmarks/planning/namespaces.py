@@ -34,7 +34,7 @@ from ranks import report
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link
-from cnnstrategies.planning.hybrid import Hybrid
+from cnnstrategies.planning.hybrid import hybrids
 from cnnstrategies.planning.profile_csv import read_profile
 from cnnstrategies.planning.rank import rank
 
@@ -181,9 +181,7 @@ def job(
 
 def chosen(found: dict[str, Any], rate: int) -> tuple[str, bool]:
     """The node after which `plan` cuts, and whether the stages run ahead."""
-    hybrid = Hybrid(job(found, rate, Numbers()))
-    (candidate,) = hybrid.candidates()
-    one = hybrid.of(candidate)
+    (one,) = hybrids(job(found, rate, Numbers()))
     return one.predictor.costs.nodes[one.layout.cuts[0] - 1].name, one.predictor.runs_ahead(one.layout)
 
 
@@ -193,7 +191,7 @@ def predicted(
     """Seconds per step of each strategy."""
     cut, run_ahead = found["cut"][str(rate)]
     ranking = rank(replace(job(found, rate, numbers, cut, run_ahead), families=tuple(strategies)))
-    return {row.candidate.family: row.prediction.step for row in (*ranking.same, *ranking.changing)}
+    return {row.family: row.step for row in (*ranking.same, *ranking.changing)}
 
 
 def fitted(found: Sequence[dict[str, Any]]) -> Numbers:

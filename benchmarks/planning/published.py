@@ -88,15 +88,15 @@ def predict(anchor: Anchor, folder: Path) -> Result:
     first = anchor.replicas[0]
     job = Job(profile, cluster, first * anchor.batch)
     ranking = rank(job)
-    rows = {row.candidate.family: row for row in (*ranking.same, *ranking.changing)}
+    rows = {row.family: row for row in (*ranking.same, *ranking.changing)}
     ddp, hybrid = rows["ddp"], rows["hybrid"]
     gain = hybrid.rate / ddp.rate
-    chosen = tuple(hybrid.candidate.options["replicas"]) if gain > 1 + TIE else (cluster.devices,)
+    chosen = tuple(hybrid.options["replicas"]) if gain > 1 + TIE else (cluster.devices,)
     if anchor.gain is None:
         return Result(chosen, gain, None)
     assert ranking.hybrid is not None
     layout = Layout(ranking.hybrid.layout.cuts[:1], anchor.replicas)
-    return Result(chosen, gain, _asynchronous(job, layout, anchor.batch) / ddp.prediction.rate)
+    return Result(chosen, gain, _asynchronous(job, layout, anchor.batch) / ddp.rate)
 
 
 def _asynchronous(job: Job, layout: Layout, batch: int) -> float:

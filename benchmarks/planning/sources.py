@@ -113,7 +113,7 @@ def predicted(pieces: Pieces, key: str) -> float:
         return costs.forward_time + costs.backward_time
     family = {"ddp": "ddp", "async": "parameter_server_async"}[run.kind]
     ranking = rank(Job(profile, cluster, BATCH, families=(family,)))
-    return (*ranking.same, *ranking.changing)[0].prediction.step
+    return (*ranking.same, *ranking.changing)[0].step
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""What can be chosen, what it changes, and what is predicted of it."""
+"""What is planned for; what can be chosen, what that changes, and what is predicted of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal
 
@@ -11,6 +11,61 @@ from cnnstrategies.planning.costs import Profile
 
 Bottleneck = Literal["compute", "nic", "link", "server", "fill"]
 Checkpointing = Literal["never", "except_last", "always"]  # As the pipeline has it, whose module imports torch.
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned for.
+
+    Attributes:
+        profile: The network.
+        cluster: The machines; their devices are the ranks, in order.
+        samples: Of a step, over all devices.
+        microbatches: Of a hybrid pipeline; chosen when None.
+        stages: Of a hybrid pipeline; chosen when None.
+        replicas: Of a hybrid pipeline's stages; chosen when None.
+        cuts: First node of each of its stages but the first; chosen when None.
+        schedule: Of a hybrid pipeline.
+        activation_checkpointing: Whether a stage keeps only its inputs and runs its forward again before the
+            backward: for no microbatch, for all but the last, or for all.
+        run_ahead: Whether stages hold one microbatch more, so that messages travel while they compute; chosen when
+            None: where it gains time and fits into memory.
+        state_copies: Copies of the parameters that training holds: parameters, gradients, optimizer state.
+        memory_limit: Bytes that a device may hold, beside what the cluster says.
+        families: The families to look at; all when empty.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    samples: int
+    microbatches: int | None = None
+    stages: int | None = None
+    replicas: tuple[int, ...] | None = None
+    cuts: tuple[int, ...] | None = None
+    schedule: str = "1f1b"
+    activation_checkpointing: Checkpointing = "never"
+    run_ahead: bool | None = None
+    state_copies: int = 4
+    memory_limit: int | None = None
+    families: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ConfigurationError(f"batch_size={self.samples}: a step needs at least 1 sample")
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes that a device may hold."""
+        return min((one for one in (self.memory_limit, self.cluster.memory) if one is not None), default=None)
+
+    @property
+    def network(self) -> Bottleneck:
+        """What connects its devices, as a bottleneck."""
+        return "nic" if len(self.cluster.hosts) > 1 else "link"
+
+    def share(self, devices: int) -> int:
+        """Samples of a step when each device has an equal number of them: as many as asked, or a few less."""
+        return self.samples // devices * devices
 
 
 class Effect(IntEnum):
@@ -23,44 +78,24 @@ class Effect(IntEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy with its options.
+    """A strategy with its options, and what is predicted of it.
 
     Attributes:
         family: ``ddp``, ``hybrid``, ``parameter_server``, ...
         options: What the strategy is given.
         effect: What it changes of what is learned.
-        devices: How many it uses.
         samples: Of a step, over all devices.
-    """
-
-    family: str
-    options: Mapping[str, Any]
-    effect: Effect
-    devices: int
-    samples: int
-
-    def __str__(self) -> str:
-        shown = [name for name in ("replicas", "staleness") if name in self.options]
-        text = " ".join([self.family, *(f"{self.options[name]}" for name in shown)])
-        short = {"microbatches": "M", "accumulate_grad_batches": "accumulated"}
-        more = [f"{short[name]}={self.options[name]}" for name in short if self.options.get(name, 1) != 1]
-        return ", ".join([text, *more])
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What is predicted of a candidate.
-
-    Attributes:
         step: Seconds in which as many samples as a step has are trained on.
-        samples: Of a step.
         sent_bytes: Bytes that all devices together send for a step.
         memory: Bytes that the fullest device holds.
         bottleneck: What a step mostly waits for.
     """
 
-    step: float
+    family: str
+    options: Mapping[str, Any]
+    effect: Effect
     samples: int
+    step: float
     sent_bytes: int
     memory: int
     bottleneck: Bottleneck
@@ -70,53 +105,9 @@ class Prediction:
         """Samples per second."""
         return self.samples / self.step
 
-
-@dataclass(frozen=True)
-class Job:
-    """What is planned for.
-
-    Attributes:
-        profile: The network.
-        cluster: The machines.
-        samples: Of a step, over all devices.
-        microbatches: Of a hybrid pipeline; chosen when None.
-        replicas: Of a hybrid pipeline's stages; chosen when None.
-        cuts: Of a hybrid pipeline; chosen when None.
-        schedule: Of a hybrid pipeline.
-        activation_checkpointing: Of a hybrid pipeline.
-        run_ahead: Of a hybrid pipeline; chosen when None.
-        state_copies: Copies of the parameters that training holds.
-        memory_limit: Bytes that a device may hold, beside what the cluster says.
-        families: The families to look at; all when empty.
-    """
-
-    profile: Profile
-    cluster: Cluster
-    samples: int
-    microbatches: int | None = None
-    replicas: tuple[int, ...] | None = None
-    cuts: tuple[int, ...] | None = None
-    schedule: str = "1f1b"
-    activation_checkpointing: Checkpointing = "never"
-    run_ahead: bool | None = None
-    state_copies: int = 4
-    memory_limit: int | None = None
-    families: tuple[str, ...] = field(default=())
-
-    def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise ConfigurationError(f"batch_size={self.samples}: a step needs at least 1 sample")
-
-    @property
-    def memory(self) -> int | None:
-        """Bytes that a device may hold."""
-        return min((one for one in (self.memory_limit, self.cluster.memory) if one is not None), default=None)
-
-    def share(self, devices: int) -> int:
-        """Samples of a step when each device has an equal number of them: as many as asked, or a few less."""
-        return self.samples // devices * devices
-
-
-def price_per_hour(cluster: Cluster, devices: int) -> float:
-    """Of the machines that so many devices, the last ones, are in."""
-    return sum(host.price for host in cluster.taken(devices).hosts)
+    def __str__(self) -> str:
+        shown = [name for name in ("replicas", "staleness") if name in self.options]
+        text = " ".join([self.family, *(f"{self.options[name]}" for name in shown)])
+        short = {"microbatches": "M", "accumulate_grad_batches": "accumulated"}
+        more = [f"{short[name]}={self.options[name]}" for name in short if self.options.get(name, 1) != 1]
+        return ", ".join([text, *more])

@@ -1,21 +1,25 @@
 """The machines that a plan is made for: devices in order, and what they are connected by."""
 
+import difflib
+import functools
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NoReturn
 
+import yaml
+
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.costs import Link
-from cnnstrategies.planning.yaml_lines import Value, count, number, one_of, size
 
-AllReduce = Literal["flat", "two_level"]
-ALL_REDUCE: tuple[AllReduce, ...] = ("flat", "two_level")
 SERVER_RATE = 1e9  # bytes of gradients per second that a server adds up and applies; a core of about 2020
 SERVER_MESSAGE = 5e-5  # seconds of a processor for a message of a parameter server, whatever its size
 GBIT = 1e9 / 8  # bytes per second
 DEFAULT_US = {"inside": 10.0, "network": 50.0}
+SIZES = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @dataclass(frozen=True)
@@ -47,21 +51,13 @@ class Cluster:
 
     Attributes:
         hosts: The machines.
-        all_reduce: ``flat``, one ring through all devices, as torch's backends have it, or ``two_level``, rings inside
-            the machines and one between them.
         server_rate: Bytes of gradients per second that a parameter server adds up and applies.
         server_message: Seconds that each message of it costs who sends or receives it.
-        numbering: Which device each rank has, in the order of the machines; all in this order when empty.
-        rings: Where ranks are numbered otherwise, how many all-reduces cross the same connections at once.
     """
 
     hosts: tuple[Host, ...]
-    all_reduce: AllReduce = "flat"
     server_rate: float = SERVER_RATE
     server_message: float = SERVER_MESSAGE
-    numbering: tuple[int, ...] = ()
-    rings: int = 1
-    _memo: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def flat(devices: int, link: Link) -> "Cluster":
@@ -71,13 +67,12 @@ class Cluster:
     @cached_property
     def devices(self) -> int:
         """Devices of all machines."""
-        return sum(host.devices for host in self.hosts)
+        return len(self.host_of)
 
     @cached_property
     def host_of(self) -> tuple[int, ...]:
         """The machine of each device."""
-        of_devices = tuple(index for index, host in enumerate(self.hosts) for _ in range(host.devices))
-        return tuple(of_devices[device] for device in self.numbering) if self.numbering else of_devices
+        return tuple(index for index, host in enumerate(self.hosts) for _ in range(host.devices))
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
@@ -91,139 +86,158 @@ class Cluster:
 
     def link(self, one: int, other: int) -> Link:
         """The connection between two devices."""
-        return self._between(self.host_of[one], self.host_of[other])
+        first, second = self.hosts[self.host_of[one]], self.hosts[self.host_of[other]]
+        return first.inside if self.host_of[one] == self.host_of[other] else slower((first.network, second.network))
 
     def ring(self, first: int, count: int) -> Link:
         """The slowest connection of a ring through devices that are numbered one after another, at least two."""
-        key = ("ring", first, count)
-        if key not in self._memo:
-            hosts = self.host_of[first : first + count]
-            pairs = {(one, other) for one, other in itertools.pairwise(hosts)}
-            self._memo[key] = slower([self._between(*pair) for pair in sorted(pairs)])
-        link: Link = self._memo[key]
-        return link
-
-    def _between(self, one: int, other: int) -> Link:
-        key = ("link", one, other)
-        if key not in self._memo:
-            hosts = self.hosts[one], self.hosts[other]
-            self._memo[key] = hosts[0].inside if one == other else slower([host.network for host in hosts])
-        link: Link = self._memo[key]
-        return link
-
-    def taken(self, devices: int) -> "Cluster":
-        """Only its last devices, which is where a search that begins with the last stage begins."""
-        if devices == self.devices:
-            return self
-        key = ("taken", devices)
-        if key not in self._memo:
-            hosts: list[Host] = []
-            for host in reversed(self.hosts):
-                count = min(host.devices, devices)
-                devices -= count
-                if count:
-                    hosts.insert(0, replace(host, devices=count))
-            self._memo[key] = replace(self, hosts=tuple(hosts), _memo={})
-        cluster: Cluster = self._memo[key]
-        return cluster
-
-    def renumbered(self, numbering: Sequence[int], rings: int) -> "Cluster":
-        """The same with ranks on other devices; see the attributes."""
-        return replace(self, numbering=tuple(numbering), rings=rings, _memo={})
+        return slower(self.link(one, other) for one, other in itertools.pairwise(range(first, first + count)))
 
     def with_network(self, factor: float) -> "Cluster":
         """The same with another rate between the machines."""
-        hosts = tuple(replace(host, network=host.network.scaled(factor)) for host in self.hosts)
-        return replace(self, hosts=hosts, _memo={})
+        return replace(self, hosts=tuple(replace(host, network=host.network.scaled(factor)) for host in self.hosts))
 
 
-def slower(links: Sequence[Link]) -> Link:
+def slower(links: Iterable[Link]) -> Link:
     """The connection with the least bandwidth, with the greatest latency and work of all."""
-    slowest = min(links, key=lambda link: link.bandwidth)
-    return replace(slowest, latency=max(link.latency for link in links), work=max(link.work for link in links))
+    return _slower(frozenset(links))
+
+
+@functools.lru_cache(maxsize=1024)
+def _slower(links: frozenset[Link]) -> Link:
+    return Link(
+        min(link.bandwidth for link in links), max(link.latency for link in links), max(link.work for link in links)
+    )
 
 
 def read_cluster(file: Path, devices: int | None = None) -> Cluster:
     """The cluster that a file describes.
 
     Args:
-        file: With ``nodes``, a list; and, if wished, ``all_reduce`` and ``server``.
+        file: With ``nodes``, a list; and, if wished, ``server``.
         devices: How many it must have, where a configuration says so too.
 
     Raises:
         ConfigurationError: A key is unknown, a number impossible, or something needed is missing; the message has the
-            file, the line and what is accepted.
+            file, the place in it and what is accepted.
     """
-    root = Value.load(file)
-    found = root.mapping(
-        {
-            "nodes": lambda value: [host for item in value.items() for host in _hosts(item)],
-            "all_reduce": one_of(*ALL_REDUCE),
-            "server": lambda value: value.mapping({"gbyte_per_s": number(0.0, above=True), "us": number(0.0)}),
-        }
-    )
+    try:
+        given = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError) as error:
+        raise ConfigurationError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{file}: this is not YAML: {' '.join(str(error).split())}") from error
+    found = _mapping(f"{file}: ", given, {"nodes": _nodes, "server": _server})
     if "nodes" not in found:
-        root.refuse("nodes is missing, a list of machines such as {count: 4, devices: 4, network: {gbit: 10}}")
-    options: dict[str, Any] = {"all_reduce": found.get("all_reduce", "flat")}
-    server = found.get("server") or {}
-    if "gbyte_per_s" in server:
-        options["server_rate"] = server["gbyte_per_s"] * 1e9
-    if "us" in server:
-        options["server_message"] = server["us"] * 1e-6
-    cluster = Cluster(tuple(found["nodes"]), **options)
+        _refuse(f"{file}: ", "nodes is missing, a list of machines such as {count: 4, devices: 4, network: {gbit: 10}}")
+    cluster = Cluster(tuple(found["nodes"]), **found.get("server", {}))
     if devices is not None and cluster.devices != devices:
-        value = next(value for key, value in root.pairs() if key.text == "nodes")
-        value.refuse(
+        _refuse(
+            f"{file}: nodes: ",
             f"they have {cluster.devices} devices, but trainer.devices x trainer.num_nodes are {devices}: "
-            "give both the same"
+            "give both the same",
         )
     return cluster
 
 
-def _hosts(item: Value) -> list[Host]:
-    found = item.mapping(
-        {
-            "count": count,
-            "devices": count,
-            "speed": number(0.0, above=True),
-            "memory": size,
-            "price": number(0.0),
-            "inside": lambda value: _link(value, "inside"),
-            "network": lambda value: _link(value, "network"),
-        }
-    )
-    number_of_hosts = found.pop("count", 1)
-    found.setdefault("devices", 1)
+# Reads a value: where it is, and the value.
+Read = Callable[[str, Any], Any]
+
+
+def _refuse(where: str, why: str) -> NoReturn:
+    raise ConfigurationError(f"{where}{why}")
+
+
+def _mapping(where: str, given: Any, known: Mapping[str, Read]) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        _refuse(where, f"a mapping is needed, with some of {', '.join(known)}")
+    found = {}
+    for name, value in given.items():
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ";"
+            _refuse(where, f"unknown key {name!r}{hint} accepted: {', '.join(known)}")
+        found[name] = known[name](f"{where}{name}: ", value)
+    return found
+
+
+def _nodes(where: str, given: Any) -> list[Host]:
+    if not isinstance(given, list) or not given:
+        _refuse(where, "a list is needed, with at least one machine")
+    return [host for index, item in enumerate(given) for host in _hosts(f"{where.removesuffix(': ')}[{index}]: ", item)]
+
+
+def _hosts(where: str, given: Any) -> list[Host]:
+    known: dict[str, Read] = {
+        "count": _count,
+        "devices": _count,
+        "speed": _number(above=0.0),
+        "memory": _size,
+        "price": _number(least=0.0),
+        "inside": functools.partial(_link, DEFAULT_US["inside"]),
+        "network": functools.partial(_link, DEFAULT_US["network"]),
+    }
+    found = {"devices": 1, **_mapping(where, given, known)}
     if "network" not in found and "inside" not in found:
-        item.refuse("network is missing, how machines are connected, such as {gbit: 10, us: 50}")
+        _refuse(where, "network is missing, how machines are connected, such as {gbit: 10, us: 50}")
     if found["devices"] > 1 and "inside" not in found:
-        item.refuse(f"inside is missing, how its {found['devices']} devices are connected, such as {{gbit: 96}}")
+        _refuse(where, f"inside is missing, how its {found['devices']} devices are connected, such as {{gbit: 96}}")
     found.setdefault("network", found.get("inside"))
     found.setdefault("inside", found["network"])
-    return [Host(**found)] * number_of_hosts
+    count = found.pop("count", 1)
+    return [Host(**found)] * count
 
 
-def _link(value: Value, kind: str) -> Link:
-    found = value.mapping(
-        {
-            "gbit": number(0.0, above=True),
-            "us": number(0.0),
-            "work_us": number(0.0),
-            "efficiency": number(0.0, above=True, most=1.0),
-            "rates": _rates,
-        }
-    )
-    efficiency = found.get("efficiency", 1.0)
-    rates = tuple((bytes_, rate * efficiency) for bytes_, rate in found.get("rates", ()))
-    if "gbit" not in found and not rates:
-        value.refuse("gbit is missing, the rate of large messages in Gbit/s; or rates, by size")
-    bandwidth = found["gbit"] * GBIT * efficiency if "gbit" in found else rates[-1][1]
-    return Link(bandwidth, found.get("us", DEFAULT_US[kind]) * 1e-6, rates, found.get("work_us", 0.0) * 1e-6)
+def _link(us: float, where: str, given: Any) -> Link:
+    known = {
+        "gbit": _number(above=0.0),
+        "us": _number(least=0.0),
+        "work_us": _number(least=0.0),
+        "efficiency": _number(above=0.0, most=1.0),
+    }
+    found = _mapping(where, given, known)
+    if "gbit" not in found:
+        _refuse(where, "gbit is missing, the rate of large messages in Gbit/s")
+    bandwidth = found["gbit"] * GBIT * found.get("efficiency", 1.0)
+    return Link(bandwidth, found.get("us", us) * 1e-6, found.get("work_us", 0.0) * 1e-6)
 
 
-def _rates(value: Value) -> list[tuple[int, float]]:
-    read = number(0.0, above=True)
-    rates = [(size(key), read(rate) * GBIT) for key, rate in value.pairs()]
-    if not rates or any(left[0] >= right[0] for left, right in itertools.pairwise(rates)):
-        value.refuse("sizes of messages, ascending, with Gbit/s are accepted, such as {64KiB: 2, 1MiB: 7}")
-    return rates
+def _server(where: str, given: Any) -> dict[str, float]:
+    found = _mapping(where, given, {"gbyte_per_s": _number(above=0.0), "us": _number(least=0.0)})
+    names = {"gbyte_per_s": ("server_rate", 1e9), "us": ("server_message", 1e-6)}
+    return {names[key][0]: value * names[key][1] for key, value in found.items()}
+
+
+def _number(least: float = float("-inf"), above: float = float("-inf"), most: float = float("inf")) -> Read:
+    bounds = {"of at least": least, "above": above, "of at most": most}
+    expected = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if abs(bound) < float("inf"))
+
+    def read(where: str, given: Any) -> float:
+        try:
+            number = float(given)
+        except (TypeError, ValueError):
+            number = float("nan")
+        if not (least <= number <= most and above < number < float("inf")):
+            _refuse(where, f"{given!r} is not accepted; it must be a number {expected}")
+        return number
+
+    return read
+
+
+def _count(where: str, given: Any) -> int:
+    if type(given) is not int or given < 1:
+        _refuse(where, f"{given!r} is not accepted; it must be a whole number of at least 1")
+    return given
+
+
+def _size(where: str, given: Any) -> int:
+    """Bytes, above 0."""
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([A-Za-z]*)", str(given))
+    try:
+        size = int(float(match[1]) * SIZES[match[2]]) if match else 0
+    except (KeyError, ValueError):
+        size = 0
+    if size <= 0:
+        expected = "a size above 0 such as 16GiB, 500MB or a number of bytes"
+        _refuse(where, f"{given!r} is not accepted; it must be {expected}")
+    return size

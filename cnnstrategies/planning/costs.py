@@ -1,6 +1,5 @@
 """What a network's nodes and the links between devices cost: the planner's only input."""
 
-import bisect
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,13 +8,10 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class NodeCost:
-    """The cost of one node of the traced network for one microbatch.
+    """The cost of one node of the traced network for one microbatch; times are in seconds.
 
     Attributes:
-        name: Name of the node, as :mod:`cnnstrategies.pipeline.tracing` gives it.
-        forward: Forward time in seconds.
         backward: Backward time in seconds, with the addition to the parameters' gradients.
-        parameter_bytes: Bytes of the parameters that the node owns.
         saved_bytes: Bytes that the node makes and that are kept until the backward, by itself or by the nodes
             that use them.
     """
@@ -32,9 +28,6 @@ class Value:
     """A tensor (or a group of tensors) that one node makes and later nodes use.
 
     Attributes:
-        producer: Index of the node that makes it.
-        consumers: Indices of the nodes that use it, ascending.
-        bytes: Size for one microbatch.
         gradient_bytes: Size of its gradient; 0 where none flows back.
     """
 
@@ -49,33 +42,18 @@ class Link:
     """The connection between two devices; every device has one port in each direction.
 
     Attributes:
-        bandwidth: Bytes per second of large messages.
+        bandwidth: Bytes per second.
         latency: Seconds from the start of a message to the arrival of its first byte.
-        rates: Where smaller messages are slower: (bytes, bytes per second), ascending; between two sizes the rate is
-            interpolated, beyond the last it is ``bandwidth``.
         work: Seconds of the device itself that a message costs who sends and who receives it, whatever its size.
     """
 
     bandwidth: float
     latency: float
-    rates: tuple[tuple[int, float], ...] = ()
     work: float = 0.0
-
-    def rate(self, size: float) -> float:
-        """Bytes per second of messages of this size."""
-        if not self.rates:
-            return self.bandwidth
-        place = bisect.bisect_right(self.rates, size, key=lambda entry: entry[0])
-        if place == 0:
-            return self.rates[0][1]
-        if place == len(self.rates):
-            return self.bandwidth if size > self.rates[-1][0] else self.rates[-1][1]
-        (small, slow), (large, fast) = self.rates[place - 1 : place + 1]
-        return slow + (fast - slow) * (size - small) / (large - small)
 
     def time(self, size: float) -> float:
         """Seconds in which ``size`` bytes arrive; 0 bytes cost nothing, since nothing is sent."""
-        return self.latency + size / self.rate(size) if size else 0.0
+        return self.latency + size / self.bandwidth if size else 0.0
 
     def all_reduce_time(self, size: float, members: int) -> float:
         """Seconds of a ring all-reduce of ``size`` bytes: 2 (n - 1) steps of size / n bytes, sent and received.
@@ -84,12 +62,11 @@ class Link:
         """
         if members < 2 or not size:
             return 0.0
-        return 2 * (members - 1) * (2 * self.work + self.latency + size / members / self.rate(size / members))
+        return 2 * (members - 1) * (2 * self.work + self.latency + size / members / self.bandwidth)
 
     def scaled(self, factor: float) -> "Link":
         """The same with another rate."""
-        rates = tuple((size, rate * factor) for size, rate in self.rates)
-        return replace(self, bandwidth=self.bandwidth * factor, rates=rates)
+        return replace(self, bandwidth=self.bandwidth * factor)
 
 
 @dataclass(frozen=True)
@@ -101,7 +78,6 @@ class GraphCosts:
         values: What passes between the nodes.
         cut_positions: Where a cut is possible, ascending, each in ``[1, len(nodes) - 1]``.
         microbatch_size: Samples for which the costs hold; a mean where microbatches differ by one.
-        input_bytes: Bytes of one microbatch of input.
     """
 
     nodes: tuple[NodeCost, ...]
@@ -134,10 +110,6 @@ class GraphCosts:
     def parameter_bytes(self) -> int:
         """Bytes of all parameters."""
         return sum(node.parameter_bytes for node in self.nodes)
-
-    def stage_of(self, cuts: Sequence[int]) -> list[int]:
-        """The stage of every node."""
-        return [bisect.bisect_right(cuts, index) for index in range(len(self.nodes))]
 
     def _crossing(self, sizes: Sequence[int]) -> tuple[int, ...]:
         change = [0] * (len(self.nodes) + 1)

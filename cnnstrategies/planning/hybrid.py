@@ -1,14 +1,11 @@
 """The hybrid pipeline: stages with replicas, and the microbatches to run them with."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, replace
 
 from cnnstrategies.pipeline.layout import Layout
-from cnnstrategies.pipeline.timetable import Order
-from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction
-from cnnstrategies.planning.predict import Predictor, predictor_for
+from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job
+from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.stage_costs import sent_in_a_step
 
 SEARCHES = 2  # after which the layouts that are known are only tried with other numbers of microbatches
@@ -17,119 +14,92 @@ SMALLEST_SHARE = 8  # of the measured batch that a microbatch is at least, where
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A layout with what it was chosen by."""
+class Hybrid(Candidate):
+    """A pipeline.
+
+    Attributes:
+        layout: Its stages.
+        predictor: What it was chosen by.
+    """
 
     layout: Layout
     predictor: Predictor
 
 
-class Hybrid:
-    """Layouts that the search finds, for several numbers of microbatches."""
+def hybrids(job: Job) -> Iterator[Hybrid]:
+    """The best layout for each number of microbatches; likelier numbers first, those that cannot win left out."""
+    best = float("inf")
+    known: list[Layout] = []
+    for microbatches in _microbatches(job):
+        costs = job.profile.at(job.samples / microbatches)
+        # All devices computing all the time.
+        least = microbatches * (costs.forward_time + costs.backward_time) / sum(job.cluster.speeds)
+        if least > 1.03 * best:
+            continue
+        predictor = Predictor(replace(job, microbatches=microbatches))
+        layout = predictor.fixed_layout() or _best(predictor, known)
+        if layout is not None and len(layout.replicas) == 1 and job.stages is None and job.cluster.devices <= SHOWN:
+            # No stages are best. For comparison the best of two, if there is one.
+            predictor = Predictor(replace(job, microbatches=microbatches, stages=2))
+            layout = _best(predictor, known)
+        if layout is None or len(layout.replicas) == 1:
+            continue
+        made = _candidate(predictor, layout, microbatches)
+        best = min(best, made.step / made.samples * job.samples)
+        if made.samples >= 0.98 * job.samples:
+            yield made
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.chosen: dict[int, Chosen] = {}
-        self.known: list[Layout] = []
-        self.searches = 0
 
-    def candidates(self) -> Iterator[Candidate]:
-        """The best layout for each number of microbatches; likelier numbers first, those that cannot win left out."""
-        best = float("inf")
-        for microbatches in self.microbatches:
-            if self.least(microbatches) > 1.03 * best:
-                continue
-            predictor = self._predictor(microbatches)
-            layout = predictor.fixed_layout() or self._best(predictor)
-            if layout is not None and len(layout.replicas) == 1 and self.job.cluster.devices <= SHOWN:
-                # No stages are best. For comparison the best of two, if there is one.
-                predictor = self._predictor(microbatches, stages=2)
-                layout = self._best(predictor)
-            if layout is None or len(layout.replicas) == 1:
-                continue
-            best = min(best, predictor.time(layout) / self._samples(layout) * self.job.samples)
-            candidate = self._candidate(layout, microbatches, predictor.placement(layout))
-            if candidate.samples and candidate.samples >= 0.98 * self.job.samples:
-                self.chosen[microbatches] = Chosen(layout, predictor)
-                yield candidate
+def _microbatches(job: Job) -> list[int]:
+    """The numbers of microbatches to try."""
+    if job.microbatches is not None:
+        return [job.microbatches]
+    devices, most = job.cluster.devices, job.samples
+    if not job.profile.fixed:
+        # Nothing is known of how much slower small batches are for each sample.
+        most = min(most, max(devices, round(SMALLEST_SHARE * most / job.profile.costs.microbatch_size)))
+    # With one device behind the others' stage, what they divide.
+    most_replicas = devices - 1
+    wanted = [4 * devices, 2 * most_replicas, 4 * most_replicas, 2 * devices, devices, most_replicas]
+    return [count for count in dict.fromkeys(wanted) if 2 <= count <= most] or [min(devices, job.samples)]
 
-    def of(self, candidate: Candidate) -> Chosen:
-        """What a candidate was chosen by."""
-        return self.chosen[candidate.options["microbatches"]]
 
-    def predict(self, candidate: Candidate) -> Prediction:
-        """By the simulator."""
-        chosen = self.of(candidate)
-        layout, predictor = chosen.layout, chosen.predictor
-        step = predictor.time(layout)
-        return Prediction(
-            step=step,
-            samples=candidate.samples,
-            sent_bytes=sent_in_a_step(predictor.costs, layout, predictor.request.microbatches),
-            memory=max(predictor.stage_memory(layout, predictor.runs_ahead(layout))),
-            bottleneck=self._bottleneck(chosen, step),
-        )
+def _best(predictor: Predictor, known: list[Layout]) -> Layout | None:
+    """By a search, or, once some have been made, the best of what they found; None where none fits."""
+    fitting = [one for one in known if len(one.replicas) > 1 and max(one.replicas) <= predictor.problem.microbatches]
+    if len(known) < SEARCHES or not fitting:
+        layout = predictor.search()
+        known += [layout] if layout is not None else []
+    else:
+        layout = min(fitting, key=predictor.time)
+    return layout if layout is not None and predictor.time(layout) < float("inf") else None
 
-    @cached_property
-    def microbatches(self) -> list[int]:
-        """The numbers of microbatches to try."""
-        if self.job.microbatches is not None:
-            return [self.job.microbatches]
-        devices, profile = self.job.cluster.devices, self.job.profile
-        most = self.job.samples
-        if not profile.fixed:
-            # Nothing is known of how much slower small batches are for each sample.
-            most = min(most, max(devices, round(SMALLEST_SHARE * most / profile.costs.microbatch_size)))
-        # With one device behind the others' stage, what they divide.
-        most_replicas = devices - 1
-        wanted = [4 * devices, 2 * most_replicas, 4 * most_replicas, 2 * devices, devices, most_replicas]
-        return [count for count in dict.fromkeys(wanted) if 2 <= count <= most] or [min(devices, self.job.samples)]
 
-    def least(self, microbatches: int) -> float:
-        """Seconds that no layout falls below with so many microbatches: all devices computing all the time."""
-        costs = self.job.profile.at(self.job.samples / microbatches)
-        return microbatches * (costs.forward_time + costs.backward_time) / sum(self.job.cluster.speeds)
+def _candidate(predictor: Predictor, layout: Layout, microbatches: int) -> Hybrid:
+    job, step = predictor.job, predictor.time(layout)
+    return Hybrid(
+        family="hybrid",
+        options={"replicas": list(layout.replicas), "microbatches": microbatches},
+        effect=Effect.LEARNING if job.profile.batch_norm else Effect.ROUNDING,
+        samples=job.share(layout.replicas[0]) or 1,  # The replicas of the first stage load as many each.
+        step=step,
+        sent_bytes=sent_in_a_step(predictor.costs, layout, microbatches),
+        memory=max(predictor.stage_memory(layout, predictor.runs_ahead(layout))),
+        bottleneck=_bottleneck(predictor, layout, step),
+        layout=layout,
+        predictor=predictor,
+    )
 
-    def _predictor(self, microbatches: int, stages: int | None = None) -> Predictor:
-        return predictor_for(self.job, microbatches, stages)
 
-    def _best(self, predictor: Predictor) -> Layout | None:
-        """By a search, or, once some layouts are known, the best of these."""
-        request = predictor.request
-        known = [one for one in self.known if len(one.replicas) > 1 and max(one.replicas) <= request.microbatches]
-        if self.searches < SEARCHES or not known:
-            self.searches += 1
-            layout = predictor.search()
-            if layout is not None:
-                self.known.append(layout)
-            return layout
-        best = min(known, key=predictor.time)
-        return best if predictor.time(best) < float("inf") else None
-
-    def _samples(self, layout: Layout) -> int:
-        """Of a step: the replicas of the first stage load as many each."""
-        return self.job.share(layout.replicas[0]) or 1
-
-    def _candidate(self, layout: Layout, microbatches: int, placement: Order) -> Candidate:
-        options: dict[str, Any] = {"replicas": list(layout.replicas), "microbatches": microbatches}
-        if len(self.job.cluster.hosts) > 1:
-            options["placement"] = placement
-        effect = Effect.LEARNING if self.job.profile.batch_norm else Effect.ROUNDING
-        return Candidate("hybrid", options, effect, layout.devices, self._samples(layout))
-
-    def _bottleneck(self, chosen: Chosen, step: float) -> Bottleneck:
-        """What the step mostly consists of: the slowest stage's work, what it waits for, or filling and draining."""
-        problem, layout = chosen.predictor.problem, chosen.layout
-        microbatches = problem.request.microbatches
-        bounds = (0, *layout.cuts, len(problem.costs.nodes))
-        speed = min(problem.cluster.speeds)
-        work = max(
-            -(-microbatches // count) * float(problem.time_before[end] - problem.time_before[start]) / speed
-            for count, start, end in zip(layout.replicas, bounds[:-1], bounds[1:], strict=True)
-        )
-        if step < 1.5 * work:
-            return "compute"
-        fill = problem.compute_time
-        if step - work < 1.5 * fill:
-            return "fill"
-        return "nic" if len(problem.cluster.hosts) > 1 else "link"
+def _bottleneck(predictor: Predictor, layout: Layout, step: float) -> Bottleneck:
+    """What the step mostly consists of: the slowest stage's work, what it waits for, or filling and draining."""
+    problem = predictor.problem
+    speed = min(problem.cluster.speeds)
+    work = max(
+        -(-problem.microbatches // count) * problem.time(start, end) / speed
+        for start, end, count in problem.stages(layout)
+    )
+    if step < 1.5 * work:
+        return "compute"
+    fill = problem.time(0, len(problem.costs.nodes)) / max(problem.cluster.speeds)
+    return "fill" if step - work < 1.5 * fill else predictor.job.network

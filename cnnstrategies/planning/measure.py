@@ -52,13 +52,8 @@ def profile(
     Args:
         traced: The traced network, on the device that it will train on, or on the host.
         microbatch: One microbatch of input (n, C, H, W) beside it; several where the network takes several.
-        warm_up: Sweeps before the measurement.
-        repeats: Sweeps measured; each time is their median.
         budget: Seconds after which a slow network is measured no more, once there is one measured sweep.
         apart_on: The device that the network does not fit on.
-
-    Returns:
-        The costs for this microbatch size.
     """
     order = ordered_nodes(traced)
     with preserved(traced), mode(traced, training=True), _same_random_numbers(apart_on):
@@ -111,11 +106,7 @@ def profile(
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Run a function to its end on the device.
-
-    Returns:
-        Seconds and the function's result.
-    """
+    """Run a function to its end on the device; the seconds that it takes, and its result."""
     _synchronize(device)
     start = time.perf_counter()
     result = function()
@@ -143,9 +134,6 @@ def _sweep(
     """Run the nodes forward, then backward.
 
     Args:
-        traced: The network.
-        order: Its nodes.
-        microbatch: Its input.
         count: Note the saved bytes, which costs time.
         apart_on: Bring each node to this device alone, and run its backward at once.
     """
@@ -280,9 +268,6 @@ def measure_profile(
             one node at a time.
         images: Some of what it takes; they are repeated.
         size: Samples of the device's share.
-        device: The device.
-        precision: The trainer's.
-        channels_last: Whether the images lie so.
     """
     dtype = AUTOCAST.get(precision)
     home = next(traced.parameters()).device

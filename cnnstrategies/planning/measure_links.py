@@ -29,13 +29,9 @@ def measure_local_link(device: torch.device, backend: str) -> Link:
 
     Args:
         device: A device of the kind that will be used; with several GPUs the second process takes the next one.
-        backend: Name of the torch.distributed backend.
 
     Returns:
         The link, from the fastest of 12 round trips of 1 KiB and of 8 MiB.
-
-    Raises:
-        RuntimeError: The processes did not finish.
     """
     # CUDA does not survive a fork.
     context: Any = mp.get_context("fork" if device.type == "cpu" else "spawn")

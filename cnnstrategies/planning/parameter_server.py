@@ -2,27 +2,13 @@
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction
+from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job
 from cnnstrategies.planning.cluster import slower
 from cnnstrategies.planning.costs import GraphCosts
 
 PART = 2**22  # bytes of a layer at once
 STALENESS = 2  # of ssp, as its recipe has it
-
-
-@dataclass(frozen=True)
-class Station:
-    """Where the updates of workers wait for each other.
-
-    Attributes:
-        name: What it is, for the table.
-        demand: Seconds for one update.
-    """
-
-    name: Bottleneck
-    demand: float
 
 
 class ParameterServer:
@@ -34,43 +20,36 @@ class ParameterServer:
         self.workers = cluster.devices
         self.servers = len(cluster.hosts)
         self.most = max(host.devices for host in cluster.hosts)
-        one = len(cluster.hosts) == 1
-        self.link = cluster.hosts[0].inside if one else slower([host.network for host in cluster.hosts])
-        self.port: Bottleneck = "link" if one else "nic"
+        # What workers send and what servers send back leaves a machine through the same connection.
+        self.shares = self.servers > 1
+        self.link = slower(host.network for host in cluster.hosts) if self.shares else cluster.hosts[0].inside
         # Of what a worker sends, the part for its own machine's server does not leave it.
-        self.leaving = 1.0 if one else (self.servers - 1) / self.servers
-        # And what its server sends back to others leaves through the same connection.
-        self.shares = not one
+        self.leaving = (self.servers - 1) / self.servers if self.shares else 1.0
 
     def candidates(self) -> Iterator[Candidate]:
-        """The three modes."""
+        """The three modes; the step of an asynchronous one is as many updates as there are workers."""
         samples = self.job.share(self.workers)
-        if samples and self.workers > 1:
-            yield Candidate("parameter_server", {}, Effect.ROUNDING, self.workers, samples)
-            yield Candidate("parameter_server_async", {}, Effect.LEARNING, self.workers, samples)
-            yield Candidate("parameter_server_ssp", {"staleness": STALENESS}, Effect.LEARNING, self.workers, samples)
-
-    def predict(self, candidate: Candidate) -> Prediction:
-        """Step time: for asynchronous modes of as many updates as there are workers."""
-        costs = self._costs(candidate)
-        if candidate.family == "parameter_server":
-            step, bottleneck = self._synchronous(costs)
-        else:
-            step, bottleneck = self._asynchronous(costs)
-            if candidate.family == "parameter_server_ssp":
-                # Nobody is far ahead of the slowest, so all go at its mean rate in the long run.
-                step = max(step, (costs.forward_time + costs.backward_time) / min(self.job.cluster.speeds))
-        stage_memory = sum(node.saved_bytes for node in costs.nodes) + costs.input_bytes
-        return Prediction(
-            step=step,
-            samples=candidate.samples,
-            sent_bytes=round(2 * self.workers * costs.parameter_bytes * self.leaving),
-            memory=2 * costs.parameter_bytes + stage_memory,
-            bottleneck=bottleneck,
-        )
-
-    def _costs(self, candidate: Candidate) -> GraphCosts:
-        return self.job.profile.at(candidate.samples / self.workers)
+        if not samples or self.workers < 2:
+            return
+        costs = self.job.profile.at(samples / self.workers)
+        free, waits = self._asynchronous(costs)
+        # Nobody is far ahead of the slowest, so all go at its mean rate in the long run.
+        bounded = max(free, (costs.forward_time + costs.backward_time) / min(self.job.cluster.speeds))
+        for family, options, step, bottleneck in (
+            ("parameter_server", {}, *self._synchronous(costs)),
+            ("parameter_server_async", {}, free, waits),
+            ("parameter_server_ssp", {"staleness": STALENESS}, bounded, waits),
+        ):
+            yield Candidate(
+                family=family,
+                options=options,
+                effect=Effect.ROUNDING if family == "parameter_server" else Effect.LEARNING,
+                samples=samples,
+                step=step,
+                sent_bytes=round(2 * self.workers * costs.parameter_bytes * self.leaving),
+                memory=2 * costs.parameter_bytes + sum(node.saved_bytes for node in costs.nodes) + costs.input_bytes,
+                bottleneck=bottleneck,
+            )
 
     def _synchronous(self, costs: GraphCosts) -> tuple[float, Bottleneck]:
         """The time between two steps: each layer's forward awaits its own weights, each push leaves in the backward."""
@@ -96,15 +75,10 @@ class ParameterServer:
         compute = (costs.forward_time + costs.backward_time) / speed
         if step < 1.5 * compute:
             return step, "compute"
-        return step, "server" if applied > moved else self.port
+        return step, "server" if applied > moved else self.job.network
 
     def _arrivals(self, costs: GraphCosts, pushes: Sequence[tuple[float, int]]) -> list[float]:
-        """When each layer's new values are there.
-
-        Args:
-            costs: Of the nodes.
-            pushes: When each part of a layer is ready to be sent, in order.
-        """
+        """When each layer's new values are there, from when each part of a layer is ready to be sent, in order."""
         arrived = [0.0] * len(costs.nodes)
         pushed = server = free = 0.0
         # By time: what is ready to leave, gradients by way of the workers' port, new values by way of the servers'.
@@ -128,7 +102,7 @@ class ParameterServer:
 
     def _moving(self, size: int) -> float:
         """Seconds in which all workers of a machine send a layer, or its servers receive it."""
-        return size * self.most * self.leaving / self.link.rate(size / self.servers)
+        return size * self.most * self.leaving / self.link.bandwidth
 
     def _applying(self, size: int) -> float:
         """Seconds in which a server handles its part of a layer from all workers."""
@@ -148,15 +122,13 @@ class ParameterServer:
         size = costs.parameter_bytes
         messages = sum(self._messages(node.parameter_bytes) for node in costs.nodes)
         away = (costs.forward_time + costs.backward_time) / (sum(speeds) / len(speeds)) + 2 * messages
-        moving = size * self.leaving / self.servers / self.link.rate(size / self.servers) + self.link.latency
-        server = Station("server", (size / self.job.cluster.server_rate + messages) / self.servers)
+        moving = size * self.leaving / self.servers / self.link.bandwidth + self.link.latency
+        server = (size / self.job.cluster.server_rate + messages) / self.servers
         ports = [2 * moving] if self.shares else [moving, moving]
-        stations = [server, *(Station(self.port, demand) for demand in ports)]
-        rate = mean_value_analysis(away, [station.demand for station in stations], self.workers)
-        step = self.workers / rate
+        step = self.workers / mean_value_analysis(away, [server, *ports], self.workers)
         if step < 1.5 * away:
             return step, "compute"
-        return step, max(stations, key=lambda station: station.demand).name
+        return step, "server" if server > max(ports) else self.job.network
 
 
 def parts_of(size: int) -> int:
@@ -167,10 +139,7 @@ def parts_of(size: int) -> int:
 def mean_value_analysis(away: float, demands: Sequence[float], customers: int) -> float:
     """Customers per second that pass a closed network of queues.
 
-    Args:
-        away: Seconds that each spends outside of the queues in a round.
-        demands: Seconds of service at each queue in a round.
-        customers: How many go round.
+    In a round each spends ``away`` seconds outside of the queues, and at each queue its demand, in seconds of service.
     """
     queues = [0.0] * len(demands)
     rate = 0.0

@@ -1,126 +1,180 @@
 """Choose where to cut a network and how often to replicate each stage, from the costs of its nodes.
 
-The dynamic program of :mod:`cnnstrategies.planning.propose` proposes layouts; the simulator ranks them, and a
-local search moves cuts and replicas while the predicted time falls.
+Of a few layouts all are looked at. Of many, a local search by the closed model of the step time begins at layouts whose
+cuts are far apart; the simulator ranks where it ends, and from there the search goes on by simulated times.
 """
 
 import bisect
+import functools
 import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.problem import Problem
-from cnnstrategies.planning.propose import SLACK, SMALL, propose
 
+ALL = 800  # layouts: so few are all looked at
+STARTS = 400  # layouts at most that the search by the model can begin at, for each number of stages
+STAGES = 16  # at most where it is free
 PROPOSALS = 24  # that the simulator ranks
-REFINED = 10  # of the ranked, each with other replicas, that the local search starts from
+REFINED = 10  # of the ranked that a local search starts from
+FIRST = 4  # of these the best; the others have other replicas each
 STEPS = 50  # of a local search at most
-LIKELY = 12  # of some layouts for a large cluster that are simulated
-MOST = 60  # simulations for a large cluster
-ALL = 300  # layouts, where replicas are given: so few are all looked at
-MOVES = (-8, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 8)  # of cuts in the local search, in places to cut
+SMALL = 8  # devices up to which all is simulated that may be the best
+LIKELY = 12  # of some layouts for a larger cluster that are simulated
+MOST = 60  # simulations for a larger cluster
+SLACK = 1.2  # there the model's time may be so many times the best simulated one's, since the model is no simulator
+MOVES = (-8, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 8)  # of cuts in a local search, in places to cut
+
+# What a layout costs: bytes that it needs too many, then seconds.
+Cost = tuple[float, float]
 
 
-def best_layout(
-    problem: Problem,
-    predict: Callable[[Layout], float],
-    bound: Callable[[Layout], float],
-    stages: int | None = None,
-    replicas: Sequence[int] | None = None,
-) -> Layout | None:
-    """The layout with the least predicted step time that was found.
-
-    Args:
-        problem: Costs, limits and devices.
-        predict: Step time of a layout in seconds, infinite where it does not fit into memory.
-        bound: What it is not below; a layout whose bound is above the best time is not predicted.
-        stages: Number of stages; chosen when left out.
-        replicas: Replicas of each stage; chosen when left out.
+def best_layout(problem: Problem, cost: Callable[[Layout], Cost], model: Callable[[Layout], Cost]) -> Layout | None:
+    """The layout that costs least of those that were found.
 
     Returns:
-        The layout, or None where none fits into memory or the network has too few places to cut.
+        The layout; None where the network has too few places to cut.
     """
-    search = _Search(problem, predict, bound)
-    proposals = sorted(propose(problem, stages, replicas).items(), key=lambda item: item[1])
-    if stages is None and replicas is None and problem.request.microbatches >= problem.cluster.devices:
-        search.look_at([Layout((), (problem.cluster.devices,))])
-    for first in range(0, PROPOSALS, LIKELY):
-        search.look_at(layout for layout, _ in proposals[first : first + LIKELY])
-    positions = problem.costs.cut_positions
-    if replicas is not None and math.comb(len(positions), len(replicas) - 1) <= ALL:
-        search.look_at(Layout(cuts, tuple(replicas)) for cuts in itertools.combinations(positions, len(replicas) - 1))
-    if stages is None and replicas is None:
-        search.look_at(_on_two_machines(problem))
-    if replicas is None:
-        search.look_at(other for layout in search.best(REFINED) for other in _with_two_stages_swapped(layout))
-        if stages is None:
-            search.look_at(other for layout in search.best(REFINED) for other in _with_a_stage_split(layout, problem))
-    starts: dict[tuple[int, ...], Layout] = {}
-    for layout in search.best(len(search.times)):
-        starts.setdefault(layout.replicas, layout)
-    for start in itertools.islice(starts.values(), REFINED):
-        search.descend(start, problem.request.microbatches if replicas is None else 0)
-    if replicas is None and not search.is_large:
-        # With other replicas the best cuts may be far off.
-        for start in search.best(2):
-            moved = {one for one in search.neighbours(start) if one.replicas != start.replicas}
-            search.look_at(other for one in moved for other in search.neighbours(one))
-    if search.shortest == math.inf:
-        return None
-    return min(search.times, key=search.times.__getitem__)
+    search = _Search(problem, cost, functools.cache(model))
+    if not search.is_large and _number_of_layouts(problem) <= ALL:
+        layouts = list(_layouts(problem))
+        search.look_at(search.likeliest(layouts, PROPOSALS))
+        search.look_at(layouts)
+    else:
+        starts = _varied(search.likeliest(_starts(problem), STARTS))
+        ends = [search.descend(start, search.by_model) for start in starts]
+        search.look_at(search.likeliest({*starts, *ends}, PROPOSALS))
+        for start in _varied(sorted(search.costs, key=search.costs.__getitem__)):
+            search.descend(start, search.by_simulation)
+    return min(search.costs, key=search.costs.__getitem__, default=None)
 
 
 class _Search:
-    """The layouts that have been predicted, and which others are worth it."""
+    """The layouts that have been simulated, and which others are worth it."""
 
-    def __init__(self, problem: Problem, predict: Callable[[Layout], float], bound: Callable[[Layout], float]) -> None:
+    def __init__(self, problem: Problem, cost: Callable[[Layout], Cost], model: Callable[[Layout], Cost]) -> None:
         self.is_large = problem.cluster.devices > SMALL
         self.problem = problem
-        self.predict = predict
-        self.bound = bound
-        self.times: dict[Layout, float] = {}
-        self.shortest = math.inf
+        self.cost = cost
+        self.model = model
+        self.costs: dict[Layout, Cost] = {}
+        self.least: Cost = (math.inf, math.inf)
 
-    def best(self, count: int) -> list[Layout]:
-        """The quickest that are known."""
-        ranked = sorted(self.times, key=lambda layout: (self.times[layout], layout.cuts, layout.replicas))
-        return ranked[:count]
+    def likeliest(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
+        """Those that the model likes most."""
+        found = heapq.nsmallest(count, ((self.model(one), one.cuts, one.replicas, one) for one in layouts))
+        return [layout for *_, layout in found]
 
     def look_at(self, layouts: Iterable[Layout]) -> None:
-        """Predict the layouts, the likeliest first, but those that cannot be better than the best."""
-        every = self.problem.cluster.devices
-        new = {layout for layout in layouts if layout not in self.times and layout.devices == every}
+        """Simulate the layouts, the likeliest first, but those that cannot be better than the best."""
+        new = {layout for layout in layouts if layout not in self.costs}
         if self.is_large:
-            # Each prediction takes long: only those that the model likes.
-            liked = heapq.nsmallest(LIKELY, ((self.problem.model(one), one.cuts, one.replicas, one) for one in new))
-            new = {layout for model, _, _, layout in liked if model < SLACK * self.shortest}
-        for bound, layout in sorted(((self.bound(layout), layout) for layout in new), key=lambda pair: pair[0]):
-            if bound > 1.02 * self.shortest or (self.is_large and len(self.times) >= MOST):
+            # Each simulation takes long: only those that the model likes.
+            excess, time = self.least
+            new = {one for one in self.likeliest(new, LIKELY) if self.model(one) < (excess, SLACK * time)}
+        for bound, layout in sorted(((self.problem.bound(one), one) for one in new), key=lambda pair: pair[0]):
+            if (0.0, bound) > self.least or (self.is_large and len(self.costs) >= MOST):
                 return
-            self.times[layout] = self.predict(layout)
-            self.shortest = min(self.shortest, self.times[layout])
+            self.costs[layout] = self.cost(layout)
+            self.least = min(self.least, self.costs[layout])
 
-    def neighbours(self, layout: Layout, most_replicas: int | None = None) -> set[Layout]:
-        """Layouts that differ little."""
-        most = self.problem.request.microbatches if most_replicas is None else most_replicas
-        return set(_neighbours(layout, self.problem.costs.cut_positions, most))
+    def by_model(self, layouts: set[Layout]) -> dict[Layout, Cost]:
+        """What the model says of them."""
+        return {layout: self.model(layout) for layout in layouts}
 
-    def descend(self, start: Layout, most_replicas: int) -> None:
-        """Move to the best neighbour while that is faster."""
+    def by_simulation(self, layouts: set[Layout]) -> dict[Layout, Cost]:
+        """What is known of them after those that may be the best have been simulated."""
+        self.look_at(layouts)
+        return {layout: self.costs[layout] for layout in layouts if layout in self.costs}
+
+    def descend(self, start: Layout, price: Callable[[set[Layout]], dict[Layout, Cost]]) -> Layout:
+        """Move to the best neighbour while that costs less."""
         here = start
         for _ in range(STEPS):
-            neighbours = self.neighbours(here, most_replicas)
-            self.look_at(neighbours)
-            best = min((one for one in neighbours if one in self.times), key=self.times.__getitem__, default=here)
-            if self.times[best] >= self.times[here]:
-                return
+            known = price({here, *_neighbours(here, self.problem)})
+            best = min(known, key=known.__getitem__, default=here)
+            if best == here or known[best] >= known[here]:
+                break
             here = best
+        return here
 
 
-def _neighbours(layout: Layout, positions: Sequence[int], most_replicas: int) -> Iterator[Layout]:
+def _varied(layouts: Sequence[Layout]) -> list[Layout]:
+    """Of layouts in order the first few, and the first with each replicas."""
+    found: dict[tuple[int, ...], Layout] = {}
+    for layout in layouts:
+        found.setdefault(layout.replicas, layout)
+    return list(dict.fromkeys((*layouts[:FIRST], *found.values())))[:REFINED]
+
+
+def _counts(problem: Problem) -> Sequence[int]:
+    """The numbers of stages that are asked for, as far as there are devices and places to cut."""
+    job, most = problem.job, min(problem.cluster.devices, len(problem.costs.cut_positions) + 1)
+    if job.replicas is not None:
+        wanted: Sequence[int] = [len(job.replicas)]
+    else:
+        wanted = range(1, STAGES + 1) if job.stages is None else [job.stages]
+    return [count for count in wanted if count <= most]
+
+
+def _number_of_layouts(problem: Problem) -> int:
+    places, counts = len(problem.costs.cut_positions), _counts(problem)
+    if problem.job.replicas is not None:
+        return sum(math.comb(places, count - 1) for count in counts)
+    return sum(math.comb(places, count - 1) * math.comb(problem.cluster.devices - 1, count - 1) for count in counts)
+
+
+def _layouts(problem: Problem) -> Iterator[Layout]:
+    """All layouts that are asked for."""
+    devices, given = problem.cluster.devices, problem.job.replicas
+    for count in _counts(problem):
+        for bars in itertools.combinations(range(1, devices), count - 1) if given is None else [()]:
+            replicas = given or tuple(right - left for left, right in itertools.pairwise((0, *bars, devices)))
+            if max(replicas) <= problem.microbatches:
+                for cuts in itertools.combinations(problem.costs.cut_positions, count - 1):
+                    yield Layout(cuts, replicas)
+
+
+def _starts(problem: Problem) -> Iterator[Layout]:
+    """Layouts whose cuts are everywhere in the network; where replicas are free, as many as their stages need."""
+    devices = problem.cluster.devices
+    for count in _counts(problem):
+        places = next(most for most in itertools.count(STARTS, -1) if math.comb(most, count - 1) <= STARTS)
+        for cuts in itertools.combinations(thin(problem.costs, places), count - 1):
+            if problem.job.replicas is not None:
+                yield Layout(cuts, problem.job.replicas)
+                continue
+            filled = problem.filled(cuts)
+            if filled.devices == devices:
+                yield filled
+            if devices % count == 0 and devices // count <= problem.microbatches:
+                yield Layout(cuts, (devices // count,) * count)
+
+
+def thin(costs: GraphCosts, most: int) -> list[int]:
+    """At most so many cut positions.
+
+    Of the whole an eighth are those before the nodes with most parameters, the others of each slice of the compute time
+    the one that sends least.
+    """
+    if len(costs.cut_positions) <= most:
+        return list(costs.cut_positions)
+    heavy = sorted(costs.cut_positions, key=lambda position: -costs.nodes[position].parameter_bytes)[: most // 8]
+    time = list(itertools.accumulate((node.forward + node.backward for node in costs.nodes), initial=0.0))
+    cheapest: dict[int, int] = {}
+    for position in costs.cut_positions:
+        part = min(int(time[position] / max(time[-1], 1e-12) * (most - len(heavy))), most - len(heavy) - 1)
+        if part not in cheapest or costs.sent_bytes[position] < costs.sent_bytes[cheapest[part]]:
+            cheapest[part] = position
+    return sorted({*cheapest.values(), *heavy})
+
+
+def _neighbours(layout: Layout, problem: Problem) -> Iterator[Layout]:
     """Layouts with a run of cuts moved by some places, pushing others ahead, or with replicas moved."""
+    positions = problem.costs.cut_positions
     places = [bisect.bisect_left(positions, cut) for cut in layout.cuts]
     for first, last in itertools.combinations(range(len(places) + 1), 2):
         for step in MOVES:
@@ -131,36 +185,15 @@ def _neighbours(layout: Layout, positions: Sequence[int], most_replicas: int) ->
                 moved[number] = min(moved[number], moved[number + 1] - 1)
             if moved[0] >= 0 and moved[-1] < len(positions):
                 yield Layout(tuple(positions[place] for place in moved), layout.replicas)
+    if problem.job.replicas is not None:
+        return
     for giver, taker in itertools.permutations(range(len(layout.replicas)), 2):
+        replicas = list(layout.replicas)
+        replicas[giver], replicas[taker] = replicas[taker], replicas[giver]
+        yield Layout(layout.cuts, tuple(replicas))
         for count in (1, 2, 4, 8):  # Several at once reach the next machine.
-            if layout.replicas[giver] > count and layout.replicas[taker] + count <= most_replicas:
+            if layout.replicas[giver] > count and layout.replicas[taker] + count <= problem.microbatches:
                 replicas = list(layout.replicas)
                 replicas[giver] -= count
                 replicas[taker] += count
                 yield Layout(layout.cuts, tuple(replicas))
-
-
-def _with_a_stage_split(layout: Layout, problem: Problem) -> Iterator[Layout]:
-    """Layouts with a stage cut in two, at up to four places, and its replicas divided."""
-    bounds = (0, *layout.cuts, len(problem.costs.nodes))
-    for stage, count in enumerate(layout.replicas):
-        places = [cut for cut in problem.costs.cut_positions if bounds[stage] < cut < bounds[stage + 1]]
-        for cut in places[len(places) // 8 :: max(1, len(places) // 4)]:
-            for first in range(1, count, 1 + count // SMALL):
-                replicas = (*layout.replicas[:stage], first, count - first, *layout.replicas[stage + 1 :])
-                yield Layout(tuple(sorted((*layout.cuts, cut))), replicas)
-
-
-def _on_two_machines(problem: Problem) -> Iterator[Layout]:
-    """A stage on each of two machines."""
-    counts = tuple(host.devices for host in problem.cluster.hosts)
-    if len(counts) == 2 and max(counts) <= problem.request.microbatches:
-        for cut in problem.costs.cut_positions:
-            yield Layout((cut,), counts)
-
-
-def _with_two_stages_swapped(layout: Layout) -> Iterator[Layout]:
-    for left, right in itertools.combinations(range(len(layout.replicas)), 2):
-        replicas = list(layout.replicas)
-        replicas[left], replicas[right] = replicas[right], replicas[left]
-        yield Layout(layout.cuts, tuple(replicas))

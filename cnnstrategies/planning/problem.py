@@ -1,266 +1,126 @@
-"""What a layout is chosen for, and the closed model of its step time."""
+"""The closed model of a layout's step time, from sums over the nodes: quick, for a search among many layouts."""
 
 import heapq
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Iterator, Sequence
 
 from cnnstrategies.pipeline.layout import Layout
-from cnnstrategies.pipeline.timetable import Order, in_flight
-from cnnstrategies.planning.candidates import Checkpointing
-from cnnstrategies.planning.cluster import Cluster
-from cnnstrategies.planning.costs import GraphCosts, Link
-from cnnstrategies.planning.places import Place, Places, places_of
+from cnnstrategies.pipeline.timetable import in_flight
+from cnnstrategies.planning.candidates import Job
+from cnnstrategies.planning.costs import NodeCost
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, all_reduce
 
-Floats = NDArray[np.float64]
-POSITIONS = 64  # of a large network, between which stages are searched for; a local search moves the cuts afterwards
-HEAVY = 8  # of them before the nodes with most parameters
 
-
-@dataclass(frozen=True)
-class Request:
-    """What a plan is made for.
-
-    Attributes:
-        devices: Devices to use.
-        microbatches: Microbatches of a step.
-        schedule: Name of the schedule.
-        stages: Number of stages; chosen when None.
-        replicas: Replicas of each stage; chosen when None.
-        cuts: First node of each stage but the first; chosen when None.
-        memory_limit: Bytes that a device may hold; unlimited when None.
-        activation_checkpointing: Whether a stage keeps only its inputs and runs its forward again before the
-            backward: for no microbatch, for all but the last, or for all.
-        run_ahead: Whether stages hold one microbatch more, so that messages travel while they compute; chosen when
-            None: where it gains time and fits into memory.
-        state_copies: Copies of the parameters that training holds: parameters, gradients, optimizer state.
-        placement: How ranks are numbered; chosen when None.
-    """
-
-    devices: int
-    microbatches: int
-    schedule: str = "1f1b"
-    stages: int | None = None
-    replicas: tuple[int, ...] | None = None
-    cuts: tuple[int, ...] | None = None
-    memory_limit: int | None = None
-    activation_checkpointing: Checkpointing = "never"
-    run_ahead: bool | None = None
-    state_copies: int = 3
-    placement: Order | None = None
-
-
-@dataclass(frozen=True, eq=False)
 class Problem:
     """What a layout is chosen for.
 
+    The step time is that of one microbatch through all stages and back, and what the slowest stage adds for the others:
+    the model of Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (2019), section 3.1,
+    which minimises the time of the slowest stage; here the fill and drain of a synchronous step count too.
+
+    Args:
+        job: What is planned for, with a number of microbatches.
+
     Attributes:
         costs: Costs of the nodes for one microbatch.
-        cluster: Its devices are the ranks, in order.
-        request: What is asked for.
-        memory_limit: Bytes that a device may hold, where layouts that need more are left out.
     """
 
-    costs: GraphCosts
-    cluster: Cluster
-    request: Request
-    memory_limit: int | None = None
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether a stage keeps only its inputs and runs its forward again before the backward."""
-        return self.request.activation_checkpointing != "never"
-
-    @cached_property
-    def time_before(self) -> Floats:
-        """Seconds of forward and backward of the nodes before each position."""
+    def __init__(self, job: Job) -> None:
+        assert job.microbatches is not None
+        self.job = job
+        self.cluster = job.cluster
+        self.microbatches = job.microbatches
+        self.costs = job.profile.at(job.samples / job.microbatches)
+        self.recomputes = job.activation_checkpointing != "never"
         forwards = 2 if self.recomputes else 1
-        return _before([forwards * node.forward + node.backward for node in self.costs.nodes])
+        # Of the nodes before each position.
+        self._time = self._sums(lambda node: forwards * node.forward + node.backward)
+        self._drain = self._sums(lambda node: node.backward)
+        self._parameters = self._sums(lambda node: node.parameter_bytes)
+        self._known: dict[tuple[int, int, int, int], tuple[float, float]] = {}
 
-    @cached_property
-    def drain_before(self) -> Floats:
-        """Seconds of the backward of the nodes before each position."""
-        return _before([node.backward for node in self.costs.nodes])
+    def _sums(self, of: Callable[[NodeCost], float]) -> list[float]:
+        return list(itertools.accumulate(map(of, self.costs.nodes), initial=0.0))
 
-    @cached_property
-    def parameters_before(self) -> Floats:
-        """Bytes of the parameters of the nodes before each position."""
-        return _before([node.parameter_bytes for node in self.costs.nodes])
+    def time(self, start: int, end: int) -> float:
+        """Seconds of forward and backward of some nodes, on a device of speed 1."""
+        return self._time[end] - self._time[start]
 
-    @cached_property
-    def saved_before(self) -> Floats:
-        """Bytes that the nodes before each position make and keep until the backward."""
-        return _before([node.saved_bytes for node in self.costs.nodes])
-
-    @cached_property
-    def places(self) -> Places:
-        """Where stages can be."""
-        return places_of(self.cluster)
-
-    @property
-    def compute_time(self) -> float:
-        """Seconds of the whole network for one microbatch, on the quickest device."""
-        return float(self.time_before[-1]) / max(self.cluster.speeds)
+    def stages(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
+        """Of each stage its first node, the next one's and its replicas."""
+        bounds = (0, *layout.cuts, len(self.costs.nodes))
+        return zip(bounds[:-1], bounds[1:], layout.replicas, strict=True)
 
     def flights(self, replicas: Sequence[int], stage: int, run_ahead: bool) -> int:
         """Most microbatches that a replica of a stage holds at once."""
-        rounds = -(-self.request.microbatches // replicas[stage])
-        return min(in_flight(replicas, stage, run_ahead), rounds) if self.request.schedule == "1f1b" else rounds
+        rounds = -(-self.microbatches // replicas[stage])
+        return min(in_flight(replicas, stage, run_ahead), rounds) if self.job.schedule == "1f1b" else rounds
 
     def model(self, layout: Layout) -> float:
-        """Step time in seconds: one microbatch through all stages and back, and what the slowest adds for the rest."""
-        fill, slowest = 0.0, 0.0
-        for time, transfer, others in self._stages(layout):
-            fill += time + transfer
-            slowest = max(slowest, others)
+        """Step time in seconds."""
+        fill = slowest = 0.0
+        first = 0
+        for start, end, replicas in self.stages(layout):
+            key = (start, end, first, replicas)
+            if key not in self._known:
+                self._known[key] = self._stage(*key)
+            time, others = self._known[key]
+            fill, slowest = fill + time, max(slowest, others)
+            first += replicas
         return fill + slowest
+
+    def _stage(self, start: int, end: int, first: int, replicas: int) -> tuple[float, float]:
+        """Seconds in which a microbatch passes a stage, with its transfers to the next, and what the others add."""
+        costs, cluster, after = self.costs, self.cluster, first + replicas
+        speed = min(cluster.speeds[first:after])
+        time = self.time(start, end) / speed
+        transfer = 0.0
+        if after < cluster.devices:
+            link = cluster.link(after - 1, after)
+            transfer = link.time(costs.sent_bytes[end]) + link.time(costs.sent_gradient_bytes[end])
+        period = time
+        before = max(0, first - 1)
+        around = min(cluster.devices, after + 1) - before
+        if around > 1:
+            # Each device sends and receives through one port per direction; those of a machine share theirs to others.
+            hosts = {cluster.host_of[device] for device in range(before, before + around)}
+            sharing = min(replicas, max(cluster.hosts[host].devices for host in hosts)) if len(hosts) > 1 else 1
+            incoming = costs.sent_bytes[start] + costs.sent_gradient_bytes[end]
+            outgoing = costs.sent_bytes[end] + costs.sent_gradient_bytes[start]
+            port = cluster.ring(before, around).bandwidth
+            period = max(period, max(incoming, outgoing) * sharing / port)
+        # Gradients are reduced while this stage's last backward and those of the stages before it run; the last bucket
+        # only while the latter run.
+        reduction = all_reduce(cluster, first, replicas)
+        parameters = self._parameters[end] - self._parameters[start]
+        whole = reduction(parameters) - self._drain[end] / speed
+        bucket = reduction(min(parameters, BUCKET_BYTES)) - self._drain[start] / speed
+        rounds = -(-self.microbatches // replicas)
+        return time + transfer, (rounds - 1) * period + max(0.0, whole, bucket)
 
     def bound(self, layout: Layout) -> float:
         """A step time that the layout cannot fall below: one stage's work after one pass of those before it."""
-        bounds = (0, *layout.cuts, len(self.costs.nodes))
-        used, before, longest = layout.devices, 0.0, 0.0
-        for stage, replicas in enumerate(layout.replicas):
-            used -= replicas
-            first = self.cluster.devices - used - replicas
-            speeds = self.cluster.speeds[first : first + replicas]
-            time = float(self.time_before[bounds[stage + 1]] - self.time_before[bounds[stage]])
+        first, before, longest = 0, 0.0, 0.0
+        for start, end, replicas in self.stages(layout):
+            time = self.time(start, end) / max(self.cluster.speeds[first : first + replicas])
             # The first replica has one microbatch more, if any has; a quick one may have it.
-            rounds = -(-self.request.microbatches // replicas)
-            longest = max(longest, before + rounds * time / max(speeds))
-            before += time / max(speeds)
+            longest = max(longest, before + -(-self.microbatches // replicas) * time)
+            before += time
+            first += replicas
         return longest
 
-    def filled(self, layout: Layout) -> Layout:
-        """The layout with the devices that it leaves out, each given to the stage that is slowest then."""
-        replicas = list(layout.replicas)
-        bounds = (0, *layout.cuts, len(self.costs.nodes))
-        times = [float(self.time_before[b] - self.time_before[a]) for a, b in itertools.pairwise(bounds)]
-        queue = [(-time / count, stage) for stage, (time, count) in enumerate(zip(times, replicas, strict=True))]
+    def filled(self, cuts: tuple[int, ...]) -> Layout:
+        """The cuts with all devices, each given to the stage that is slowest then."""
+        bounds = (0, *cuts, len(self.costs.nodes))
+        times = [self.time(start, end) for start, end in itertools.pairwise(bounds)]
+        replicas = [1] * len(times)
+        queue = [(-time, stage) for stage, time in enumerate(times)]
         heapq.heapify(queue)
-        spare = self.cluster.devices - sum(replicas)
+        spare = self.cluster.devices - len(times)
         while spare and queue:
             _, stage = heapq.heappop(queue)
-            if replicas[stage] < self.request.microbatches:
+            if replicas[stage] < self.microbatches:
                 replicas[stage] += 1
                 spare -= 1
                 heapq.heappush(queue, (-times[stage] / replicas[stage], stage))
-        return Layout(layout.cuts, tuple(replicas))
-
-    def _stages(self, layout: Layout) -> list[tuple[float, float, float]]:
-        """Of each stage the time of a microbatch, that of its transfer to the next, and what the others add."""
-        costs, places = self.costs, self.places
-        bounds = (0, *layout.cuts, len(costs.nodes))
-        used, result = layout.devices, []
-        for stage, replicas in enumerate(layout.replicas):
-            used -= replicas
-            start, end = bounds[stage], bounds[stage + 1]
-            place = places.kinds[places.kind(used, replicas)]
-            time = float(self.time_before[end] - self.time_before[start]) / place.speed
-            link = places.transfer[used]
-            transfer = link.time(costs.sent_bytes[end]) + link.time(costs.sent_gradient_bytes[end]) if link else 0.0
-            incoming = costs.sent_bytes[start] + costs.sent_gradient_bytes[end]
-            outgoing = costs.sent_bytes[end] + costs.sent_gradient_bytes[start]
-            port = max(incoming, outgoing) * min(replicas, place.shared_by) / place.port.bandwidth
-            parameters = float(self.parameters_before[end] - self.parameters_before[start])
-            reduction = all_reduce(self.cluster, self.cluster.devices - used - replicas, replicas)
-            whole = reduction(parameters) - self.drain_before[end] / place.speed
-            bucket = reduction(min(parameters, BUCKET_BYTES)) - self.drain_before[start] / place.speed
-            rounds = -(-self.request.microbatches // replicas)
-            result.append((time, transfer, (rounds - 1) * max(time, port) + max(0.0, float(whole), float(bucket))))
-        return result
-
-
-def _before(values: Sequence[float]) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(values, dtype=float)])
-
-
-class Slices:
-    """What a stage from one cut position to another costs for one microbatch, on a device of speed 1.
-
-    Attributes:
-        positions: Starts and ends of stages, ascending, with the network's own.
-        time: Forward and backward.
-        parameters: Bytes.
-        kept: Bytes for each microbatch in flight.
-        held: Bytes beyond those and the training state.
-        ordered: Whether the end is behind the start.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        costs = problem.costs
-        at = self.positions = np.array([0, *thin(costs), len(costs.nodes)])
-        self.ordered: NDArray[np.bool_] = np.triu(np.ones((len(at), len(at)), dtype=bool), k=1)
-        self.time = _between(problem.time_before[at])
-        self.parameters = _between(problem.parameters_before[at])
-        saved = _between(problem.saved_before[at])
-        self.drain = problem.drain_before[at]
-        self.sent = np.array(costs.sent_bytes, dtype=float)[at]
-        self.gradients = np.array(costs.sent_gradient_bytes, dtype=float)[at]
-        received = (self.sent + np.where(at == 0, costs.input_bytes, 0))[:, None] + np.zeros(saved.shape)
-        self.kept = received if problem.recomputes else received + saved
-        self.held = saved if problem.recomputes else np.zeros(saved.shape)
-
-    def transfer(self, link: Link | None) -> Floats:
-        """Seconds in which a microbatch passes each position, and its gradient comes back."""
-        if link is None:
-            return np.zeros(len(self.positions))
-        return np.array([link.time(a) + link.time(g) for a, g in zip(self.sent, self.gradients, strict=True)])
-
-    def slowest(
-        self, place: Place, replicas: NDArray[Any], start: Any = None, end: Any = None
-    ) -> tuple[Floats, Floats]:
-        """What stages add to the step for each microbatch of a replica after its first, and once.
-
-        Args:
-            place: Where they are.
-            replicas: Of each stage.
-            start: Index of its start among the positions; all by all when left out.
-            end: The same of its end.
-        """
-        if start is None:
-            start, end = np.ogrid[: len(self.positions), : len(self.positions)]
-        # Each device sends and receives through one port per direction; those of a machine may share theirs.
-        incoming = self.sent[start] + self.gradients[end]
-        outgoing = self.sent[end] + self.gradients[start]
-        sharing = np.minimum(replicas, place.shared_by)
-        period = np.maximum(
-            self.time[start, end] / place.speed, np.maximum(incoming, outgoing) * sharing / place.port.bandwidth
-        )
-        # Gradients are reduced while this stage's last backward and those of the stages before it run; the last
-        # bucket only while the latter run.
-        parameters = self.parameters[start, end]
-        reduce = _ring(place.ring, parameters, replicas) - self.drain[end] / place.speed
-        bucket = _ring(place.ring, np.minimum(parameters, BUCKET_BYTES), replicas) - self.drain[start] / place.speed
-        return period, np.maximum(0.0, np.maximum(reduce, bucket))
-
-
-def thin(costs: GraphCosts) -> list[int]:
-    """At most ``POSITIONS`` cut positions.
-
-    Those before the nodes with most parameters, and of each slice of the compute time the one that sends least.
-    """
-    if len(costs.cut_positions) <= POSITIONS:
-        return list(costs.cut_positions)
-    heavy = sorted(costs.cut_positions, key=lambda position: -costs.nodes[position].parameter_bytes)[:HEAVY]
-    time = np.concatenate([[0.0], np.cumsum([node.forward + node.backward for node in costs.nodes])])
-    cheapest: dict[int, int] = {}
-    for position in costs.cut_positions:
-        part = int(time[position] / max(time[-1], 1e-12) * (POSITIONS - HEAVY - 1))
-        if part not in cheapest or costs.sent_bytes[position] < costs.sent_bytes[cheapest[part]]:
-            cheapest[part] = position
-    return sorted({*cheapest.values(), *heavy})
-
-
-def _between(before: Sequence[float] | Floats) -> Floats:
-    values = np.asarray(before, dtype=float)
-    return np.asarray(values[None, :] - values[:, None])
-
-
-def _ring(link: Link, sizes: Floats, members: NDArray[Any]) -> Floats:
-    return np.asarray(2 * (members - 1) * (link.latency + sizes / members / link.bandwidth))
+        return Layout(cuts, tuple(replicas))

@@ -41,10 +41,6 @@ def read_profile(file: Path, batch: int) -> Profile:
     times are proportional to the samples, every output is kept until the backward, and a cut is possible before each
     node that does not change its input in place.
 
-    Args:
-        file: The CSV file.
-        batch: Samples for which it was measured.
-
     Raises:
         ConfigurationError: It is not such a file, or its graph has a cycle; the message has the file and the line.
     """
@@ -89,13 +85,7 @@ def read_profile(file: Path, batch: int) -> Profile:
 
 
 def write_profile(file: Path, profile: Profile, operations: Sequence[str]) -> None:
-    """Write a profile so that another machine can plan with it.
-
-    Args:
-        file: Where to.
-        profile: What was measured.
-        operations: What each node does, in words.
-    """
+    """Write a profile so that another machine can plan with it."""
     costs = profile.costs
     sources: list[list[str]] = [[] for _ in costs.nodes]
     sources[0].append("input")

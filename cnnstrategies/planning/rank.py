@@ -1,36 +1,16 @@
 """Price all strategies with one model and put them in order."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.planning.candidates import Candidate, Effect, Job, Prediction, price_per_hour
+from cnnstrategies.planning.candidates import Candidate, Effect, Job
 from cnnstrategies.planning.costs import format_bytes
-from cnnstrategies.planning.data_parallel import DataParallel
-from cnnstrategies.planning.hybrid import Chosen, Hybrid
+from cnnstrategies.planning.data_parallel import data_parallel
+from cnnstrategies.planning.hybrid import Hybrid, hybrids
 from cnnstrategies.planning.parameter_server import ParameterServer
 
 TIE = 0.03  # below which the simpler strategy is the better one
-
-
-@dataclass(frozen=True)
-class Row:
-    """A candidate with what is predicted of it.
-
-    Attributes:
-        candidate: The strategy.
-        prediction: Its costs.
-        price: Of a million samples, in the unit of the machines' prices.
-    """
-
-    candidate: Candidate
-    prediction: Prediction
-    price: float
-
-    @property
-    def rate(self) -> float:
-        """Samples per second."""
-        return self.prediction.rate
 
 
 @dataclass(frozen=True)
@@ -42,19 +22,26 @@ class Ranking:
         same: Those that learn what DDP learns with the same global batch.
         changing: Those that learn differently, which no time can be compared with.
         notes: What was left out or changed, and why.
-        hybrid: The layout of the best hybrid pipeline.
     """
 
     job: Job
-    same: tuple[Row, ...]
-    changing: tuple[Row, ...]
+    same: tuple[Candidate, ...]
+    changing: tuple[Candidate, ...]
     notes: tuple[str, ...]
-    hybrid: Chosen | None = None
 
     @property
-    def best(self) -> Row:
+    def best(self) -> Candidate:
         """The first of those that change nothing, if any fits."""
         return (self.same or self.changing)[0]
+
+    @property
+    def hybrid(self) -> Hybrid | None:
+        """The best hybrid pipeline."""
+        return next((row for row in (*self.same, *self.changing) if isinstance(row, Hybrid)), None)
+
+    def price(self, row: Candidate) -> float:
+        """Of a million samples, in the unit of the machines' prices."""
+        return sum(host.price for host in self.job.cluster.hosts) / 3600 * 1e6 / row.rate
 
 
 def rank(job: Job) -> Ranking:
@@ -63,68 +50,58 @@ def rank(job: Job) -> Ranking:
     Raises:
         ConfigurationError: None fits into memory.
     """
-    hybrid = Hybrid(job)
-    models: tuple[DataParallel | Hybrid | ParameterServer, ...] = (DataParallel(job), hybrid, ParameterServer(job))
-    rows, notes = [], []
-    for model in models:
-        for candidate in model.candidates():
-            if job.families and candidate.family not in job.families:
+    models: dict[str, Callable[[Job], Iterator[Candidate]]] = {
+        "ddp": data_parallel,
+        "hybrid": hybrids,
+        "parameter_server": lambda job: ParameterServer(job).candidates(),
+    }
+    best: dict[str, Candidate] = {}
+    notes = []
+    for name, model in models.items():
+        if job.families and not any(family.startswith(name) for family in job.families):
+            continue
+        for row in model(job):
+            if job.families and row.family not in job.families:
                 continue
-            made = model.predict(candidate)
-            if job.memory is not None and made.memory > job.memory:
-                needed, limit = format_bytes(made.memory), format_bytes(job.memory)
-                notes.append(f"{candidate}: needs {needed} a device, there are {limit}")
-                continue
-            price = price_per_hour(job.cluster, candidate.devices) / 3600 * 1e6 / made.rate
-            rows.append(Row(candidate, made, price))
-    if not rows:
+            if job.memory is not None and row.memory > job.memory:
+                needed, limit = format_bytes(row.memory), format_bytes(job.memory)
+                notes.append(f"{row}: needs {needed} a device, there are {limit}")
+            elif row.family not in best or row.rate > best[row.family].rate:
+                best[row.family] = row
+    if not best:
         raise ConfigurationError(
             f"no strategy fits into the devices ({'; '.join(notes) or 'and no layout of a pipeline does'}): use a "
             "smaller batch, more devices or activation_checkpointing"
         )
-    best = _one_of_each_family(rows)
-    same = _in_order([row for row in best if row.candidate.effect < Effect.LEARNING])
-    changing = _in_order([row for row in best if row.candidate.effect == Effect.LEARNING])
-    chosen = next((hybrid.of(row.candidate) for row in best if row.candidate.family == "hybrid"), None)
-    notes += _changes(job, [*same, *changing]) + _reasons(same)
+    same = _in_order([row for row in best.values() if row.effect < Effect.LEARNING])
+    changing = _in_order([row for row in best.values() if row.effect == Effect.LEARNING])
+    notes += _fewer_samples(job, [*same, *changing]) + _reasons(same)
     if not job.profile.fixed:
         notes.append("the profile has one batch size, so times are taken to be proportional to the samples")
-    return Ranking(job, tuple(same), tuple(changing), tuple(notes), chosen)
+    return Ranking(job, tuple(same), tuple(changing), tuple(notes))
 
 
-def _one_of_each_family(rows: Sequence[Row]) -> list[Row]:
-    best: dict[str, Row] = {}
-    for row in rows:
-        family = row.candidate.family
-        if family not in best or row.rate > best[family].rate:
-            best[family] = row
-    return list(best.values())
-
-
-def _in_order(rows: Sequence[Row]) -> list[Row]:
+def _in_order(rows: Sequence[Candidate]) -> list[Candidate]:
     """By samples per second; of those that tie with the best, the simplest first."""
     ordered = sorted(rows, key=lambda row: -row.rate)
     ties = [row for row in ordered if row.rate >= (1 - TIE) * ordered[0].rate]
-    ties.sort(key=lambda row: (row.candidate.family != "ddp", row.candidate.devices, -row.rate))
+    ties.sort(key=lambda row: (row.family != "ddp", -row.rate))
     return ties + ordered[len(ties) :]
 
 
-def _changes(job: Job, rows: Sequence[Row]) -> list[str]:
+def _fewer_samples(job: Job, rows: Sequence[Candidate]) -> list[str]:
     """Where something else than what was asked is answered."""
     notes = []
     for row in rows:
-        candidate = row.candidate
-        if candidate.samples != job.samples:
-            parts = candidate.options["replicas"][0] if "replicas" in candidate.options else candidate.devices
-            notes.append(
-                f"{candidate}: {candidate.samples} of {job.samples} samples, since {parts} replicas load equal shares"
-            )
+        if row.samples != job.samples:
+            parts = row.options["replicas"][0] if "replicas" in row.options else job.cluster.devices
+            notes.append(f"{row}: {row.samples} of {job.samples} samples, since {parts} replicas load equal shares")
     return notes
 
 
-def _reasons(same: Sequence[Row]) -> list[str]:
+def _reasons(same: Sequence[Candidate]) -> list[str]:
     quickest = max(same, key=lambda row: row.rate, default=None)
     if quickest is None or quickest is same[0]:
         return []
     gain = quickest.rate / same[0].rate - 1
-    return [f"{same[0].candidate} is first although {quickest.candidate} gains {gain:.1%}: below {TIE:.0%} the simpler"]
+    return [f"{same[0]} is first although {quickest} gains {gain:.1%}: below {TIE:.0%} the simpler"]

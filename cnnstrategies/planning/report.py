@@ -1,6 +1,5 @@
 """Show a plan as a table and in plain words."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,11 @@ from rich.text import Text
 
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timeline import Span
-from cnnstrategies.pipeline.timetable import Order
+from cnnstrategies.planning.candidates import Candidate, Job
 from cnnstrategies.planning.costs import format_bytes
+from cnnstrategies.planning.hybrid import Hybrid
 from cnnstrategies.planning.predict import Predictor
-from cnnstrategies.planning.problem import Request
-from cnnstrategies.planning.rank import Ranking, Row
+from cnnstrategies.planning.rank import Ranking
 from cnnstrategies.planning.stage_costs import StageCost, messages, sent_in_a_step, stage_costs
 from cnnstrategies.planning.tune.settings import write_commented
 
@@ -30,10 +29,6 @@ class StagePlan:
     """One stage of a plan.
 
     Attributes:
-        first: Name of its first node.
-        last: Name of its last node.
-        replicas: Its replicas.
-        cost: Its costs for one microbatch.
         sent_bytes: Activations that it sends on for one microbatch.
         memory: Bytes that each of its devices holds at most.
         busy: Share of the step that each of its devices computes.
@@ -53,20 +48,13 @@ class Plan:
     """A layout with its predicted step.
 
     Attributes:
-        layout: Cuts and replicas.
-        request: What it was made for.
-        stages: The stages.
-        placement: How ranks are numbered, and so handed out to the machines.
         step_time: Seconds of forward, backward, transfers and reduction; without the optimizer's update.
-        samples: Samples of a step.
         sent_bytes: Bytes that all devices together send in a step.
-        spans: The predicted timeline.
     """
 
     layout: Layout
-    request: Request
+    job: Job
     stages: tuple[StagePlan, ...]
-    placement: Order
     step_time: float
     samples: float
     sent_bytes: int
@@ -80,14 +68,12 @@ class Plan:
 
 def describe(predictor: Predictor, layout: Layout) -> Plan:
     """What a layout's stages cost, and its step."""
-    costs, request = predictor.costs, predictor.request
+    costs, microbatches = predictor.costs, predictor.problem.microbatches
     run_ahead = predictor.runs_ahead(layout)
-    placement = predictor.placement(layout)
-    simulation = predictor.simulate(layout, run_ahead, placement)
+    simulation = predictor.simulate(layout, run_ahead)
     stages = stage_costs(costs, layout.cuts)
     passing = messages(costs, layout.cuts)
     memory = predictor.stage_memory(layout, run_ahead)
-    bounds = list(itertools.pairwise((0, *layout.cuts, len(costs.nodes))))
     computing = [0.0] * len(stages)
     for span in simulation.spans:
         if span.kind in ("forward", "backward"):
@@ -96,22 +82,21 @@ def describe(predictor: Predictor, layout: Layout) -> Plan:
         StagePlan(
             first=costs.nodes[start].name,
             last=costs.nodes[end - 1].name,
-            replicas=layout.replicas[index],
+            replicas=replicas,
             cost=stages[index],
             sent_bytes=sum(message.bytes for (source, _), message in passing.items() if source == index),
             memory=memory[index],
-            busy=computing[index] / layout.replicas[index] / simulation.step_time,
+            busy=computing[index] / replicas / simulation.step_time,
         )
-        for index, (start, end) in enumerate(bounds)
+        for index, (start, end, replicas) in enumerate(predictor.problem.stages(layout))
     )
     return Plan(
         layout=layout,
-        request=request,
+        job=predictor.job,
         stages=plans,
-        placement=placement,
         step_time=simulation.step_time,
-        samples=costs.microbatch_size * request.microbatches,
-        sent_bytes=sent_in_a_step(costs, layout, request.microbatches),
+        samples=costs.microbatch_size * microbatches,
+        sent_bytes=sent_in_a_step(costs, layout, microbatches),
         spans=tuple(simulation.spans),
     )
 
@@ -120,7 +105,6 @@ def ranking_table(ranking: Ranking, samples_per_epoch: int | None) -> Group:
     """The strategies as a table, then what is to be said of them.
 
     Args:
-        ranking: The strategies, best first.
         samples_per_epoch: Of the data; costs are those of a million samples where it is not known.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
@@ -131,18 +115,17 @@ def ranking_table(ranking: Ranking, samples_per_epoch: int | None) -> Group:
         table.add_column(name, justify="left" if name == "limit" else "right", no_wrap=True)
     scale = 1.0 if samples_per_epoch is None else samples_per_epoch / 1e6
 
-    def add(rows: Sequence[Row]) -> None:
+    def add(rows: Sequence[Candidate]) -> None:
         for row in rows:
-            made = row.prediction
             shown = {
-                "ms/step": f"{made.step * 1e3:.4g}",
-                "samples/s": f"{made.rate:.0f}",
-                "limit": made.bottleneck,
-                "memory": _short(made.memory),
-                "sent": _short(made.sent_bytes),
-                "cost": f"{row.price * scale:.2f}",
+                "ms/step": f"{row.step * 1e3:.4g}",
+                "samples/s": f"{row.rate:.0f}",
+                "limit": row.bottleneck,
+                "memory": _short(row.memory),
+                "sent": _short(row.sent_bytes),
+                "cost": f"{ranking.price(row) * scale:.2f}",
             }
-            table.add_row(str(row.candidate), *(shown[name] for name in columns))
+            table.add_row(str(row), *(shown[name] for name in columns))
 
     add(ranking.same)
     if ranking.changing:
@@ -162,11 +145,7 @@ def _short(size: float) -> str:
 
 
 def stages_table(plan: Plan) -> Group:
-    """The stages as a table, then the predicted step.
-
-    Returns:
-        Something that a rich console prints.
-    """
+    """The stages as a table, then the predicted step."""
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("stage", "replicas", "nodes", "forward\nms", "backward\nms", "params", "sends", "memory", "busy"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -188,50 +167,37 @@ def stages_table(plan: Plan) -> Group:
 
 def summary(plan: Plan) -> str:
     """One sentence on the predicted step."""
-    request = plan.request
-    placed = ""
-    if plan.placement == "replicas":
-        placed = "; each pipeline has its stages on one machine as far as they fit (placement: replicas)"
     return (
         f"Predicted step: {plan.step_time * 1e3:.1f} ms for {plan.samples:.0f} samples ({plan.samples_per_second:.0f} "
-        f"samples/s) on {plan.layout.devices} devices, {request.schedule} with {request.microbatches} microbatches; "
-        f"{format_bytes(plan.sent_bytes)} sent per step{placed}. In the table times and sends are those of one "
-        "microbatch; memory and busy are those of one device."
+        f"samples/s) on {plan.layout.devices} devices, {plan.job.schedule} with {plan.job.microbatches} microbatches; "
+        f"{format_bytes(plan.sent_bytes)} sent per step. In the table times and sends are those of one microbatch; "
+        "memory and busy are those of one device."
     )
 
 
-def overlay(ranking: Ranking, row: Row) -> dict[str, Any]:
-    """What ``fit`` takes after the configuration that was planned for."""
-    job, candidate = ranking.job, row.candidate
+def write_overlay(file: Path, ranking: Ranking) -> None:
+    """Write the best strategy as what ``fit`` takes after the configuration that was planned for."""
+    job, row = ranking.job, ranking.best
+    lines = [
+        f"{row}: {row.step * 1e3:.4g} ms a step predicted, {row.rate:.4g} samples/s",
+        "  cnnstrategies fit --config YOURS --config THIS",
+    ]
     trainer: dict[str, Any] = {}
-    counts = {host.devices for host in job.cluster.taken(candidate.devices).hosts}
+    counts = {host.devices for host in job.cluster.hosts}
     if len(counts) == 1:
-        trainer |= {"num_nodes": candidate.devices // min(counts), "devices": min(counts)}
-    options = dict(candidate.options)
+        trainer |= {"num_nodes": len(job.cluster.hosts), "devices": min(counts)}
+    options = dict(row.options)
     trainer["accumulate_grad_batches"] = options.pop("accumulate_grad_batches", 1)
-    if candidate.family == "hybrid":
-        assert ranking.hybrid is not None
+    if isinstance(row, Hybrid):
         if job.profile.nodes_have_names:
-            nodes = ranking.hybrid.predictor.costs.nodes
-            options["cuts"] = [nodes[cut - 1].name for cut in ranking.hybrid.layout.cuts]
+            options["cuts"] = [row.predictor.costs.nodes[cut - 1].name for cut in row.layout.cuts]
+        else:
+            lines.append("The profile's nodes are not those that fit knows: it chooses the cuts by its own profile.")
         options |= {"schedule": job.schedule, "activation_checkpointing": job.activation_checkpointing}
         trainer["strategy"] = {"class_path": HYBRID, "init_args": options}
     else:
-        trainer["strategy"] = candidate.family
+        trainer["strategy"] = row.family
     written: dict[str, Any] = {"trainer": trainer}
-    if candidate.samples != job.samples:
-        written["data"] = {"init_args": {"global_batch_size": candidate.samples}}
-    return written
-
-
-def write_overlay(file: Path, ranking: Ranking) -> None:
-    """Write the best strategy's lines."""
-    row = ranking.best
-    made = row.prediction
-    lines = [
-        f"{row.candidate}: {made.step * 1e3:.4g} ms a step predicted, {made.rate:.4g} samples/s",
-        "  cnnstrategies fit --config YOURS --config THIS",
-    ]
-    if row.candidate.family == "hybrid" and not ranking.job.profile.nodes_have_names:
-        lines.append("The profile's nodes are not those that fit knows: it chooses the cuts by a profile of its own.")
-    write_commented(file, overlay(ranking, row), lines)
+    if row.samples != job.samples:
+        written["data"] = {"init_args": {"global_batch_size": row.samples}}
+    write_commented(file, written, lines)

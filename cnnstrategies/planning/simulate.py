@@ -16,9 +16,6 @@ Record = tuple[int, str, int, int | None, float, float]
 class Simulation:
     """A predicted step.
 
-    Args:
-        records: What every rank does: rank, kind, stage, microbatch, start, end.
-
     Attributes:
         step_time: Seconds from the first forward to the last reduced gradient.
     """
@@ -50,10 +47,7 @@ def simulate(
 
     Args:
         tasks: For each rank its computations in order.
-        stages: Costs of each stage for one microbatch, on a device of speed 1.
-        messages: What passes between stages for one microbatch, by (sending stage, receiving stage).
         network: The cluster whose devices are the ranks, or the connection between any two of them.
-        bucket_bytes: Gradients that are reduced at once.
         reductions: Seconds of each stage's all-reduce by bytes; by default those of its ranks on the cluster.
 
     Raises:
@@ -152,7 +146,7 @@ class _Run:
                     route = self.routes.get((rank, target)) or self._route(rank, target)
                     outgoing, incoming, link, shared = route
                     leaves = max(now, ports[outgoing], ports[incoming])
-                    ports[outgoing] = ports[incoming] = leaves + shared * size / link.rate(size)
+                    ports[outgoing] = ports[incoming] = leaves + shared * size / link.bandwidth
                     arrival = leaves + link.time(size)
                     records.append((rank, "send", line // 2, microbatch, leaves, arrival))
                 heapq.heappush(queue, (arrival, sequence, receiver, False))

@@ -1,11 +1,12 @@
 """What the stages of a layout cost, what passes between them, and what sums of gradients over devices cost."""
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cnnstrategies.pipeline.layout import Layout
-from cnnstrategies.planning.cluster import Cluster, slower
+from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, NodeCost
 
 Time = Callable[[float], float]
@@ -19,7 +20,6 @@ class Bucket:
 
     Attributes:
         ready: Seconds from the backward's start until the last of them is there.
-        bytes: Their size.
     """
 
     ready: float
@@ -27,27 +27,18 @@ class Bucket:
 
 
 def all_reduce(cluster: Cluster, first: int, count: int) -> Time:
-    """Seconds of an all-reduce of so many bytes over devices that are numbered one after another."""
+    """Seconds of a ring all-reduce of so many bytes over devices that are numbered one after another."""
     if count < 2:
         return lambda size: 0.0
-    hosts = cluster.host_of[first : first + count]
-    rings = cluster.rings if len(set(hosts)) > 1 else 1
-    if cluster.all_reduce == "flat" or len(set(hosts)) == 1:
-        ring = cluster.ring(first, count)
-        return lambda size: ring.all_reduce_time(size * rings, count)
-    inside = slower([cluster.hosts[host].inside for host in set(hosts)])
-    between = slower([cluster.hosts[host].network for host in set(hosts)])
-    most = max(hosts.count(host) for host in set(hosts))
-    return lambda size: inside.all_reduce_time(size, most) + between.all_reduce_time(size * rings, len(set(hosts)))
+    ring = cluster.ring(first, count)
+    return lambda size: ring.all_reduce_time(size, count)
 
 
 def buckets(gradients: Iterable[tuple[float, int]], size: int = BUCKET_BYTES, first: int | None = None) -> list[Bucket]:
-    """Gather gradients, in the order in which the backward makes them.
+    """Gather gradients, as the backward makes them, until there are ``size`` bytes, ``first`` of the first bucket.
 
     Args:
         gradients: When each is ready, in seconds from the backward's start, and its bytes.
-        size: Bytes with which a bucket is full.
-        first: The same of the first bucket.
     """
     found: list[Bucket] = []
     gathered, limit, last = 0, first or size, 0.0
@@ -82,13 +73,9 @@ def reduced_at(parts: Sequence[Bucket], backward: float, time: Time) -> float:
 
 @dataclass(frozen=True)
 class StageCost:
-    """The costs of a stage for one microbatch.
+    """The costs of a stage for one microbatch; times are in seconds.
 
     Attributes:
-        nodes: Number of nodes.
-        forward: Seconds of its forward.
-        backward: Seconds of its backward.
-        parameter_bytes: Bytes of its parameters.
         received_bytes: Bytes of its inputs.
         saved_bytes: Bytes that it makes and keeps until the backward.
         gradients: When the gradients of its nodes are ready, in seconds from the backward's start, and their bytes, in
@@ -107,9 +94,7 @@ class StageCost:
         """The gradients as they are reduced.
 
         Args:
-            size: Bytes of a bucket.
             backward: Seconds that the backward takes on the device, at its speed and with what it recomputes.
-            first: Bytes of the first bucket, where they differ.
         """
         if not self.gradients:
             return uniform(backward, self.parameter_bytes, size)
@@ -125,12 +110,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Message:
-    """What one stage sends another for one microbatch.
-
-    Attributes:
-        bytes: Activations, forward.
-        gradient_bytes: Their gradients, back.
-    """
+    """What one stage sends another for one microbatch."""
 
     bytes: int
     gradient_bytes: int
@@ -169,7 +149,7 @@ def messages(costs: GraphCosts, cuts: Sequence[int]) -> dict[tuple[int, int], Me
 
     A value goes straight to each stage that uses it, once.
     """
-    stage_of = costs.stage_of(cuts)
+    stage_of = [bisect.bisect_right(cuts, index) for index in range(len(costs.nodes))]
     sums: dict[tuple[int, int], tuple[int, int]] = {}
     for value in costs.values:
         source = stage_of[value.producer]

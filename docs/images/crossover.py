@@ -67,7 +67,7 @@ def draw_crossover(job: Job, file: Path) -> None:
     left, right = figure.subplots(1, 2)
     best = rank(job).hybrid
     # One number of microbatches for each device, since a search for each point would take long.
-    each = 1.0 if best is None else best.predictor.request.microbatches / job.cluster.devices
+    each = 1.0 if best is None else best.predictor.problem.microbatches / job.cluster.devices
     job = replace(job, microbatches=round(each * job.cluster.devices))
     network = job.cluster.hosts[0].network.bandwidth * 8 / 1e9
     faster = [replace(job, cluster=job.cluster.with_network(factor)) for factor in RATES]
@@ -89,7 +89,7 @@ def _draw(axes: Axes, xs: Sequence[float], jobs: Sequence[Job]) -> None:
     for family, colour in COLOURS.items():
         rates = [_rate(ranking, family) for ranking in rankings]
         if any(rate is not None for rate in rates):
-            learns = any(row.candidate.family == family for row in rankings[0].changing)
+            learns = any(row.family == family for row in rankings[0].changing)
             style = "--" if learns else "-"
             label = f"{family} (changes learning)" if learns else family
             known = [(x, rate) for x, rate in zip(xs, rates, strict=True) if rate is not None]
@@ -103,7 +103,7 @@ def _draw(axes: Axes, xs: Sequence[float], jobs: Sequence[Job]) -> None:
 
 
 def _rate(ranking: Ranking, family: str) -> float | None:
-    rows = [row for row in (*ranking.same, *ranking.changing) if row.candidate.family == family]
+    rows = [row for row in (*ranking.same, *ranking.changing) if row.family == family]
     return rows[0].rate if rows else None
 
 
@@ -114,7 +114,7 @@ def _with_more_hosts(job: Job) -> list[Job]:
     jobs: list[Job] = []
     count = 1
     while count * host.devices <= max(MOST, 2 * job.cluster.devices) and len(jobs) < 8:
-        cluster = replace(job.cluster, hosts=(host,) * count, _memo={})
+        cluster = replace(job.cluster, hosts=(host,) * count)
         if cluster.devices > 1 and (not job.replicas or cluster.devices == job.cluster.devices):
             microbatches = round((job.microbatches or 1) / job.cluster.devices * cluster.devices)
             samples = round(each * cluster.devices)

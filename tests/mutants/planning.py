@@ -16,7 +16,7 @@ from cnnstrategies.planning.rank import Ranking, rank
 
 @replaces(Predictor.search, killed_by=test_partition.test_memory_limit_is_kept_and_reached_when_only_few_layouts_fit)
 def the_memory_limit_is_not_kept(right: Callable[[Predictor], Layout | None], self: Predictor) -> Layout | None:
-    return right(Predictor(self.costs, self.cluster, replace(self.request, memory_limit=None)))
+    return right(Predictor(replace(self.job, memory_limit=None)))
 
 
 @replaces(Problem.bound, killed_by=test_partition.test_no_time_is_below_its_bound)

@@ -1,14 +1,15 @@
-"""Random networks, links and requests, small enough that all layouts can be tried."""
+"""Random networks, links and jobs, small enough that all layouts can be tried; and a job for costs that are given."""
 
 import itertools
 import random
 from collections.abc import Iterator
+from typing import Any
 
 from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, Host
-from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
+from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Profile, Value
 from cnnstrategies.planning.predict import Predictor
-from cnnstrategies.planning.problem import Request
 
 MOST_NODES = 6  # on machines with several devices, where there are more layouts
 
@@ -37,25 +38,20 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
         yield tuple(right - left for left, right in itertools.pairwise((0, *bars, total)))
 
 
-def all_layouts(costs: GraphCosts, request: Request) -> Iterator[Layout]:
-    for count in [request.stages] if request.stages else range(1, request.devices + 1):
-        for replicas in [request.replicas] if request.replicas else compositions(request.devices, count):
-            if max(replicas) <= request.microbatches:
-                for cuts in itertools.combinations(costs.cut_positions, len(replicas) - 1):
+def predictor(costs: GraphCosts, network: Link | Cluster, devices: int, microbatches: int, **fixed: Any) -> Predictor:
+    """For costs of a microbatch, on equal devices or on a cluster."""
+    cluster = network if isinstance(network, Cluster) else Cluster.flat(devices, network)
+    samples = round(costs.microbatch_size * microbatches)
+    return Predictor(Job(Profile(costs), cluster, samples, microbatches, **{"state_copies": 3, **fixed}))
+
+
+def all_layouts(of: Predictor) -> Iterator[Layout]:
+    job, devices, microbatches = of.job, of.job.cluster.devices, of.problem.microbatches
+    for count in [job.stages] if job.stages else range(1, devices + 1):
+        for replicas in [job.replicas] if job.replicas else compositions(devices, count):
+            if max(replicas) <= microbatches:
+                for cuts in itertools.combinations(of.costs.cut_positions, len(replicas) - 1):
                     yield Layout(cuts, replicas)
-
-
-def random_request(rng: random.Random) -> Request:
-    devices, microbatches = rng.choice([2, 3, 4]), rng.choice([2, 4, 6, 8])
-    schedule = rng.choice(["gpipe", "1f1b"])
-    kind = rng.choice(["free", "stages", "replicas"])
-    stages = rng.randrange(1, devices + 1)
-    if kind == "free" or stages * microbatches < devices:
-        return Request(devices, microbatches, schedule)
-    if kind == "stages":
-        return Request(devices, microbatches, schedule, stages=stages)
-    possible = [parts for parts in compositions(devices, stages) if max(parts) <= microbatches]
-    return Request(devices, microbatches, schedule, replicas=rng.choice(possible))
 
 
 def random_link(rng: random.Random) -> Link:
@@ -64,8 +60,16 @@ def random_link(rng: random.Random) -> Link:
 
 def random_question(rng: random.Random) -> Predictor:
     """Up to four devices, the same link between any two."""
-    costs, link, request = random_costs(rng), random_link(rng), random_request(rng)
-    return Predictor(costs, link, request)
+    costs, link = random_costs(rng), random_link(rng)
+    devices, microbatches = rng.choice([2, 3, 4]), rng.choice([2, 4, 6, 8])
+    fixed: dict[str, Any] = {"schedule": rng.choice(["gpipe", "1f1b"])}
+    kind = rng.choice(["free", "stages", "replicas"])
+    stages = rng.randrange(1, devices + 1)
+    if kind == "stages" and stages * microbatches >= devices:
+        fixed["stages"] = stages
+    if kind == "replicas" and stages * microbatches >= devices:
+        fixed["replicas"] = rng.choice([one for one in compositions(devices, stages) if max(one) <= microbatches])
+    return predictor(costs, link, devices, microbatches, **fixed)
 
 
 def random_question_on_machines(rng: random.Random) -> Predictor:
@@ -76,16 +80,15 @@ def random_question_on_machines(rng: random.Random) -> Predictor:
     inside = Link(1e10, 1e-5)
     first = Host(4, random_link(rng), inside, speed=rng.choice([0.5, 1.0, 1.0]))
     cluster = Cluster((first, Host(4, random_link(rng), inside)))
-    return Predictor(costs, cluster, Request(8, rng.choice([8, 12]), rng.choice(["gpipe", "1f1b"])))
+    return predictor(costs, cluster, 8, rng.choice([8, 12]), schedule=rng.choice(["gpipe", "1f1b"]))
 
 
-def excess(predictor: Predictor) -> float:
+def excess(of: Predictor) -> float:
     """The predicted time of what the search finds over that of the best of all layouts."""
-    found = predictor.search()
+    found = of.search()
     assert found is not None
-    own = best = predictor.time(found)
-    bound = predictor.problem.bound
-    for layout in all_layouts(predictor.costs, predictor.request):
-        if bound(layout) < best:  # Else it cannot be better: that bounds hold has a test of its own.
-            best = min(best, predictor.time(layout))
+    own = best = of.time(found)
+    for layout in all_layouts(of):
+        if of.problem.bound(layout) < best:  # Else it cannot be better: that bounds hold has a test of its own.
+            best = min(best, of.time(layout))
     return own / best

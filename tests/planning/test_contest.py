@@ -47,7 +47,7 @@ class Pretended:
         if self.kind in ("wrong", "new"):
             losses = [2.0, 1.9, 1.81]
         seconds = count / self.speed * 0.1 * self.draw.uniform(0.98, 1.02)
-        return {"seconds": seconds, "losses": losses, "memory": 1, "loading": 0.0}
+        return {"seconds": seconds, "losses": losses, "loading": 0.0}
 
     def close(self):
         Pretended.open.discard(self)
@@ -71,14 +71,15 @@ def setting(kind: str, effect: Effect = Effect.ROUNDING) -> Setting:
 
 
 def test_the_fastest_wins_and_every_candidate_gets_a_row(pretended):
-    winner, rows = pretended(*(setting(kind) for kind in ("fast", "faster", "slow", "even", "broken")))
+    winner, rows = pretended(*(setting(kind) for kind in ("fast", "faster", "slow", "even", "broken")), together=2)
+    assert Pretended.most == 3, "no more beside the default than are allowed"
     assert winner is not None
     assert winner.name == "faster"
     assert {name: row.verdict.outcome for name, row in rows.items() if row.verdict} == {
         "fast": "behind",
         "faster": "faster",
         "slow": "behind",
-        "even": "behind",
+        "even": "no difference",
     }
     assert rows["broken"].trouble == "the compiler failed"
 
@@ -88,12 +89,6 @@ def test_what_changes_the_loss_is_refused_unless_it_may_change_what_is_learned(p
     assert "changes the loss: 1.81 for 1.8" in rows["wrong"].trouble
     assert winner is not None
     assert winner.name == "new"
-
-
-def test_nothing_wins_where_nothing_is_faster(pretended):
-    winner, rows = pretended(setting("slow"), setting("even"))
-    assert winner is None
-    assert rows["even"].verdict.outcome == "no difference"
 
 
 def test_a_small_gain_must_show_again_in_processes_of_its_own(pretended):
@@ -153,14 +148,6 @@ def test_a_gain_that_time_does_not_suffice_to_confirm_is_undecided(pretended, mo
     assert rows["new"].verdict.outcome == "undecided"
 
 
-def test_no_more_run_beside_the_default_than_are_allowed(pretended):
-    winner, rows = pretended(*(setting(kind) for kind in ("fast", "slow", "even", "faster")), together=1)
-    assert Pretended.most == 2
-    assert winner is not None
-    assert winner.name == "faster"
-    assert len(rows) == 4
-
-
 def test_a_default_that_does_not_run_ends_it(pretended, monkeypatch):
     def fails(self):
         raise TrialError("out of memory")
@@ -181,8 +168,8 @@ def test_settings_are_combined_in_all_ways():
     assert combined[-1] == Setting("last, compiled, bf16", {"a": 1, "b": 2, "c": 3}, Effect.LEARNING)
 
 
-def test_programs_that_write_the_same_overlay_do_not_take_each_others_file(tmp_path, monkeypatch):
-    """As those of a sweep do that end at once."""
+def test_an_overlay_is_nested_yaml_with_one_callback_and_written_whole(tmp_path, monkeypatch):
+    """Programs that write the same one, as those of a sweep do that end at once, do not take each other's file."""
     replace, names = Path.replace, []
 
     def note(self, target):
@@ -190,24 +177,13 @@ def test_programs_that_write_the_same_overlay_do_not_take_each_others_file(tmp_p
         return replace(self, target)
 
     monkeypatch.setattr(Path, "replace", note)
+    values = {"trainer.precision": "bf16-mixed", "ComputeSettings.channels_last": True}
     for process in (1, 2):
         monkeypatch.setattr("os.getpid", lambda process=process: process)
-        write_commented(tmp_path / "best.yaml", {"seed_everything": process})
+        write_commented(tmp_path / "tuned.yaml", nested(values), ["twice as fast"])
     assert len(set(names)) == 2
-    assert [file.name for file in tmp_path.iterdir()] == ["best.yaml"]
-
-
-def test_an_overlay_is_nested_yaml_with_one_callback(tmp_path):
-    values = {"trainer.precision": "bf16-mixed", "ComputeSettings.channels_last": True}
-    write_commented(tmp_path / "tuned.yaml", nested(values), ["twice as fast"])
+    assert [path.name for path in tmp_path.iterdir()] == ["tuned.yaml"]
     text = (tmp_path / "tuned.yaml").read_text()
     assert text.startswith("# twice as fast\n")
-    assert yaml.safe_load(text) == nested(values)
-    assert nested(values)["trainer"] == {
-        "callbacks+": {
-            "class_path": "cnnstrategies.callbacks.ComputeSettings",
-            "init_args": {"channels_last": True},
-        },
-        "precision": "bf16-mixed",
-    }
-    assert [path.name for path in tmp_path.iterdir()] == ["tuned.yaml"]
+    callback = {"class_path": "cnnstrategies.callbacks.ComputeSettings", "init_args": {"channels_last": True}}
+    assert yaml.safe_load(text) == {"trainer": {"callbacks+": callback, "precision": "bf16-mixed"}}

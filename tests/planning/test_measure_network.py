@@ -53,32 +53,34 @@ def network() -> Network:
     return Network()
 
 
-def test_every_node_costs_time(network: Network, microbatch: Tensor) -> None:
+def test_nodes_cost_time_and_bytes(network: Network, microbatch: Tensor) -> None:
     costs = profile_of(network, microbatch)
-    times = {node.name: node for node in costs.nodes}
+    nodes = {node.name: node for node in costs.nodes}
     assert all(node.forward > 0 for node in costs.nodes)
-    assert times["body"].backward > 0
-
-
-def test_parameter_bytes_count_each_parameter_once(network: Network, microbatch: Tensor) -> None:
-    costs = profile_of(network, microbatch)
-    assert costs.parameter_bytes == sum(parameter.nbytes for parameter in network.parameters())
-    owned = {node.name: node.parameter_bytes for node in costs.nodes}
-    assert owned["mul"] == network.scale.nbytes
-    assert owned["halves"] > 0
-    assert owned["halves_1"] == 0
-    shared = [index for index, node in enumerate(costs.nodes) if node.name.startswith("halves")]
-    assert shared[1] not in costs.cut_positions, "uses of the same parameters stay together"
-
-
-def test_sent_bytes_are_those_of_the_live_values(network: Network, microbatch: Tensor) -> None:
-    costs = profile_of(network, microbatch)
+    assert nodes["body"].backward > 0
+    assert costs.parameter_bytes == sum(parameter.nbytes for parameter in network.parameters()), "each once"
+    assert nodes["mul"].parameter_bytes == network.scale.nbytes
+    assert nodes["halves"].parameter_bytes > nodes["halves_1"].parameter_bytes == 0
     position = {node.name: index for index, node in enumerate(costs.nodes)}
+    assert position["halves_1"] not in costs.cut_positions, "uses of the same parameters stay together"
     one = 4 * 16 * 16 * 16 * 4
     assert costs.sent_bytes[position["norm"]] == one
-    assert costs.sent_bytes[position["mul"]] == 2 * one  # the skip crosses too
+    assert costs.sent_bytes[position["mul"]] == 2 * one, "the skip crosses too"
     assert costs.sent_gradient_bytes[position["mul"]] == 2 * one
     assert costs.sent_bytes[0] == costs.sent_bytes[len(costs.nodes)] == 0
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*network.parameters(), *network.buffers(), microbatch)}
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with preserved(network), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _alive = network.train()(microbatch)
+    saved = sum(node.saved_bytes for node in costs.nodes)
+    assert saved == pytest.approx(sum(sizes.values()), rel=0.02), "what autograd saves for the whole network"
 
 
 def test_images_that_are_used_again_are_sent_without_gradient(microbatch: Tensor) -> None:
@@ -92,22 +94,6 @@ def test_images_that_are_used_again_are_sent_without_gradient(microbatch: Tensor
 
     costs = profile_of(TwoPaths(), microbatch)
     assert costs.sent_bytes[1] - costs.sent_gradient_bytes[1] == microbatch.nbytes
-
-
-def test_saved_bytes_sum_to_what_autograd_saves_for_the_whole_network(network: Network, microbatch: Tensor) -> None:
-    costs = profile_of(network, microbatch)
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*network.parameters(), *network.buffers(), microbatch)}
-    sizes: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with preserved(network), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        _alive = network.train()(microbatch)
-    assert sum(node.saved_bytes for node in costs.nodes) == pytest.approx(sum(sizes.values()), rel=0.02)
 
 
 def test_profiling_leaves_no_trace(microbatch: Tensor) -> None:

@@ -32,19 +32,13 @@ def chain(stages: int, size: int = 1) -> dict[tuple[int, int], Message]:
     return {(index, index + 1): Message(size, size) for index in range(stages - 1)}
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 5])
-def test_one_device_takes_the_sum(microbatches: int) -> None:
-    step = simulate(gpipe(1, microbatches), [stage(1.0, 2.0)], {}, FREE)
-    assert step.step_time == pytest.approx(3.0 * microbatches)
-
-
-@pytest.mark.parametrize("times", [[1.0, 1.0], [1.0, 3.0], [2.0, 1.0, 4.0], [3.0, 1.0, 1.0, 2.0]])
-@pytest.mark.parametrize("microbatches", [1, 2, 7])
-def test_gpipe_takes_sum_plus_slowest_times_m_minus_one(times: list[float], microbatches: int) -> None:
+def test_gpipe_takes_sum_plus_slowest_times_m_minus_one() -> None:
     """T = sum t_i + (M - 1) max t_i, for forward and backward each."""
-    stages = [stage(time, 2 * time) for time in times]
-    step = simulate(gpipe(len(times), microbatches), stages, chain(len(times)), FREE)
-    assert step.step_time == pytest.approx(3 * (sum(times) + (microbatches - 1) * max(times)))
+    for times in ([1.0], [1.0, 3.0], [2.0, 1.0, 4.0], [3.0, 1.0, 1.0, 2.0]):
+        for microbatches in (1, 2, 7):
+            stages = [stage(time, 2 * time) for time in times]
+            step = simulate(gpipe(len(times), microbatches), stages, chain(len(times)), FREE)
+            assert step.step_time == pytest.approx(3 * (sum(times) + (microbatches - 1) * max(times)))
 
 
 def test_a_message_costs_latency_and_bytes_by_bandwidth_each_way() -> None:
@@ -103,26 +97,20 @@ def test_reduce_overlaps_with_the_last_backward_but_for_its_last_bucket() -> Non
     assert simulate(tasks, cost, {}, link, bucket_bytes=1000).step_time == pytest.approx(5.0 + 3.0)
 
 
-def test_ring_all_reduce_sends_each_byte_twice_but_for_the_own_share() -> None:
-    link = Link(bandwidth=100.0, latency=0.0)
-    assert link.all_reduce_time(400, 4) == pytest.approx(2 * 3 / 4 * 400 / 100)
-    assert link.all_reduce_time(400, 1) == 0.0
-
-
 def test_orders_that_wait_for_each_other_are_refused() -> None:
     tasks = [[Task("backward", 0, 0), Task("forward", 0, 0)], [Task("forward", 1, 0), Task("backward", 1, 0)]]
     with pytest.raises(ValueError, match=r"rank 0 waits for ever for the inputs of .*backward"):
         simulate(tasks, [stage(1.0, 1.0)] * 2, chain(2), FREE)
 
 
-@pytest.mark.parametrize("replicas", [[1, 1], [3, 1], [1, 3], [1, 4, 1], [2, 2], [2, 1, 3], [1, 1, 1, 1]])
-@pytest.mark.parametrize(("schedule", "run_ahead"), [("gpipe", False), ("1f1b", False), ("1f1b", True)])
-def test_every_timetable_can_be_carried_out(replicas: list[int], schedule: str, run_ahead: bool) -> None:
-    stages = len(replicas)
-    for microbatches in (1, 3, 8, 13):
-        tasks = timetable(replicas, microbatches, schedule, run_ahead)
-        step = simulate(tasks, [stage(1.0, 2.0)] * stages, chain(stages), FREE)
-        assert len([span for span in step.spans if span.kind == "backward"]) == microbatches * stages
+def test_every_timetable_can_be_carried_out() -> None:
+    layouts = ([1, 1], [3, 1], [1, 3], [1, 4, 1], [2, 2], [2, 1, 3], [1, 1, 1, 1])
+    for replicas, microbatches in itertools.product(layouts, (1, 3, 8, 13)):
+        stages = len(replicas)
+        for schedule, run_ahead in (("gpipe", False), ("1f1b", False), ("1f1b", True)):
+            tasks = timetable(replicas, microbatches, schedule, run_ahead)
+            step = simulate(tasks, [stage(1.0, 2.0)] * stages, chain(stages), FREE)
+            assert len([span for span in step.spans if span.kind == "backward"]) == microbatches * stages
 
 
 def test_1f1b_and_gpipe_take_the_same_time_when_stages_are_equal_and_transfers_free() -> None:

@@ -64,7 +64,7 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
         raise ConfigurationError("batch_size is missing: the samples of a step; or batch_per_device, for each device")
     return Job(
         profile=measured,
-        cluster=described or Cluster.flat(devices, _link(options, device)),
+        cluster=described or Cluster.flat(devices, _link(options, device, devices)),
         samples=samples,
         microbatches=asked.microbatches_on(devices, network, samples // loading) if asked else None,
         replicas=asked.replicas_on(devices) if asked else None,
@@ -151,9 +151,11 @@ def _images(data: LightningDataModule) -> tuple[Tensor, int]:
     return images, len(images)
 
 
-def _link(options: PlanOptions, device: torch.device) -> Link:
+def _link(options: PlanOptions, device: torch.device, devices: int) -> Link:
     if options.bandwidth is not None:
         return Link(options.bandwidth * 1e6 / 8, options.latency / 1e3)
+    if devices == 1:
+        return Link(1.0, 0.0)  # Nothing is sent.
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         raise ConfigurationError(
             "the connection between GPUs is measured between two of them, and this machine has one: give --bandwidth "

@@ -19,7 +19,7 @@ from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
 from cnnstrategies.commands.tune.choices import choices, communication, compilers, loading
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Effect
-from cnnstrategies.planning.tune.contest import Contest, draw, table
+from cnnstrategies.planning.tune.contest import Contest, table
 from cnnstrategies.planning.tune.settings import Setting, factorial, nested, write_commented
 from cnnstrategies.planning.tune.trial import TrialError
 
@@ -156,9 +156,6 @@ def _tell(console: Console, search: Search, options: TuneOptions) -> None:
             console.print(table(list(contest.rows.values()), rate, kind if len(search.contests) > 1 else ""))
     for note in search.notes:
         print(note)
-    if options.plot is not None:
-        draw([row for contest in search.contests.values() for row in contest.rows.values()], options.plot)
-        print(f"Drew {options.plot}")
     winner = search.chosen
     if winner is None:
         print("Nothing is clearly faster: keep the configuration as it is.")

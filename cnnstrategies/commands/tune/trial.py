@@ -7,7 +7,6 @@ by no one else.
 import itertools
 import json
 import os
-import resource
 import socket
 import sys
 import time
@@ -120,8 +119,7 @@ class TrialControl(Callback):
         if pl_module.device.type != "cpu":
             torch.accelerator.synchronize()
         seconds = time.perf_counter() - self._started
-        memory = _memory(pl_module.device)
-        self._say({"seconds": seconds, "losses": self._losses, "memory": memory, "loading": self._loading})
+        self._say({"seconds": seconds, "losses": self._losses, "loading": self._loading})
 
     def _say(self, message: Mapping[str, Any]) -> None:
         self._connection.sendall(json.dumps(message).encode() + b"\n")
@@ -134,13 +132,6 @@ def _first_batch(loader: DataLoader[Any]) -> tuple[Any, float]:
     start = time.perf_counter()
     count = sum(1 for _ in itertools.islice(batches, LOADED))
     return first, (time.perf_counter() - start) / max(1, count)
-
-
-def _memory(device: torch.device) -> int:
-    """Most bytes that this process has held: of the device, or of the machine where that is the device."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class TrialCLI(CLI):

@@ -8,8 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
@@ -36,16 +34,13 @@ class Row:
     """What became of a candidate.
 
     Attributes:
-        setting: The candidate.
         verdict: What its rounds have shown; None if it did not come to that.
         trouble: Why not.
-        start: Seconds of its first steps beyond those of as many later ones: compilation, above all.
     """
 
     setting: Setting
     verdict: Verdict | None = None
     trouble: str = ""
-    start: float = 0.0
 
 
 @dataclass
@@ -53,17 +48,12 @@ class _Runner:
     trial: Trial
     losses: Sequence[float]
     step: float
-    memory: int
-    start: float
     loading: float
-
-    @property
-    def steps(self) -> int:
-        return max(1, math.ceil(BLOCK_SECONDS / self.step))
 
     def block(self) -> float:
         """Seconds per step."""
-        return float(self.trial.steps(self.steps)["seconds"]) / self.steps
+        steps = max(1, math.ceil(BLOCK_SECONDS / self.step))
+        return float(self.trial.steps(steps)["seconds"]) / steps
 
 
 @dataclass
@@ -71,13 +61,10 @@ class Contest:
     """Finds out which settings are faster than none.
 
     Args:
-        words: The command line of ``fit``.
-        folder: For the trials' files.
         ends: When to stop, by ``time.monotonic``.
         together: Most candidates whose processes may be there at once, beside the default's.
         loads: Whether they load their data as in training, and not one batch again and again.
         deterministic: Whether two runs of the same give the same losses; else only the first loss is compared.
-        progress: Told what is being done.
 
     Attributes:
         rows: What became of each candidate so far.
@@ -149,14 +136,14 @@ class Contest:
                     raise runner
                 self._compare(setting, default, runner)
                 runners[setting.name] = runner
-                self.rows[setting.name] = Row(setting, start=runner.start)
+                self.rows[setting.name] = Row(setting)
             except TrialError as failure:
                 self.rows[setting.name] = Row(setting, trouble=str(failure))
         race = Race(list(runners))
         while runners and not race.over and time.monotonic() < self.ends:
             self._round(race, default, runners)
             for name, verdict in race.verdicts.items():
-                self.rows[name] = Row(self.rows[name].setting, verdict, start=self.rows[name].start)
+                self.rows[name] = Row(self.rows[name].setting, verdict)
                 if name not in race.running and name in runners:
                     runners.pop(name).trial.close()
         return runners
@@ -199,7 +186,7 @@ class Contest:
             except TrialError as failure:
                 self.rows[name] = Row(row.setting, trouble=str(failure))
                 continue
-            self.rows[name] = Row(row.setting, combined(verdicts), start=row.start)
+            self.rows[name] = Row(row.setting, combined(verdicts))
             if verdicts[-1].outcome == "faster":
                 return row.setting
         return None
@@ -244,13 +231,11 @@ class Contest:
         self.progress(f"first steps: {name}")
         try:
             first = trial.steps(COMPARED_STEPS)
-            warm = trial.steps(WARM_UP_STEPS)
-            again = trial.steps(WARM_UP_STEPS)
+            trial.steps(WARM_UP_STEPS)
+            step = trial.steps(WARM_UP_STEPS)["seconds"] / WARM_UP_STEPS
         except TrialError as failure:
             return failure
-        start = max(0.0, first["seconds"] + warm["seconds"] - 2 * again["seconds"])
-        step = again["seconds"] / WARM_UP_STEPS
-        return _Runner(trial, first["losses"], step, first["memory"], start, first["loading"])
+        return _Runner(trial, first["losses"], step, first["loading"])
 
     def _compare(self, setting: Setting, default: _Runner, runner: _Runner) -> None:
         if setting.effect is Effect.LEARNING:
@@ -266,7 +251,6 @@ def table(rows: Sequence[Row], rate: float, title: str = "") -> Table:
     """The candidates, fastest first.
 
     Args:
-        rows: What became of them.
         rate: Steps per second of the default.
         title: What was tried, where that is not all.
     """
@@ -274,7 +258,7 @@ def table(rows: Sequence[Row], rate: float, title: str = "") -> Table:
     for name in ("settings", "steps/s", "speed [interval]", "", ""):
         shown.add_column(name, justify="left" if name in ("settings", "") else "right")
     shown.add_row(DEFAULT, f"{rate:.3g}", "1", "", "")
-    for row in ordered(rows):
+    for row in sorted(rows, key=lambda row: -row.verdict.speed if row.verdict is not None else 0.0):
         if row.verdict is None:
             shown.add_row(row.setting.name, "", "", row.trouble or "not tried: no time left", "")
             continue
@@ -282,26 +266,3 @@ def table(rows: Sequence[Row], rate: float, title: str = "") -> Table:
         speed = f"{one.speed:.2f} [{one.low:.2f}, {one.high:.2f}]"
         shown.add_row(row.setting.name, f"{rate * one.speed:.3g}", speed, one.outcome, EFFECTS[row.setting.effect])
     return shown
-
-
-def ordered(rows: Sequence[Row]) -> list[Row]:
-    """Fastest first, and what did not run at the end."""
-    return sorted(rows, key=lambda row: -row.verdict.speed if row.verdict is not None else 0.0)
-
-
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw the speeds with their intervals into a PNG file."""
-    measured = [row for row in ordered(rows) if row.verdict is not None][::-1]
-    figure = Figure((7, 1 + 0.4 * max(1, len(measured))), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for place, row in enumerate(measured):
-        one = row.verdict
-        assert one is not None
-        color = "tab:green" if one.outcome == "faster" else "tab:gray"
-        axes.plot([one.low, one.high], [place, place], color=color, linewidth=2)
-        axes.plot([one.speed], [place], "o", color=color)
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(measured)), [row.setting.name for row in measured])
-    axes.set_xlabel("speed over the default's")
-    figure.savefig(path, dpi=150)

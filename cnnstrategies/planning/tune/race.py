@@ -30,7 +30,6 @@ class Look:
     """A moment at which verdicts may be given.
 
     Attributes:
-        rounds: How many have been run.
         error: Probability of any false verdict that is spent here.
     """
 
@@ -43,15 +42,7 @@ LOOKS = (Look(11, 0.01), Look(17, 0.015), Look(25, 0.025))
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of a candidate.
-
-    Attributes:
-        outcome: In a word.
-        speed: Its speed over the default's.
-        low: Lower end of the interval for that.
-        high: Upper end.
-        rounds: Rounds that it has run in.
-    """
+    """What is known of a candidate: its speed over the default's, and the ends of the interval for that."""
 
     outcome: Outcome
     speed: float
@@ -65,9 +56,6 @@ class Race:
     """Candidates against a default, round by round.
 
     Attributes:
-        candidates: Their names, without the default.
-        looks: When verdicts are given.
-        verdicts: Those given so far.
         running: Candidates that still take part; the slower ones, those behind another and those without a difference
             have left.
     """
@@ -99,12 +87,7 @@ class Race:
         self.verdicts.pop(name, None)
 
     def add(self, default: float, times: Mapping[str, float]) -> None:
-        """Enter a round.
-
-        Args:
-            default: Seconds per step of the default in it.
-            times: Those of the running candidates.
-        """
+        """Enter a round: seconds per step of the default, and of the running candidates."""
         for name, seconds in times.items():
             self._gains[name].append(math.log(default / seconds))
         rounds = max(len(gains) for gains in self._gains.values())
@@ -115,11 +98,7 @@ class Race:
             self._leave_behind()
 
     def judge(self, error: float) -> None:
-        """Give the running candidates their verdicts.
-
-        Args:
-            error: Probability of any false one.
-        """
+        """Give the running candidates their verdicts, with this probability of any false one."""
         running = self.running
         ordered = sorted(running, key=lambda name: p_value(self._gains[name]))
         left = len(self.candidates)
@@ -150,12 +129,7 @@ _NOTHING = Verdict("undecided", 1.0, 0.0, math.inf, 0)
 
 
 def verdict(gains: Sequence[float], error: float) -> Verdict:
-    """What is known from a candidate's rounds.
-
-    Args:
-        gains: Logarithms of the default's time over the candidate's.
-        error: Probability that the interval misses the truth.
-    """
+    """What is known from a candidate's rounds, logarithms of the default's time over its own."""
     low, middle, high = interval(gains, error)
     outcome: Outcome = "undecided"
     if low > MARGIN:

@@ -47,13 +47,7 @@ def write_commented(path: Path, content: Mapping[str, Any], comment: Sequence[st
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run.
-
-    Attributes:
-        name: In a few words.
-        values: Configuration keys and their values.
-        effect: What it changes.
-    """
+    """One way to run."""
 
     name: str
     values: Mapping[str, Any]

@@ -1,21 +1,28 @@
-"""A run that waits to be told how many steps to make, in a process of its own with limits of its own."""
+"""A run that waits to be told how many steps to make, in processes of its own that end with it."""
 
 import contextlib
+import importlib
 import json
+import multiprocessing
 import os
+import signal
 import socket
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from cnnstrategies.planning.tune.program import Program
 
 TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable: the socket on which a trial's ranks wait for orders.
 LOADS = "CNNSTRATEGIES_TRIAL_LOADS"  # Set where the ranks load as in training, and not one batch again and again.
 COMMAND = "cnnstrategies.commands.tune.trial"
 # Their losses tell whether a candidate learns the same: the third follows from the gradients of two updates.
 COMPARED_STEPS = 3
+# What the last lines of a run that has failed say, and what that means.
+CAUSES = (
+    (("OutOfMemoryError", "out of memory", "can't allocate memory"), "out of memory"),
+    (("BackendCompilerFailed", "InductorError", "CppCompileError", "InvalidCxxCompiler"), "the compiler failed"),
+)
 
 
 class TrialError(Exception):
@@ -25,20 +32,40 @@ class TrialError(Exception):
 class Trial:
     """One candidate's run.
 
+    It is forked from a process that has imported its module: imports cost seconds, a fork none. Python's fork server,
+    from which it is forked, only imports: nothing has used a device or started a thread there.
+
     Args:
-        folder: Where its socket and its output go.
-        name: Of both files.
-        words: The command line of ``fit`` for it.
         seconds: How long it may take to start, and then for any order.
         loads: Whether it loads its data as in training, and not one batch again and again.
+
+    Attributes:
+        output: The file of what it prints.
+        process: The process that was started; what it starts in turn is in the same session.
     """
 
     def __init__(self, folder: Path, name: str, words: Sequence[str], seconds: float, loads: bool = False) -> None:
         self._seconds = seconds
-        self._ranks: list[Any] = []
+        self._ranks: list[_Rank] = []
         path = folder / f"{name}.sock"
         variables = {**os.environ, TRIAL: str(path), **({LOADS: "1"} if loads else {})}
-        self._program = Program([COMMAND, *words], folder / f"{name}.log", path, variables)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen(64)
+        self.output = folder / f"{name}.log"
+        self.output.touch()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([COMMAND])
+        self.process = context.Process(target=_run, args=(COMMAND, list(words), self.output, variables))
+        self.process.start()
+        with contextlib.suppress(ProcessLookupError):  # It may have ended already.
+            while self.process.exitcode is None and os.getsid(self._pid) != self._pid:
+                time.sleep(0.002)
+
+    @property
+    def _pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
 
     def wait_until_ready(self) -> None:
         """Wait for all ranks.
@@ -52,7 +79,7 @@ class Trial:
         """Have all ranks make some steps.
 
         Returns:
-            Rank 0's report, with ``seconds`` of the slowest rank and ``memory`` (bytes) of the fullest.
+            Rank 0's report, with ``seconds`` of the slowest rank.
 
         Raises:
             TrialError: It has ended, or has not answered in time.
@@ -61,40 +88,68 @@ class Trial:
             rank.send({"steps": count})
         reports: dict[int, dict[str, Any]] = {}
         self._await(lambda: len(reports) == len(self._ranks), lambda: self._hear(reports))
-        return {
-            **reports[0],
-            "seconds": max(report["seconds"] for report in reports.values()),
-            "memory": max(report["memory"] for report in reports.values()),
-        }
+        return {**reports[0], "seconds": max(report["seconds"] for report in reports.values())}
 
-    def close(self) -> None:
-        """End the run and all its processes."""
+    def close(self, patience: float = 5.0) -> None:
+        """End the run and all its processes, which have so many seconds after SIGTERM."""
         for rank in self._ranks:
             rank.close()
-        self._program.close()
+        self._listener.close()
+        for signum, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, None)):
+            if self.process.exitcode is None:
+                os.killpg(self._pid, signum)
+                self.process.join(seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)  # Ranks that have not ended with the one that started them.
+
+    def cause(self) -> str:
+        """Why it has ended, in a few words, from its exit code and what it has printed."""
+        code = self.process.exitcode
+        assert code is not None, "it has ended"
+        text = self.output.read_text(errors="replace")
+        for signs, cause in CAUSES:
+            if any(sign in text for sign in signs):
+                return cause
+        if code < 0:
+            return f"ended by {signal.Signals(-code).name}{', as when memory is short' * (code == -signal.SIGKILL)}"
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return lines[-1] if lines else f"exit code {code}"
 
     def _accept(self) -> None:
         try:
-            self._program.listener.settimeout(0.2)
-            connection, _ = self._program.listener.accept()
+            self._listener.settimeout(0.2)
+            connection, _ = self._listener.accept()
         except TimeoutError:
             return
-        rank = _Rank(connection)
-        self._ranks = sorted([*self._ranks, rank], key=lambda one: one.number)
+        self._ranks = sorted([*self._ranks, _Rank(connection)], key=lambda one: one.number)
 
     def _hear(self, reports: dict[int, dict[str, Any]]) -> None:
         for rank in self._ranks:
             if rank.number not in reports and (report := rank.hear(0.2)) is not None:
                 reports[rank.number] = report
 
-    def _await(self, done: Any, work: Any) -> None:
+    def _await(self, done: Callable[[], bool], work: Callable[[], None]) -> None:
         deadline = time.monotonic() + self._seconds
         while not done():
-            if self._program.process.poll() is not None:
-                raise TrialError(self._program.cause())
+            if self.process.exitcode is not None:
+                raise TrialError(self.cause())
             if time.monotonic() > deadline:
                 raise TrialError(f"took more than {self._seconds:.0f} s")
             work()
+
+
+def _run(module: str, words: list[str], output: Path, variables: Mapping[str, str]) -> None:
+    """What the forked process does: the module's function `main`, which takes its arguments from `sys.argv`."""
+    os.setsid()
+    file = os.open(output, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.environ.clear()
+    os.environ.update(variables)
+    program = importlib.import_module(module)
+    sys.argv = [str(program.__file__), *words]
+    sys.modules["__main__"] = program  # From which Lightning knows how to start other ranks.
+    program.main()
 
 
 class _Rank:
@@ -108,7 +163,7 @@ class _Rank:
             raise TrialError("a rank has not said who it is")
         self.number, self.world = int(hello["rank"]), int(hello["world"])
 
-    def send(self, order: dict[str, Any]) -> None:
+    def send(self, order: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):  # It has ended: whoever waits for its answer sees why.
             self._connection.sendall(json.dumps(order).encode() + b"\n")
 

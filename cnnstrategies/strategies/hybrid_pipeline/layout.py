@@ -170,6 +170,7 @@ class LayoutRequest:
                     profile=_measured(network, images, max(1, whole // devices), device, trainer),
                     cluster=cluster,
                     samples=whole,
+                    microbatches=microbatches,
                     replicas=replicas,
                     schedule=self.schedule,
                     activation_checkpointing=self.activation_checkpointing,
@@ -177,7 +178,7 @@ class LayoutRequest:
                     state_copies=2 + (states_of(optimizers[0]) if optimizers else USUAL_STATES),
                     memory_limit=self.memory_limit,
                 )
-                layout, run_ahead = choose_layout(job, microbatches, placement=self.placement)
+                layout, run_ahead = choose_layout(job)
                 chosen = list(layout.cuts), run_ahead
             except ConfigurationError as error:
                 chosen = str(error)

@@ -2,13 +2,12 @@
 
 import json
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from cnnstrategies.planning.tune.program import Program
+from cnnstrategies.planning.tune import trial
 
 MODULE = "forked_program"
 PROGRAM = """
@@ -36,11 +35,12 @@ def main():
 def start(tmp_path, monkeypatch):
     (tmp_path / f"{MODULE}.py").write_text(PROGRAM)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(trial, "COMMAND", MODULE)
+    monkeypatch.setenv("TOLD", "so")
     programs = []
 
     def begin(*words):
-        output = tmp_path / f"{len(programs)}.log"
-        programs.append(Program([MODULE, *words], output, tmp_path / f"{len(programs)}", {"TOLD": "so", "PATH": ""}))
+        programs.append(trial.Trial(tmp_path, str(len(programs)), words, 30))
         return programs[-1]
 
     yield begin
@@ -66,7 +66,9 @@ def lives(pid):
 def test_it_runs_with_its_words_and_environment_in_a_session_of_its_own(start):
     """And what Lightning takes for the program is the module."""
     first, second = start("a", "b"), start("c")
-    assert (first.process.wait(30), second.process.wait(30)) == (0, 0)
+    for each in (first, second):
+        each.process.join(30)
+        assert each.process.exitcode == 0
     words, told, imported, own, session, program, _ = said(first)
     assert (words, told, own, session, program) == (["a", "b"], "so", first.process.pid, own, MODULE)
     assert imported == said(second)[2] != own, "both were forked from the process that has imported it"
@@ -74,13 +76,13 @@ def test_it_runs_with_its_words_and_environment_in_a_session_of_its_own(start):
 
 def test_its_end_is_told_and_all_its_processes_end_with_it(start):
     failed, waiting = start("fails"), start("waits")
-    assert failed.process.wait(30) == 1
-    assert failed.cause() == "out of memory"
+    failed.process.join(30)
+    assert failed.process.exitcode == 1
+    with pytest.raises(trial.TrialError, match="out of memory"):
+        failed.wait_until_ready()
     child = said(waiting)[-1]
-    with pytest.raises(subprocess.TimeoutExpired):
-        waiting.process.wait(0.05)
     waiting.close()
-    assert waiting.process.returncode == -signal.SIGTERM
+    assert waiting.process.exitcode == -signal.SIGTERM
     assert "ended by SIGTERM" in waiting.cause()
     until = time.monotonic() + 10
     while lives(child):
