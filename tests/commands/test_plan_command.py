@@ -90,7 +90,7 @@ def test_number_of_devices_must_be_known_and_be_the_clusters(tmp_path: Path) -> 
         main(["plan", "--config", QUICKSTART, "--trainer.devices", "auto"])
     file = tmp_path / "cluster.yaml"
     file.write_text(CLUSTER)
-    said = rf"{file}, line 1: nodes: they have 4 devices, but trainer.devices x trainer.num_nodes are 2"
+    said = rf"{file}: nodes: they have 4 devices, but trainer.devices x trainer.num_nodes are 2"
     with pytest.raises(ConfigurationError, match=said):
         main(["plan", "--config", QUICKSTART, f"--cluster={file}"])
 
