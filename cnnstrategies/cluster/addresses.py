@@ -42,11 +42,7 @@ def interfaces() -> list[Interface]:
 
 
 def resolve(host: str) -> str:
-    """The IP address of a host name, as this machine knows it.
-
-    Raises:
-        ConfigurationError: The name is unknown here.
-    """
+    """The IP address of a host name, as this machine knows it."""
     try:
         address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
@@ -58,11 +54,7 @@ def resolve(host: str) -> str:
 
 
 def source_address(target: str) -> str:
-    """The address of this machine from which packets to ``target`` would leave, by the kernel's routes.
-
-    Raises:
-        ConfigurationError: There is no route.
-    """
+    """The address of this machine from which packets to ``target`` would leave, by the kernel's routes."""
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -76,11 +68,7 @@ def source_address(target: str) -> str:
 
 
 def interface_to(target: str) -> Interface:
-    """The interface that leads to ``target`` by the kernel's routes.
-
-    Raises:
-        ConfigurationError: There is no route, or it leaves from an address that is not the first of an interface.
-    """
+    """The interface that leads to ``target`` by the kernel's routes."""
     source = source_address(target)
     for interface in interfaces():
         if interface.address == source:
@@ -94,11 +82,7 @@ def interface_to(target: str) -> Interface:
 
 
 def find_interface(wanted: str) -> Interface:
-    """The interface with a name, ``eth0``, or the one with an address in a subnet, ``10.0.0.0/24``.
-
-    Raises:
-        ConfigurationError: There is none.
-    """
+    """The interface with a name, ``eth0``, or the one with an address in a subnet, ``10.0.0.0/24``."""
     try:
         network = ipaddress.ip_network(wanted, strict=False) if "/" in wanted else None
     except ValueError as error:

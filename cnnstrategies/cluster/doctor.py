@@ -98,9 +98,6 @@ def examine(place: Place, directory: Path, interface: str | None, wait: float) -
 
     Returns:
         On the first host, what all of them found out; None on the others.
-
-    Raises:
-        ConfigurationError: This host does not reach the first one, or has no such interface.
     """
     store = open_store(place.main_address, place.main_port, place.node == 0, wait)
     mine = _choose(store, place, interface, wait)
@@ -191,11 +188,7 @@ class Examination:
         self.wait_for(point, self._hosts)
 
     def wait_for(self, point: str, nodes: Iterable[int]) -> None:
-        """Wait until these hosts have come to a point.
-
-        Raises:
-            ConfigurationError: They have not in time.
-        """
+        """Wait until these hosts have come to a point."""
         late = missing_after(self._store, [f"{point}/{node}" for node in nodes], self._wait)
         if late:
             raise ConfigurationError(

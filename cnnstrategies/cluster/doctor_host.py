@@ -18,15 +18,7 @@ DRIVER = Path("/proc/driver/nvidia/gpus")  # Has an entry for each card, whateve
 
 @dataclass(frozen=True)
 class Place:
-    """A process of the doctor.
-
-    Attributes:
-        node: Number of its host.
-        nodes: Number of hosts.
-        local_rank: Number of the process on its host; only the first one works.
-        main_address: Name or address of the first host.
-        main_port: Port there.
-    """
+    """A process of the doctor: its host, and its number there; only the first one of each host works."""
 
     node: int
     nodes: int

@@ -28,9 +28,6 @@ class MpirunEnvironment(ClusterEnvironment):
 
     Lightning's ``MPIEnvironment`` needs mpi4py, and tells hosts apart by their names. On several hosts rank 0's
     address is ``MASTER_ADDR``; without it mpi4py, if installed, sends round the name of rank 0's host.
-
-    Raises:
-        ConfigurationError: Ranks are not numbered host by host, or rank 0's address is unknown.
     """
 
     # Names of its variables.
@@ -181,9 +178,6 @@ def environment_plugins(plugins: list[Any], num_nodes: int = 1) -> list[ClusterE
     process that has the job's variables: Lightning would take it for rank 0 and wait for the others.
 
     A cluster environment among the configuration's plugins is left alone.
-
-    Raises:
-        ConfigurationError: A run on several nodes was started in a job of SLURM without srun.
     """
     if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
         return []
@@ -222,9 +216,6 @@ def check_world(trainer: Trainer) -> None:
     """Refuse a launcher that has started another number of processes than the trainer divides the work among.
 
     Each would train on its share of the data, and nobody on the rest.
-
-    Raises:
-        ConfigurationError: It has; the message says how to start as many.
     """
     environment = getattr(trainer.strategy, "cluster_environment", None) or _launcher()
     # With Lightning's own, its processes are told how many they are by the trainer.

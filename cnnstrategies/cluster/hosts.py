@@ -59,9 +59,6 @@ def meet(
         main_address: Where the store is served; the first host takes its route to the second instead.
         interface: By default the one on the route.
         seconds: How long to wait for the other hosts.
-
-    Raises:
-        ConfigurationError: A host is missing, or a connection between two hosts fails; on every host that is there.
     """
     me = socket.gethostname()
     if node == 0:
@@ -191,9 +188,6 @@ def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
 
     Each host's first process speaks for it. On an error in the run the message of a silent host is printed as well. A
     strategy with the attribute ``finds_hosts`` does all that itself, and is told in ``wait`` how long.
-
-    Raises:
-        ConfigurationError: A host is missing or cannot be reached.
     """
     strategy = trainer.strategy
     environment = getattr(strategy, "cluster_environment", None)

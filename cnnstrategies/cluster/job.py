@@ -30,11 +30,7 @@ class Size:
 
 
 def job_size(num_nodes: int, devices: Any, accelerator: Any) -> Size:
-    """The size of the job that a trainer's arguments describe.
-
-    Raises:
-        ConfigurationError: The number of devices, or whether they are GPUs, is left to the machine.
-    """
+    """The size of the job that a trainer's arguments describe."""
     count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 0
     if count < 1:
         raise ConfigurationError(
@@ -167,11 +163,7 @@ fi
 
 
 def submit(script: Path) -> str:
-    """Check a script with SLURM and put it into the queue; the job's number.
-
-    Raises:
-        ConfigurationError: There is no SLURM here, or it refuses the job; the message is SLURM's.
-    """
+    """Check a script with SLURM and put it into the queue; the job's number."""
     if shutil.which("sbatch") is None:
         raise ConfigurationError(
             "sbatch is not found: submit on a login node of a SLURM cluster; --dry_run prints the script anywhere"

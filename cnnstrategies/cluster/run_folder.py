@@ -99,11 +99,7 @@ def checkpoint_arguments(config: Any) -> list[Any]:
 
 
 def last_checkpoint(trainer: Trainer, run: Run) -> Path | None:
-    """The last whole checkpoint of a run; None where it has none yet.
-
-    Raises:
-        ConfigurationError: There is a checkpoint of another run.
-    """
+    """The last whole checkpoint of a run; None where it has none yet."""
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None or trainer.fast_dev_run:  # type: ignore[attr-defined]  # set outside the class
             continue

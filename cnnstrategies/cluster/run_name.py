@@ -108,11 +108,7 @@ LAUNCHERS: tuple[Callable[[Environment, str], Said | None], ...] = (torchrun, ku
 
 
 def find_run(given: str | None, configuration: str, environ: Environment) -> Run | None:
-    """The run that this process is a part of; None where nobody starts it again.
-
-    Raises:
-        ConfigurationError: What is given cannot be a name, or the run is to be started again and has none.
-    """
+    """The run that this process is a part of; None where nobody starts it again."""
     said = [one for launcher in LAUNCHERS if (one := launcher(environ, configuration)) is not None]
     counts = [int(environ.get(STARTS, "0")), *(one.starts for one in said)]
     starts = None if None in counts else sum(count for count in counts if count is not None)
@@ -131,11 +127,7 @@ def find_run(given: str | None, configuration: str, environ: Environment) -> Run
 
 
 def checked(name: str, source: str = "run_name") -> str:
-    """A name, if it can be that of a run's folder.
-
-    Raises:
-        ConfigurationError: It cannot.
-    """
+    """A name, if it can be that of a run's folder."""
     if not re.fullmatch(r"\w[\w.+-]*", name) or len(name) > MOST_CHARACTERS:
         raise ConfigurationError(
             f"{source}={name!r}: it names a folder: at most {MOST_CHARACTERS} letters, digits and . + - _ are accepted"

@@ -86,9 +86,6 @@ def own_store(listens: bool = False) -> Iterator[None]:
     Args:
         listens: The run opens no store of torch's, but listens at the main port itself: make that another port, which
             is free on rank 0's machine.
-
-    Raises:
-        ConfigurationError: Rank 0 has not served one in time.
     """
     if os.environ.get(SERVED) != "True":
         yield
@@ -139,9 +136,6 @@ def open_store(address: str, port: int, serve: bool, seconds: float) -> Store:
     """The store at the main address, through which the processes of a run find each other; rank 0 serves it.
 
     ``torch.distributed`` opens it again later: within a process both share one server.
-
-    Raises:
-        ConfigurationError: The main address is unknown or does not answer, or its port is taken.
     """
     if serve:
         resolve(address)  # torch's own client would retry, and print a stack.

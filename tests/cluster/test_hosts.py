@@ -2,12 +2,11 @@
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from cluster.two_hosts import Run, TwoHosts, missing, two_hosts, wait_for_checkpoint
+from cluster.two_hosts import Run, TwoHosts, cut_for_a_moment_and_for_good, missing, two_hosts
 from conftest import ROOT
 
 from cnnstrategies.cli import main
@@ -42,16 +41,7 @@ def test_a_short_cut_of_the_link_is_survived_and_a_long_one_ends_both_hosts(host
     network = ("--trainer.strategy=hybrid_pipeline", "--network.interface=10.77.9.0/24", "--network.timeout=10")
     few = ("--trainer.max_epochs=10000", "--trainer.limit_train_batches=5", "--trainer.limit_val_batches=1")
     runs = [train(hosts, number, *network, *few) for number in (0, 1)]
-    path = wait_for_checkpoint(*runs)
-    hosts.cut()
-    time.sleep(2)  # Nothing can be on its way any more.
-    hosts.mend()
-    written = path.stat().st_mtime_ns
-    deadline = time.monotonic() + 90
-    while path.stat().st_mtime_ns == written:  # Checkpoints go on to be written.
-        assert time.monotonic() < deadline, "\n".join(run.output() for run in runs)
-        time.sleep(0.1)
-    hosts.cut()
+    path = cut_for_a_moment_and_for_good(hosts, *runs)
     assert [run.wait() for run in runs] == [1, 1], "\n".join(run.output() for run in runs)
     assert f"alpha has not reached beta ({hosts.addresses[1]}, node 1) for 10 s" in runs[0].output()
     assert f"beta has not reached alpha ({hosts.addresses[0]}, node 0) for 10 s" in runs[1].output()

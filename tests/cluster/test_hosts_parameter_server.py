@@ -2,14 +2,13 @@
 
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import warm
-from cluster.two_hosts import Run, TwoHosts, missing, two_hosts, wait_for_checkpoint
+from cluster.two_hosts import Run, TwoHosts, cut_for_a_moment_and_for_good, missing, two_hosts
 from conftest import ROOT
 
 from cnnstrategies.cli import main
@@ -56,16 +55,7 @@ def test_encrypted_runs_survive_a_short_cut_of_the_link_and_a_long_one_ends_both
     arguments = ("--trainer.strategy.init_args.key_file=run.key", "--trainer.max_epochs=10000")
     limits = ("--trainer.limit_train_batches=5", "--trainer.limit_val_batches=1")
     runs = [train(hosts, number, *arguments, *limits) for number in (0, 1)]
-    path = wait_for_checkpoint(*runs)
-    hosts.cut()
-    time.sleep(2)
-    hosts.mend()
-    written = path.stat().st_mtime_ns
-    deadline = time.monotonic() + 90
-    while path.stat().st_mtime_ns == written:  # Checkpoints go on to be written.
-        assert time.monotonic() < deadline, "\n".join(run.output() for run in runs)
-        time.sleep(0.1)
-    hosts.cut()
+    path = cut_for_a_moment_and_for_good(hosts, *runs)
     codes = [run.wait() for run in runs]
     outputs = [run.output() for run in runs]
     assert 0 not in codes, "\n".join(outputs)

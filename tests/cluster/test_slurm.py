@@ -31,7 +31,7 @@ cluster:
 """
 # Mixing is on: a resumed run must draw what the uninterrupted one draws.
 RUN = [
-    *("--model.init_args.mixup_alpha=0.2", "--trainer.max_epochs=12"),
+    *("--model.init_args.mixup_alpha=0.2", "--trainer.max_epochs=24"),
     *("--trainer.limit_train_batches=5", "--trainer.limit_val_batches=1"),
 ]
 HYBRID = "--config=" + str(ROOT / "configs/experiments/digits_smallcnn_hybrid_1-1_cpu.yaml")
@@ -78,50 +78,28 @@ class Job:
             )
             time.sleep(0.1)
 
-    def wait_for_end(self) -> None:
-        self.wait_for(lambda: self.state["JobState"] not in RUNS, "the job's end")
 
-
-def test_interrupted_jobs_go_on_exactly(slurm, run_cli):
-    """On 2 nodes, a job warned of its end and one pre-empted: they go on where they were."""
-    KeyPair.create().save("run.key")
-    # The hybrid pipeline gives way, whether the other runs or waits at that moment.
-    hybrid = Job(slurm, run_cli, HYBRID, *RUN, f"--cluster.cpus_per_task={CPUS - 2}")
-    encrypted = f"{SERVER}.security=curve"  # Two nodes on one machine would do without.
-    server = Job(slurm, run_cli, *PARAMETER_SERVER, encrypted, *RUN, "--cluster.partition=high")
-
-    def preempt():
-        """A more important job comes; SLURM tells the pipeline with SIGTERM."""
-        slurm.run("sbatch", "--partition=high", "--nodes=2", "--ntasks-per-node=3", "--output=/dev/null", "--wrap=true")
-
-    def warn():
-        """What SLURM does before the time limit: the signal goes to the processes, not to the script."""
-        slurm.run("scancel", "--signal=USR1", server.number)
-
-    interruptions = {hybrid: preempt, server: warn}
-
-    def all_are_interrupted():
-        for job in [job for job in interruptions if job.last.exists()]:
-            interruptions.pop(job)()
-        return not interruptions
-
-    server.wait_for(all_are_interrupted, "checkpoints")
-    where = [
-        "--checkpoint.dirpath=whole",
-        "--trainer.enable_progress_bar=false",
-        "--trainer.enable_model_summary=false",
-    ]
-    code, output = run_cli("fit", HYBRID, "--trainer.strategy.init_args.start_method=fork", *RUN, *where)
+def test_an_interrupted_job_goes_on_exactly(slurm, run_cli):
+    """On 2 nodes, warned of its end at first, and then pre-empted: the weights are those of an unbroken run."""
+    job = Job(slurm, run_cli, HYBRID, *RUN, f"--cluster.cpus_per_task={CPUS - 2}")
+    job.wait_for(job.last.exists, "a checkpoint")
+    # What SLURM does before the time limit: the signal goes to the processes, not to the script.
+    slurm.run("scancel", "--signal=USR1", job.number)
+    job.wait_for(lambda: "Restored all states" in job.log, "that it goes on")
+    # A more important job comes; SLURM tells this one with SIGTERM.
+    slurm.run("sbatch", "--partition=high", "--nodes=2", "--ntasks-per-node=3", "--output=/dev/null", "--wrap=true")
+    quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+    alone = ["--trainer.strategy.init_args.start_method=fork", "--checkpoint.dirpath=whole"]
+    code, output = run_cli("fit", HYBRID, *RUN, *quiet, *alone)
     assert code == 0, output
-    whole = torch.load("whole/last.ckpt", weights_only=True)
-    for job, name in ((server, "SIGUSR1"), (hybrid, "SIGTERM")):
-        job.wait_for_end()
-        assert (job.state["JobState"], job.state["Restarts"]) == ("COMPLETED", "1"), f"{job.state}\n{job.log}"
+    job.wait_for(lambda: job.state["JobState"] not in RUNS, "the end")
+    assert (job.state["JobState"], job.state["Restarts"]) == ("COMPLETED", "2"), f"{job.state}\n{job.log}"
+    for name in ("SIGUSR1", "SIGTERM"):
         assert f"{name}: stopping after this step" in job.log
-        assert "Restored all states" in job.log
-        assert torch.load(job.last, weights_only=True)["global_step"] == whole["global_step"] == 60, job.log
-    ended = torch.load(hybrid.last, weights_only=True)
-    assert all(value.equal(ended["state_dict"][key]) for key, value in whole["state_dict"].items()), hybrid.log
+    assert job.log.count("Restored all states") == 2
+    whole, ended = (torch.load(file, weights_only=True) for file in ("whole/last.ckpt", job.last))
+    assert whole["global_step"] == ended["global_step"] == 120, job.log
+    assert all(value.equal(ended["state_dict"][key]) for key, value in whole["state_dict"].items()), job.log
 
 
 def test_dedicated_servers_run_on_nodes_of_their_own_and_a_dead_worker_is_left_out(slurm, run_cli):
@@ -132,7 +110,7 @@ def test_dedicated_servers_run_on_nodes_of_their_own_and_a_dead_worker_is_left_o
     job.wait_for(job.last.exists, "a checkpoint")
     assert [slurm.job(f"{job.number}+{part}")["NodeList"] for part in (0, 1)] == ["n1", "n2"]
     os.kill(_rank(job.number, 1), signal.SIGKILL)
-    job.wait_for_end()
+    job.wait_for(lambda: job.state["JobState"] not in RUNS, "the end")
     assert torch.load(job.last, weights_only=True)["global_step"] == 100, job.log
     # It counts as failed, since a process of it has; it is not requeued.
     assert (job.state["JobState"], job.state["ExitCode"], job.state["Restarts"]) == ("FAILED", "137:0", "0")

@@ -158,11 +158,23 @@ def bind(source: Path, target: Path, read_only: bool = False) -> None:
         subprocess.run(["mount", "-o", "remount,ro,bind", target], check=True)
 
 
-def wait_for_checkpoint(*runs: Run) -> Path:
-    """The checkpoint of the first epoch."""
+def cut_for_a_moment_and_for_good(hosts: TwoHosts, *runs: Run) -> Path:
+    """Pull the cable once for two seconds, and again when the runs have gone on since; their checkpoint."""
+    path = _written(0, *runs)
+    hosts.cut()
+    time.sleep(2)  # Nothing can be on its way any more.
+    hosts.mend()
+    _written(path.stat().st_mtime_ns, *runs)
+    hosts.cut()
+    return path
+
+
+def _written(since: int, *runs: Run) -> Path:
+    """The checkpoint, as soon as it has been written again."""
     for _ in range(1000):
-        if found := list(Path("runs").glob("*/*/checkpoints/last.ckpt")):
-            return found[0]
+        for path in Path("runs").glob("*/*/checkpoints/last.ckpt"):
+            if path.stat().st_mtime_ns > since:
+                return path
         time.sleep(0.1)
     raise AssertionError("\n".join(run.output() for run in runs))
 

@@ -10,12 +10,13 @@ import yaml
 from conftest import ROOT
 
 from cnnstrategies import cli
+from cnnstrategies.cluster.job import Size
+from cnnstrategies.cluster.options import KubernetesOptions
 from cnnstrategies.cluster.run_folder import write_record
 from cnnstrategies.commands.submit.command import check, main
 from cnnstrategies.commands.submit.kubernetes import KubernetesTarget
-from cnnstrategies.commands.submit.slurm import write
+from cnnstrategies.commands.submit.slurm import SlurmTarget, write
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.strategies import ParameterServerStrategy
 
 QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
 TWO_NODES = ["--trainer.num_nodes=2", "--trainer.devices=1"]
@@ -23,12 +24,11 @@ TWO_NODES = ["--trainer.num_nodes=2", "--trainer.devices=1"]
 
 def test_dry_run_prints_the_script_and_writes_nothing(capsys):
     os.environ["PATH"] = "/nowhere"
-    for spelling in ("--dry_run", "--dry-run"):
-        cli.main(["submit", "fit", QUICKSTART, *TWO_NODES, "--cluster.partition=short", spelling])
-        output = capsys.readouterr().out
-        assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n" in output
-        assert "#SBATCH --partition=short\n" in output
-        assert not list(Path().iterdir())
+    cli.main(["submit", "fit", QUICKSTART, *TWO_NODES, "--cluster.partition=short", "--dry-run"])
+    output = capsys.readouterr().out
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n" in output
+    assert "#SBATCH --partition=short\n" in output
+    assert not list(Path().iterdir())
     assert "sbatch is not found: submit on a login node" in refusal([QUICKSTART, *TWO_NODES], capsys)
 
 
@@ -49,26 +49,14 @@ def test_one_file_serves_fit_and_submit(run_cli):
     assert config["stop"] == {"grace": 10.0, "warning_signal": "USR1", "warning_grace": 100.0, "on_each_node": False}
 
 
-def test_a_job_goes_on_from_its_own_checkpoints_only():
-    """What `fit` would refuse in the job is refused before it is queued."""
-    submit = ["submit", "fit", QUICKSTART, *TWO_NODES, "--dry_run"]
-    Path("mine").mkdir()
-    Path("mine/last.ckpt").touch()
-    own = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath=mine"]
-    with pytest.raises(ConfigurationError, match=r"mine/last.ckpt is not of the run cnnstrategies-\d+"):
-        main([*submit, *own])
-    write_record(Path("mine"), {"run": "resnet"})
-    main([*submit, *own, "--run_name=resnet"])
-    with pytest.raises(ConfigurationError, match="fresh: a job has this option at each restart"):
-        main([*submit, "--fresh"])
-
-
 HYBRID = f"--config={ROOT / 'configs/experiments/digits_smallcnn_hybrid_3-1_cpu.yaml'}"
 SERVER = "--trainer.strategy.init_args"
 PARAMETER_SERVER = [QUICKSTART, "--trainer.strategy=ParameterServerStrategy", f"{SERVER}.mode=async"]
 REFUSED = {
-    "parameter server without keys": ([*PARAMETER_SERVER, "--trainer.num_nodes=2"], "make a key file with"),
-    "server nodes of another strategy": ([QUICKSTART, "--cluster.server_nodes=1"], "trainer.strategy=ddp: "),
+    "server nodes and a name": (
+        [QUICKSTART, "--trainer.strategy=parameter_server", "--cluster.server_nodes=1"],
+        "trainer.strategy=parameter_server: ",
+    ),
     "server nodes and endpoints": (
         [
             *(*PARAMETER_SERVER, f"{SERVER}.security=none", f'{SERVER}.endpoints=["tcp://10.0.0.5:7700"]'),
@@ -82,13 +70,16 @@ REFUSED = {
         "by 3 processes that load: use 63 or 66",
     ),
     "own processes": ([QUICKSTART, "--trainer.strategy=ddp_spawn"], "starts its processes itself"),
-    "no checkpoints": ([QUICKSTART, "--trainer.enable_checkpointing=false"], "from the beginning each time"),
+    "fresh": ([QUICKSTART, *TWO_NODES, "--fresh"], "fresh: a job has this option at each restart"),
+    "a key that there is not": ([QUICKSTART, "--cluster.kubernetes.imag=cnn"], "unknown key cluster.kubernetes.imag: "),
 }
 
 
 def test_what_cannot_run_is_refused(capsys):
     for name, (args, message) in REFUSED.items():
         assert re.search(message, refusal([*args, "--dry_run"], capsys)), name
+    with pytest.raises(ConfigurationError, match="submit takes fit"):
+        main(["submit", "train", QUICKSTART])
 
 
 def refusal(args, capsys):
@@ -100,32 +91,44 @@ def refusal(args, capsys):
     return line.removeprefix("cnnstrategies: error: ")
 
 
+def test_what_a_target_cannot_run_is_refused():
+    base = check([*PARAMETER_SERVER, "--trainer.num_nodes=2"])
+
+    def refused(target, message, base=base, kubernetes=None, **options):
+        kubernetes = KubernetesOptions(**{"image": "cnn:1", "volumes": {"/runs": "runs"}, **(kubernetes or {})})
+        changed = replace(base.options, **{"kubernetes": kubernetes, "job_name": "cnn", **options})
+        with pytest.raises(ConfigurationError, match=message):
+            target(replace(base, options=changed), "submit")
+
+    refused(SlurmTarget, "make a key file with")
+    refused(KubernetesTarget, "kubectl create secret generic run-key --from-file=run.key")
+    refused(KubernetesTarget, "cluster.kubernetes.image: name the container image", kubernetes={"image": None})
+    refused(KubernetesTarget, "small letters", job_name="My_Run")
+    base = replace(base, parameter_server=None)
+    refused(KubernetesTarget, "is for a ParameterServerStrategy", base, {"key_secret": "run-key"})
+    no_volume = r"finds its checkpoints only in a volume; add one .* cluster.kubernetes.volumes: {/runs: CLAIM}"
+    refused(KubernetesTarget, no_volume, base, {"volumes": {}})
+    refused(KubernetesTarget, "choose a directory in /runs", base, folder=Path("/data"))
+    alone = replace(base.options, kubernetes=KubernetesOptions(image="cnn:1", volumes={"/runs": "runs"}))
+    with pytest.raises(ConfigurationError, match=r"trainer\.num_nodes=1: doctor checks what lies between nodes"):
+        KubernetesTarget(replace(base, size=Size(1, 1, 0), options=alone), "submit", "doctor")
+    # What `fit` would refuse in the job is refused before it is queued.
+    base.cli.config.checkpoint.dirpath = "mine"
+    Path("mine").mkdir()
+    Path("mine/last.ckpt").touch()
+    refused(SlurmTarget, r"mine/last.ckpt is not of the run cnn-\d+", base)
+    refused(KubernetesTarget, r"checkpoint.dirpath=mine: .* choose", base)
+    write_record(Path("mine"), {"run": "resnet"})
+    base.cli.config.run_name = "resnet"
+    SlurmTarget(base, "submit")
+    base.cli.config.trainer.enable_checkpointing = False
+    refused(SlurmTarget, "from the beginning each time", base)
+    refused(KubernetesTarget, r"a pod would start .*; set cluster\.kubernetes\.max_restarts to 0", base)
+
+
 KUBERNETES = [QUICKSTART, *TWO_NODES, "--to=kubernetes", "--cluster.job_name=cnn", "--cluster.kubernetes.image=cnn:1"]
 VOLUME = '--cluster.kubernetes.volumes={"/runs": "runs"}'
-PS = ["--trainer.strategy=ParameterServerStrategy", f"{SERVER}.mode=async"]
-BY_KUBERNETES = {
-    "no image": ({"image": None}, {}, "cluster.kubernetes.image: name the container image"),
-    "name": ({}, {"job_name": "My_Run"}, "small letters"),
-    "no volume": ({"volumes": {}}, {}, r"only in a volume; add one .* cluster.kubernetes.volumes: {/runs: CLAIM}"),
-    "folder elsewhere": ({}, {"folder": Path("/data")}, "choose a directory in /runs"),
-    "keys of nothing": ({"key_secret": "run-key"}, {}, "is for a ParameterServerStrategy"),
-}
-
-
-def test_what_kubernetes_cannot_run_is_refused():
-    base = check([*KUBERNETES, VOLUME])
-
-    def refused(base, why):
-        with pytest.raises(ConfigurationError, match=why):
-            KubernetesTarget(base, "")
-
-    for own, options, why in BY_KUBERNETES.values():
-        kubernetes = replace(base.options.kubernetes, **own)
-        refused(replace(base, options=replace(base.options, kubernetes=kubernetes, **options)), why)
-    server = ParameterServerStrategy(mode="async")
-    refused(replace(base, parameter_server=server), "kubectl create secret generic run-key --from-file=run.key")
-    base.cli.config.checkpoint.dirpath = "/data"
-    refused(base, "checkpoint.dirpath=/data: .* choose")
+PS = PARAMETER_SERVER[1:]
 
 
 def test_the_pods_read_a_configuration_that_fits_them(capsys):
@@ -155,15 +158,3 @@ def test_the_pods_read_a_configuration_that_fits_them(capsys):
         (container,) = job["spec"]["template"]["spec"]["containers"]
         assert "cnnstrategies doctor --shared" in container["command"][-1]
         assert job["spec"]["backoffLimit"] == 0
-    without = ["--trainer.enable_checkpointing=false", "--dry_run"]
-    with pytest.raises(ConfigurationError, match=r"a pod would start .*; set cluster\.kubernetes\.max_restarts to 0"):
-        main(["submit", "fit", *KUBERNETES, VOLUME, *without])
-    with pytest.raises(ConfigurationError, match=r"trainer\.num_nodes=1: doctor checks what lies between nodes"):
-        main(["submit", "doctor", *KUBERNETES, VOLUME, "--trainer.num_nodes=1", *without])
-
-
-def test_a_mistake_is_explained_as_by_fit(capsys):
-    line = refusal([QUICKSTART, "--cluster.kubernetes.imag=cnn"], capsys)
-    assert line.startswith("unknown key cluster.kubernetes.imag: ")
-    with pytest.raises(ConfigurationError, match="submit takes fit"):
-        main(["submit", "train", QUICKSTART])

@@ -36,7 +36,7 @@ from cnnstrategies.runtime.processes import is_stopped, spawned_by_a_thread
 from cnnstrategies.runtime.whole_file import whole_file, writing
 
 
-@replaces(fail, killed_by=test_submit_command.test_a_mistake_is_explained_as_by_fit)
+@replaces(fail, killed_by=test_submit_command.test_what_cannot_run_is_refused)
 def a_mistake_in_the_configuration_ends_like_a_run_that_has_failed(
     right: Callable[[str], NoReturn], message: str
 ) -> NoReturn:

@@ -20,11 +20,7 @@ BYTES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def demand(options: ClusterOptions, size: Size) -> dict[str, float]:
-    """What the run needs of each node, as Ray counts it.
-
-    Raises:
-        ConfigurationError: The memory is not written as SLURM writes it.
-    """
+    """What the run needs of each node, as Ray counts it."""
     needed = {"CPU": float(size.tasks_per_node * (options.cpus_per_task or 1))}
     if size.gpus_per_node:
         needed["GPU"] = float(size.gpus_per_node)
@@ -57,9 +53,6 @@ def connected(address: str | None) -> Iterator[Any]:
 
     Args:
         address: Of the cluster, unless the environment or this machine has one.
-
-    Raises:
-        ConfigurationError: Ray is not installed, or no cluster can be reached.
     """
     try:
         ray = importlib.import_module("ray")
@@ -98,11 +91,7 @@ def knock(address: str) -> None:
 
 
 def check_nodes(nodes: list[dict[str, Any]], count: int, needed: Mapping[str, float]) -> None:
-    """Refuse a run for which the cluster is too small.
-
-    Raises:
-        ConfigurationError: Too few nodes have that much.
-    """
+    """Refuse a run for which the cluster is too small."""
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     fits = [node for node in alive if all(node.get(name, 0) >= value for name, value in needed.items())]
     if len(fits) >= count:

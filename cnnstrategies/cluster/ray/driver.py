@@ -103,9 +103,6 @@ class Driver:
 
         Returns:
             The exit code: that of the program that failed, or 128 and the signal's number after a signal.
-
-        Raises:
-            ConfigurationError: The run cannot start on a node.
         """
         most = self._order.max_restarts
         with self._heeding_signals():
@@ -139,11 +136,7 @@ class Driver:
             self._ray.util.remove_placement_group(group)
 
     def _place(self) -> Any:
-        """Nodes of the cluster, each with what the run needs of it; None after a signal.
-
-        Raises:
-            ConfigurationError: They have not become free in time.
-        """
+        """Nodes of the cluster, each with what the run needs of it; None after a signal."""
         order = self._order
         group = self._ray.util.placement_group([order.needed] * order.nodes, "STRICT_SPREAD")
         wanted = f"{order.nodes} nodes with {in_words(order.needed)}"

@@ -18,9 +18,6 @@ class RayEnvironment(RayLightningEnvironment):  # type: ignore[misc]  # Ray is n
 
     A parameter server's coordinator listens at the main port, and that of ``TorchTrainer`` is taken by the store of the
     process group that it opens. So rank 0 chooses another one; this is a collective of all workers.
-
-    Raises:
-        ConfigurationError: The nodes have different numbers of workers.
     """
 
     def __init__(self) -> None:

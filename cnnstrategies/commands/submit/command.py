@@ -81,11 +81,7 @@ class Submission:
             )
 
     def run_folder(self, below: Path) -> Path:
-        """The run's folder on a disk that all nodes see: its own by name, or a new one.
-
-        Raises:
-            ConfigurationError: Its checkpoints are those of another run, or its servers and workers have no keys.
-        """
+        """The run's folder on a disk that all nodes see: its own by name, or a new one."""
         if self.parameter_server is not None and self.size.nodes + self.options.server_nodes > 1:
             self.parameter_server.options.encrypted("tcp://first-node:15000")  # It says what is missing.
         folder = below.resolve()

@@ -136,11 +136,7 @@ target = KubernetesTarget
 
 
 def create(run: Run) -> None:
-    """Ask the cluster what can be known beforehand, and make the objects of a run; either all or none.
-
-    Raises:
-        ConfigurationError: There is no cluster, or it does not take the run.
-    """
+    """Ask the cluster what can be known beforehand, and make the objects of a run; either all or none."""
     options = run.options
     for path, claim in options.volumes.items():
         if _look(run, "persistentvolumeclaim", claim, "--output=name") == "":
