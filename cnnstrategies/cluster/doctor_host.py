@@ -10,10 +10,20 @@ from pathlib import Path
 
 import lightning
 import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from cnnstrategies.cluster.environment import MpirunEnvironment, environment_plugins
+from cnnstrategies.cluster.environment import MpirunEnvironment, launcher
 
 DRIVER = Path("/proc/driver/nvidia/gpus")  # Has an entry for each card, whatever torch can do with it.
+# Where they say how many nodes there are.
+NODES: dict[type[ClusterEnvironment], str] = {
+    TorchElasticEnvironment: "GROUP_WORLD_SIZE",
+    SLURMEnvironment: "SLURM_NNODES",
+    LightningEnvironment: "NNODES",
+}
 
 
 @dataclass(frozen=True)
@@ -29,24 +39,17 @@ class Place:
 
 def find_place() -> Place | None:
     """Read the variables of srun, torchrun, mpirun, or those set by hand; None where nothing has started others."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        nodes = int(os.environ["GROUP_WORLD_SIZE"])
-        return Place(int(os.environ["GROUP_RANK"]), nodes, int(os.environ["LOCAL_RANK"]), *_main())
-    if environments := [one for one in environment_plugins([]) if one.creates_processes_externally]:
-        environment = environments[0]
-        if isinstance(environment, MpirunEnvironment):
-            nodes = environment.world_size() // environment.local_size()
-        else:
-            nodes = int(os.environ["SLURM_NNODES"])
-        address, port = environment.main_address, environment.main_port
-        return Place(environment.node_rank(), nodes, environment.local_rank(), address, port)
-    if "NNODES" in os.environ and "NODE_RANK" in os.environ:
-        return Place(int(os.environ["NODE_RANK"]), int(os.environ["NNODES"]), 0, *_main())
-    return None
-
-
-def _main() -> tuple[str, int]:
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    environment = launcher()
+    if environment is None and {"NNODES", "NODE_RANK"} <= os.environ.keys():
+        environment = LightningEnvironment()
+    if environment is None:
+        return None
+    if isinstance(environment, MpirunEnvironment):
+        nodes = environment.world_size() // environment.local_size()
+    else:
+        nodes = int(os.environ[NODES[type(environment)]])
+    address, port = environment.main_address, environment.main_port
+    return Place(environment.node_rank(), nodes, environment.local_rank(), address, port)
 
 
 def versions() -> dict[str, str]:

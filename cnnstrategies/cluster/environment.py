@@ -181,8 +181,8 @@ def environment_plugins(plugins: list[Any], num_nodes: int = 1) -> list[ClusterE
     """
     if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
         return []
-    if (launcher := _launcher()) is not None:
-        return [] if isinstance(launcher, TorchElasticEnvironment) else [launcher]  # Lightning finds torchrun itself.
+    if (started := launcher()) is not None:
+        return [] if isinstance(started, TorchElasticEnvironment) else [started]  # Lightning finds torchrun itself.
     if num_nodes > 1 and "SLURM_JOB_ID" in os.environ and "NODE_RANK" not in os.environ:
         raise ConfigurationError(
             f"trainer.num_nodes={num_nodes}: this job of SLURM has started one process, on its first node: write srun "
@@ -197,7 +197,7 @@ def environment_plugins(plugins: list[Any], num_nodes: int = 1) -> list[ClusterE
     return [LightningEnvironment()] if _in_slurm() else []
 
 
-def _launcher() -> ClusterEnvironment | None:
+def launcher() -> ClusterEnvironment | None:
     """What has started this process and its others; None where Lightning is to start them."""
     if TorchElasticEnvironment.detect():
         return TorchElasticEnvironment()
@@ -217,7 +217,7 @@ def check_world(trainer: Trainer) -> None:
 
     Each would train on its share of the data, and nobody on the rest.
     """
-    environment = getattr(trainer.strategy, "cluster_environment", None) or _launcher()
+    environment = getattr(trainer.strategy, "cluster_environment", None) or launcher()
     # With Lightning's own, its processes are told how many they are by the trainer.
     if environment is None or isinstance(environment, LightningEnvironment):
         return

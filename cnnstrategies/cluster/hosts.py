@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -146,16 +145,6 @@ class Watch:
         self._stopped.set()
         self._thread.join()
 
-    def explain(self) -> str | None:
-        """Ask every host once; what is wrong with those that do not answer, or None if all do."""
-        lines = []
-        for peer, (answer, reason) in self._ask().items():
-            if answer == "silent":
-                lines.append(f"{self._me} cannot reach {peer}: {reason}")
-            elif answer == "refused":
-                lines.append(f"on {peer} the run has ended; look for the reason in its output")
-        return "; ".join(lines) or None
-
     def _ask(self) -> dict[Peer, tuple[Answer, str]]:
         with ThreadPoolExecutor(min(MOST_AT_ONCE, len(self._peers))) as pool:
             answers = pool.map(lambda peer: ping(peer, self._interval), self._peers)
@@ -172,9 +161,8 @@ class Watch:
             if lost and not self._stopped.is_set():
                 names = ", ".join(map(str, lost))
                 reason = answers[lost[0]][1]
-                own = "; no other host answers, so it may be this one's connection" if len(lost) > 1 else ""
-                if len(lost) < len(self._peers):
-                    own = ""
+                alone = len(lost) == len(self._peers) > 1
+                own = "; no other host answers, so it may be this one's connection" if alone else ""
                 self._on_silent(
                     f"{self._me} has not reached {names} for {self._timeout:g} s ({reason}){own}: the run ends here. "
                     "Mend the connection and resume from the last checkpoint; --network.timeout sets how long to wait"
@@ -186,8 +174,8 @@ class Watch:
 def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
     """Bring the hosts of a run together before it starts, and watch them while it lasts; one host has its loopback.
 
-    Each host's first process speaks for it. On an error in the run the message of a silent host is printed as well. A
-    strategy with the attribute ``finds_hosts`` does all that itself, and is told in ``wait`` how long.
+    Each host's first process speaks for it. A strategy with the attribute ``finds_hosts`` does all that itself, and
+    is told in ``wait`` how long.
     """
     strategy = trainer.strategy
     environment = getattr(strategy, "cluster_environment", None)
@@ -201,19 +189,17 @@ def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
         with on_loopback(strategy):
             yield
         return
-    _check(strategy, environment, trainer.num_nodes)
+    if ranks_are_children(strategy.launcher):
+        raise ConfigurationError(
+            f"trainer.num_nodes={trainer.num_nodes} with a strategy that forks or spawns its ranks: use the one "
+            "without _fork or _spawn in its name"
+        )
     watch, probe = None, None
     address, port = environment.main_address, environment.main_port
     store = open_store(address, port, strategy.global_rank == 0, network.wait)
     if environment.local_rank() == 0:
-        interface, probe, others = meet(
-            store,
-            environment.node_rank(),
-            trainer.num_nodes,
-            address,
-            network.interface,
-            network.wait,
-        )
+        node, nodes = environment.node_rank(), trainer.num_nodes
+        interface, probe, others = meet(store, node, nodes, address, network.interface, network.wait)
         name = interface.name
 
         def end(message: str) -> None:
@@ -229,26 +215,9 @@ def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
     use_interface(name)
     try:
         yield
-    except Exception:
-        if watch is not None and (explanation := watch.explain()):
-            print(f"cnnstrategies: {explanation}", file=sys.stderr, flush=True)
-        raise
     finally:
         if watch is not None and probe is not None:
             watch.close()
             probe.close()
         # Until here: rank 0's process shares the server with torch's own.
         del store
-
-
-def _check(strategy: ParallelStrategy, environment: ClusterEnvironment, nodes: int) -> None:
-    """Refuse what cannot run on several hosts, before waiting for any."""
-    if ranks_are_children(strategy.launcher):
-        raise ConfigurationError(
-            f"trainer.num_nodes={nodes} with a strategy that forks or spawns its ranks: use the one without _fork or "
-            "_spawn in its name"
-        )
-    try:
-        environment.validate_settings(num_devices=len(strategy.parallel_devices or ()), num_nodes=nodes)
-    except (ValueError, RuntimeError) as error:
-        raise ConfigurationError(str(error)) from error
