@@ -28,15 +28,6 @@ def bar(names):
         del sys.modules[name]  # A program that starts warm has them.
 
 
-def network():
-    """The network's own code, which safetensors needs."""
-    from torch import nn
-
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
-    )
-
-
 def logits(folder, description, images):
     if description["format"] == "onnx":
         import onnxruntime
@@ -45,13 +36,7 @@ def logits(folder, description, images):
         return session.run(None, {"images": images})[0]
     import torch
 
-    if description["format"] == "safetensors":
-        from safetensors.torch import load_model
-
-        module = network().eval()
-        load_model(module, folder / description["file"])
-    else:
-        module = torch.export.load(folder / description["file"]).module()
+    module = torch.export.load(folder / description["file"]).module()
     with torch.no_grad():
         return module(torch.from_numpy(images)).numpy()
 

@@ -74,10 +74,10 @@ def test_fit_validate_test_predict_and_quantize(run_cli, quick):
     assert "int8" in output
     assert Path("int8.pt2").is_file()
 
-    code, output = run_cli("export", *quick, best, "--format=safetensors")
+    code, output = run_cli("export", *quick, best)
     assert code == 0, output
     assert "100.00% have the same class" in output
-    assert Path("exported/model.safetensors").is_file()
+    assert Path("exported/model.pt2").is_file()
 
     code, output = run_cli("predict", *quick, best, "--predictions.images=nowhere")
     assert (code, len(output.splitlines())) == (2, 1), "before any process starts"

@@ -128,8 +128,8 @@ def words_of(files):
 
 
 def is_dear(files):
-    """Whether the network is large, or several processes train."""
-    return files[0].startswith(LARGE) or not {*TWO, *FOUR}.isdisjoint(words_of(files))
+    """Whether the network is large, or several processes train, of which servers are some."""
+    return files[0].startswith(LARGE) or not {*TWO, *FOUR, *FORK}.isdisjoint(words_of(files))
 
 
 def with_marks(files):

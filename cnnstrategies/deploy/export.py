@@ -1,7 +1,6 @@
 """A trained network as files that need neither Lightning nor this package."""
 
 import contextlib
-import copy
 import importlib.util
 import itertools
 import json
@@ -27,9 +26,9 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.logits import giving_logits, main_logits, name_of
 from cnnstrategies.runtime.whole_file import writing
 
-Format = Literal["safetensors", "torch_export", "onnx"]
-FILES = {"safetensors": "model.safetensors", "torch_export": "model.pt2", "onnx": "model.onnx"}
-NEEDS = {"safetensors": ("safetensors",), "torch_export": (), "onnx": ("onnx", "onnxscript", "onnxruntime")}
+Format = Literal["torch_export", "onnx"]
+FILES = {"torch_export": "model.pt2", "onnx": "model.onnx"}
+NEEDS = {"torch_export": (), "onnx": ("onnx", "onnxscript", "onnxruntime")}
 DESCRIPTION = "export.json"
 BATCHES = 4  # That the exported network is compared on.
 TOLERANCE = 1e-3  # Of the largest logit: another compiler adds up in another order.
@@ -78,17 +77,14 @@ def export(
     datamodule.prepare_data()
     datamodule.setup("validate")
     batches = [images for images, _ in itertools.islice(datamodule.val_dataloader(), BATCHES)]
-    # Safetensors are for the network's own code.
-    source = network if kind == "safetensors" else giving_logits(network, batches[0])
+    source = giving_logits(network, batches[0])
     scratch = output.with_name(f"{output.name}.unfinished")
     shutil.rmtree(scratch, ignore_errors=True)  # Of an export that was killed.
     scratch.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         stack.enter_context(writing(output, "make room there, or give another --output"))
-        exported = {"safetensors": to_safetensors, "torch_export": to_torch_export, "onnx": to_onnx}[kind](
-            source, batches[0], scratch / FILES[kind]
-        )
+        exported = {"torch_export": to_torch_export, "onnx": to_onnx}[kind](source, batches[0], scratch / FILES[kind])
         compared = _compare(network, exported, batches, output / FILES[kind])
         if compared.difference > TOLERANCE * max(1.0, compared.largest):
             raise ConfigurationError(
@@ -145,19 +141,6 @@ def _compare(network: Network, exported: Network, batches: list[Tensor], file: P
     return Comparison(file, total, difference, largest, same / total, of)
 
 
-def to_safetensors(network: nn.Module, example: Tensor, file: Path) -> Network:
-    """Write the weights; the network with those of the file."""
-    from safetensors.torch import load_model, save_model
-
-    save_model(network, str(file))  # Tensors that are shared are written once.
-    loaded = copy.deepcopy(network)
-    with torch.no_grad():
-        for value in loaded.state_dict().values():
-            value.zero_()
-    load_model(loaded, str(file))
-    return loaded
-
-
 def to_torch_export(network: nn.Module, example: Tensor, file: Path) -> Network:
     """Write the network's graph with its weights; what the file computes."""
     # With one image, export would fix the batch size to one.
@@ -166,8 +149,8 @@ def to_torch_export(network: nn.Module, example: Tensor, file: Path) -> Network:
         program = torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     except Exception as error:
         raise ConfigurationError(
-            f"torch.export cannot export {name_of(network)}: {str(error).strip().splitlines()[0]}; export its "
-            "weights with --format safetensors"
+            f"torch.export cannot export {name_of(network)}: {str(error).strip().splitlines()[0]}; its weights are in "
+            "the checkpoint, under state_dict"
         ) from error
     save_program(program, file)
     loaded: Network = torch.export.load(file).module()

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,9 +62,6 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
 def _from_the_disk(error: BaseException) -> str | None:
     """What the system has said behind an error that was raised while something was written; torch raises its own."""
     for link in causes(error):
-        number = link.errno if isinstance(link, OSError) else None
-        if found := re.search(r"\(os error (\d+)\)", str(link)):  # Of what is written in Rust, such as safetensors.
-            number = int(found[1])
-        if number in OF_DISKS:
-            return os.strerror(number)
+        if isinstance(link, OSError) and link.errno in OF_DISKS:
+            return os.strerror(link.errno)
     return None

@@ -69,15 +69,14 @@ def test_what_is_missing_is_named(files: list[str], without: str | None, extra: 
 def test_a_configuration_is_measured_planned_for_and_can_be_planned_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    timetable, trace, profile = tmp_path / "plan.png", tmp_path / "plan.json", tmp_path / "own.csv"
-    outputs = [f"--timetable={timetable}", f"--trace={trace}", f"--write_profile={profile}"]
+    timetable, profile = tmp_path / "plan.png", tmp_path / "own.csv"
+    outputs = [f"--timetable={timetable}", f"--write_profile={profile}"]
     main(["plan", "--config", QUICKSTART, "--bandwidth", "1000", *outputs])
     text = capsys.readouterr().out
     assert "\n ddp " in text
     assert "stage 0: block1" in text
     assert "of 64 samples" not in text, "two devices divide them evenly"
     assert timetable.read_bytes().startswith(b"\x89PNG")
-    assert json.loads(trace.read_text())["traceEvents"]
     assert "for --profile_batch 32" in text
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     again = [f"--profile={profile}", "--profile_batch=32", f"--cluster={tmp_path / 'cluster.yaml'}", "--batch_size=64"]

@@ -57,7 +57,7 @@ QUANTISATION = (
 )
 EXPORT = (
     ("--ckpt_path FILE", "the trained checkpoint"),
-    ("--format NAME", "safetensors (weights), torch_export (default) or onnx"),
+    ("--format NAME", "torch_export (default) or onnx"),
     ("--output FOLDER", "where the network and export.json go (default: exported)"),
 )
 JOINING = (

@@ -86,7 +86,6 @@ class PlanOptions:
         write: Write the best strategy into this YAML file, which ``fit`` takes as one more ``--config``.
         write_profile: Write the measured profile into this CSV file.
         timetable: Draw the hybrid pipeline's predicted timetable into this PNG file.
-        trace: Write it into this JSON file, for Perfetto or chrome://tracing.
     """
 
     profile: Path | None = None
@@ -102,7 +101,6 @@ class PlanOptions:
     write: Path | None = None
     write_profile: Path | None = None
     timetable: Path | None = None
-    trace: Path | None = None
 
     def samples_of_a_step(self, devices: int) -> int | None:
         """Those over all devices, where the options say so."""

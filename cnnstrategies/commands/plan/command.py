@@ -59,18 +59,14 @@ def show(ranking: Ranking, options: PlanOptions) -> None:
     if chosen is not None:
         plan = describe(chosen.predictor, chosen.layout)
         console.print(stages_table(plan))
-        if options.timetable is not None or options.trace is not None:
-            from cnnstrategies.pipeline.timeline import draw_timeline, write_trace
+        if options.timetable is not None:
+            from cnnstrategies.pipeline.timeline import draw_timeline
 
             placement = Placement(plan.layout.replicas)
             places = [placement.place(rank) for rank in range(plan.layout.devices)]
             names = {rank: f"stage {place.stage}, replica {place.replica}" for rank, place in enumerate(places)}
-            if options.timetable is not None:
-                draw_timeline(plan.spans, options.timetable, summary(plan).split(";")[0], names)
-                print(f"Drew {options.timetable}")
-            if options.trace is not None:
-                write_trace(plan.spans, options.trace, names)
-                print(f"Wrote {options.trace}")
+            draw_timeline(plan.spans, options.timetable, summary(plan).split(";")[0], names)
+            print(f"Drew {options.timetable}")
     if options.write is not None:
         write_overlay(options.write, ranking)
         print(f"Wrote {options.write}: cnnstrategies fit --config YOURS --config {options.write}")

@@ -95,7 +95,7 @@ class Trainer(LightningTrainer):
             datamodule: Compares with validation data, and says what is done to images and what classes are called.
             ckpt_path: The checkpoint, or ``best`` or ``last``.
             output: The folder to make.
-            format: ``safetensors``, ``torch_export`` or ``onnx``.
+            format: ``torch_export`` or ``onnx``.
         """
         self._load(model, ckpt_path)
         found = export(model, datamodule, output, format)
