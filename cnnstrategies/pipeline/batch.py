@@ -72,10 +72,6 @@ def share_batch(
 
     Returns:
         The batch; it has 0 samples when no replica has any.
-
-    Raises:
-        ConfigurationError: A tensor has another number of rows than the images, a batch is not made of tensors, or
-            the replicas have images of different sizes.
     """
     transport.check_peers()
     own = images if transport.place.stage == 0 else None
@@ -243,14 +239,7 @@ class OutputGatherer:
         return kind in self._structures
 
     def start(self, split: Split, outputs: Mapping[int, Any], kind: Hashable) -> "Gathering":
-        """Begin to gather the outputs for the global batch; a collective.
-
-        Args:
-            split: The microbatches.
-            outputs: In the last stage what the network returned for each of this rank's microbatches: a tensor with
-                one row per sample, or nested containers of such tensors and plain data.
-            kind: What structure and types of the outputs depend on; the same on every rank.
-        """
+        """Begin to gather the outputs for the global batch; a collective."""
         last = self.placement.stages - 1
         if kind not in self._structures:
             first = next(microbatch for microbatch, size in enumerate(split.sizes) if size)

@@ -40,13 +40,8 @@ class StageBuffers:
     Which ones change shows in the first step; constants, however large, are not sent.
 
     Args:
-        module: The stage.
-        batch_norm: Which of the two.
         group: The stage's replicas; None for one.
         calls: How often the stage calls each of its modules in a forward, by name.
-
-    Raises:
-        ConfigurationError: The stage holds a SyncBatchNorm, whose replicas would wait for each other.
     """
 
     def __init__(
@@ -81,11 +76,7 @@ class StageBuffers:
         self._before: list[tuple[int, int]] = []
 
     def begin(self, microbatches: int) -> None:
-        """Note what changes, and the moments of layers in training mode, until :meth:`finish` or :meth:`abandon`.
-
-        Args:
-            microbatches: Microbatches of the step over all replicas, empty ones included.
-        """
+        """Note what changes, and the moments of layers in training mode, until :meth:`finish` or :meth:`abandon`."""
         training = [layer for layer in self._calls if layer.training]
         if self._training != training or self._moments is None or self._moments.microbatches != microbatches:
             self._training = training
@@ -100,12 +91,7 @@ class StageBuffers:
 
     @contextmanager
     def microbatch(self, microbatch: int, again: bool = False) -> Iterator[None]:
-        """Note the moments of the forward that runs inside.
-
-        Args:
-            microbatch: Which microbatch it is.
-            again: It is run once more for its activations, and counts only once.
-        """
+        """Note the moments of the forward inside; one that runs ``again`` for its activations counts only once."""
         for layer in self._training:
             self._notes[layer].counts.clear()
         yield
@@ -114,11 +100,7 @@ class StageBuffers:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Update the running statistics by those of the step, and share the other buffers; a collective of replicas.
-
-        Raises:
-            ConfigurationError: Another buffer has changed than in the first step.
-        """
+        """Update the running statistics by those of the step, and share the other buffers; a collective of replicas."""
         self.abandon()
         if self._moments is not None and self._training:
             self._moments.update(self.batch_norm == "deferred", self.group)

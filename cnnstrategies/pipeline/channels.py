@@ -26,9 +26,7 @@ class Channels:
     waited for when the answer shows that they have arrived, so that no rank waits for another to post a receive.
 
     Args:
-        division: The divided graph.
         turn: The clock of the tasks of all ranks.
-        transport: Sends and receives tensors.
         ask_for_all: Ask for the gradients of all floating-point tensors: a forward without autograd, which runs again
             later, does not know which it will need.
     """

@@ -29,11 +29,7 @@ class Contexts:
         self._began = _contexts()
 
     def check(self, where: str) -> None:
-        """Refuse an operation in a context of the network's own.
-
-        Raises:
-            ConfigurationError: A context is another one.
-        """
+        """Refuse an operation in a context of the network's own."""
         for name, now in _contexts().items():
             if now != self._began[name]:
                 raise ConfigurationError(
@@ -72,11 +68,7 @@ def _contexts() -> dict[str, Any]:
 
 @contextmanager
 def same_each_time(network: nn.Module) -> Iterator[None]:
-    """Run a network's forward inside: it must decide nothing by chance, and change none of its modules' attributes.
-
-    Raises:
-        ConfigurationError: It does; what it did this once would be done in every step.
-    """
+    """Run a network's forward inside: it must decide nothing by chance, and change none of its modules' attributes."""
     name = type(network).__name__
     numbers, attributes = _random_states(), _attributes(network)
     yield
@@ -99,11 +91,7 @@ class Traced(nn.Module):
     """Has the place of a module whose own code was traced: its plain attributes are constants of the graph."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what a module needs, but none of the traced module's attributes.
-
-        Raises:
-            ConfigurationError: The network would not see the change.
-        """
+        """Set what a module needs, but none of the traced module's attributes."""
         if not name.startswith("_") and not isinstance(value, nn.Module | Tensor) and name not in self.__dict__:
             raise ConfigurationError(
                 f"{name} = {value!r} is set on a part of the network that is cut into stages, which has the value of "
@@ -166,11 +154,7 @@ def is_of_shapes(node: fx.Node) -> bool:
 
 
 def number(network: nn.Module, asked: UndecidedError, images: Any) -> Any:
-    """A number that the forward of a network asks for, in the mode that it is in, found with some images.
-
-    Raises:
-        ConfigurationError: It is another one for another number of samples.
-    """
+    """A number that the forward of a network asks for, in the mode that it is in, found with some images."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(asked.graph, copies)
@@ -202,11 +186,7 @@ def hold_to(graph: fx.Graph, decided: Decided, name: str) -> None:
 
 
 def of_shapes(images: Any, shapes: Sequence[Sequence[int]], name: str) -> Any:
-    """The images, if a sample of each has its shape.
-
-    Raises:
-        ConfigurationError: Another one has.
-    """
+    """The images, if a sample of each has its shape."""
     for given, shape in zip(sample_shapes(images), shapes, strict=True):
         if given != tuple(shape):
             raise ConfigurationError(

@@ -14,9 +14,6 @@ BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel
 class Bucket:
     """Gradients that are reduced together; they lie in one flat tensor.
 
-    Args:
-        parameters: Parameters of one type on one device.
-
     Attributes:
         flat: The gradients one after the other, then ``reached``.
         views: For each parameter its part, in its own shape.
@@ -56,9 +53,7 @@ class GradientReducer:
     once, in the first step.
 
     Args:
-        parameters: The stage's parameters, in the order of the forward.
         group: The stage's replicas; None for one.
-        bucket_bytes: Size of a bucket.
     """
 
     def __init__(

@@ -28,9 +28,6 @@ def held_in_turn(elsewhere: Container[int] | None = None) -> Iterator[list[nn.Pa
 
     Yields:
         The parameters that have been registered.
-
-    Raises:
-        ConfigurationError: Something is computed from values that are gone.
     """
     turns = Turns(elsewhere)
     handle = register_module_parameter_registration_hook(turns.register)
@@ -84,11 +81,7 @@ class Turns(OperationMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation.
-
-        Raises:
-            ConfigurationError: It reads values that are gone.
-        """
+        """Run an operation."""
         kwargs = kwargs or {}
         touched = self._storages((args, kwargs))
         if not touched:

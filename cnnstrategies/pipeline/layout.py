@@ -29,11 +29,7 @@ class Layout:
 
 
 def even_replicas(devices: int, stages: int) -> tuple[int, ...]:
-    """The same number of replicas for every stage.
-
-    Raises:
-        ConfigurationError: The devices do not divide evenly.
-    """
+    """The same number of replicas for every stage."""
     if devices % stages:
         raise ConfigurationError(
             f"{devices} devices do not divide evenly into {stages} stages: give replicas, one number per stage with "
@@ -43,11 +39,7 @@ def even_replicas(devices: int, stages: int) -> tuple[int, ...]:
 
 
 def check_layout(cuts: int, replicas: Sequence[int], microbatches: int, ranks: int) -> None:
-    """Refuse a layout that cannot run.
-
-    Raises:
-        ConfigurationError: Cuts, replicas, microbatches and ranks do not fit together.
-    """
+    """Refuse a layout that cannot run."""
     if not replicas or min(replicas) < 1:
         raise ConfigurationError(f"replicas={list(replicas)}: every stage needs at least 1 replica")
     if len(replicas) != cuts + 1:

@@ -87,9 +87,6 @@ class WeighedLoss:
         """The microbatch's loss, whose gradients are multiplied by the factors.
 
         Its value is not a number where it is not clear by which factor to multiply that.
-
-        Raises:
-            ConfigurationError: There are no such factors, or the loss takes no outputs but the network's own.
         """
         try:
             return self._part(outputs, microbatch)
@@ -309,11 +306,7 @@ def _measures(whole: Tensor, part: Tensor) -> Tensor:
 
 
 def _factor(measures: Sequence[float], resolution: float) -> float | None:
-    """By what to multiply one gradient to have the other; None where both are zero.
-
-    Raises:
-        ConfigurationError: They do not lie on one line.
-    """
+    """By what to multiply one gradient to have the other; None where both are zero."""
     has_no_bounds, squares, largest, factor, rest = measures
     if has_no_bounds:
         return float(largest != 0)

@@ -119,11 +119,8 @@ def default_microbatches(replicas: Sequence[int], samples: int | None = None) ->
 
     4 for each stage and replica of the widest stage. A network with batch normalisation gets fewer where they would be
     too small: so many that each has at least 8 samples, as long as no replica is without one.
-
-    Args:
-        replicas: Replicas of each stage.
-        samples: Samples of a batch in each replica of the first stage, where the network has batch normalisation;
-            None where it has none, or where they are not known.
+    The samples are those of a batch in each replica of the first stage; None where they are not known, or there is no
+    batch normalisation.
     """
     widest = max(replicas)
     microbatches = PER_STAGE_AND_REPLICA * len(replicas) * widest

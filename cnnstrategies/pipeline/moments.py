@@ -22,7 +22,6 @@ class MomentTable:
 
     Args:
         layers: The layers, each with the number of its calls in a forward.
-        microbatches: Microbatches of a step.
 
     Attributes:
         slots: Call and layer of each slot.

@@ -60,7 +60,6 @@ class Blueprint:
     """A network divided into stages, for training and for evaluation.
 
     Attributes:
-        network: The whole network.
         training: The division of what the network does in training.
         evaluation: The same for evaluation; the same object unless the network's own code depends on the mode.
         state: For each stage the names of its parameters and buffers, as the network has them.
@@ -133,9 +132,6 @@ def divide(network: nn.Module, cuts: Sequence[int]) -> Blueprint:
         cuts: First node of each stage but the first, ascending: indices into
             :func:`~cnnstrategies.pipeline.tracing.ordered_nodes` of the graph traced for training, each one of its
             :func:`~cnnstrategies.pipeline.tracing.cut_positions`.
-
-    Raises:
-        ConfigurationError: The network cannot be traced, or its code for evaluation uses parameters in another order.
     """
     stages = len(cuts) + 1
     training, evaluation = trace(network, True), trace(network, False)
@@ -159,11 +155,7 @@ def divide(network: nn.Module, cuts: Sequence[int]) -> Blueprint:
 
 
 def divide_by_names(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
-    """Divide a network after the modules that are named, or at positions.
-
-    Raises:
-        ConfigurationError: A name is unknown, a cut is impossible, or the cuts are not in the order of the network.
-    """
+    """Divide a network after the modules that are named, or at positions."""
     traced = trace(network)
     positions = [cut if isinstance(cut, int) else find_cut(traced, cut) for cut in cuts]
     if sorted(set(positions)) != positions:

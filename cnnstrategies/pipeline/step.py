@@ -66,10 +66,7 @@ class Step:
     """Runs a rank's part of a step or of an evaluation.
 
     Args:
-        pipeline: The rank's pipeline.
-        batch: The global batch.
         loss: The loss of the batch in parts; None where nothing is trained.
-        scale: Factor on the loss.
         sends: What all ranks get while the last backwards run.
 
     Attributes:
@@ -323,11 +320,7 @@ class Step:
 
 
 def check_rows(outputs: Any, samples: int) -> None:
-    """Refuse outputs of a microbatch that cannot be put together with those of others.
-
-    Raises:
-        ConfigurationError: A tensor has not one row per sample.
-    """
+    """Refuse outputs of a microbatch that cannot be put together with those of others."""
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, Tensor) and (leaf.ndim == 0 or len(leaf) != samples):
             raise ConfigurationError(

@@ -110,12 +110,8 @@ def in_flight(replicas: Sequence[int], stage: int, run_ahead: bool = False) -> i
     With equal replication it is ``stages - stage``. In general it is the number of ranks from this stage on over the
     stage's replicas, rounded up (PipeDream's NOAM, Narayanan et al. 2019, for each stage): fewer would leave ranks
     behind it idle or, where a stage is wider than the one before it, wait for each other for ever.
-
-    Args:
-        replicas: Replicas of each stage.
-        stage: The stage.
-        run_ahead: Hold one more where rounding up has added nothing, so that a message may take a while before a rank
-            waits for it; not in the last stage, whose backward needs no other.
+    To ``run_ahead`` is to hold one more where rounding up has added nothing, so that a message may take a while before
+    a rank waits for it; not in the last stage, whose backward needs no other.
     """
     ranks, own = sum(replicas[stage:]), replicas[stage]
     return ranks // own + 1 if run_ahead and ranks > own else -(-ranks // own)
@@ -127,9 +123,6 @@ def turns(replicas: Sequence[int], microbatches: int, schedule: str, run_ahead: 
     A task comes after those whose messages it needs, and no two of a rank come at once. A rank runs its tasks in this
     order, under 1f1b with :func:`in_flight` microbatches between the forward and the backward of one. Arguments are
     those of :func:`timetable`.
-
-    Raises:
-        ConfigurationError: The schedule is unknown.
     """
     if schedule not in SCHEDULES:
         raise ConfigurationError(f"schedule={schedule!r}: accepted are {' and '.join(SCHEDULES)}")
@@ -164,18 +157,7 @@ def timetable(
     ``gpipe`` runs all forwards, then all backwards (Huang et al., "GPipe", 2019). ``1f1b`` starts a microbatch's
     backward as soon as it can, which bounds the activations that are held (Narayanan et al., "PipeDream", 2019, and
     Fan et al., "DAPPLE", 2021, for the synchronous form).
-
-    Args:
-        replicas: Replicas of each stage.
-        microbatches: Microbatches of a step, over all replicas.
-        schedule: ``gpipe`` or ``1f1b``.
-        run_ahead: Under 1f1b hold one microbatch more than is needed; see :func:`in_flight`.
-
-    Returns:
-        For each replica of each stage its tasks, stage by stage. One that gets no microbatch has none.
-
-    Raises:
-        ConfigurationError: The schedule is unknown, or a number is below 1.
+    For each replica of each stage its tasks, stage by stage; one that gets no microbatch has none.
     """
     if microbatches < 1:
         raise ConfigurationError(f"microbatches={microbatches}: a step needs at least 1; 4 per stage is usual")

@@ -122,16 +122,8 @@ def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
     Dropout and BatchNorm, keep looking at their mode when they run. So does a module whose own code cannot be traced,
     since it branches on shapes, say, or computes without gradients: it becomes a leaf, too.
 
-    Args:
-        network: Any module that maps images to its outputs: one tensor, or several where its ``forward`` has several
-            arguments without defaults, which the graph then takes as one tuple. Its modes are left as they were.
-        training: Trace what the network does in training.
-
     Returns:
         A graph module that shares the network's parameters and buffers, under their names.
-
-    Raises:
-        ConfigurationError: torch.fx cannot trace the network, or the trace would not be what it always does.
     """
     decided = known.get(network, {}).get(training)
     try:
@@ -150,15 +142,8 @@ def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
 def decide_by_shapes(network: nn.Module, example: Callable[[int], Any]) -> bool:
     """Find out what a network's own forward decides by the shapes of its images, for :func:`trace`.
 
-    Args:
-        network: The network.
-        example: Gives so many images, as the network takes them, or None; asked for only where something is decided.
-
-    Returns:
-        Whether it is found out; not without images.
-
-    Raises:
-        ConfigurationError: It decides by how many images there are, or the network cannot be traced.
+    The example gives so many images, as the network takes them, or None, with which nothing is found out and False
+    returned; it is asked for only where something is decided.
     """
     known.pop(network, None)
     images: Any = None
@@ -205,11 +190,7 @@ def _trace(network: nn.Module, training: bool, numbers: Sequence[Any]) -> fx.Gra
 
 
 def network_inputs(network: nn.Module) -> list[str]:
-    """The names of the tensors that a network takes: its arguments without defaults, or else the first one.
-
-    Raises:
-        ConfigurationError: One can be given by name alone.
-    """
+    """The names of the tensors that a network takes: its arguments without defaults, or else the first one."""
     every = list(inspect.signature(network.forward).parameters.values())
     needed = [
         one for one in every if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
@@ -260,11 +241,7 @@ def cut_positions(traced: fx.GraphModule) -> list[int]:
 
 
 def find_cut(traced: fx.GraphModule, name: str) -> int:
-    """The position of the cut after the last node of a module, such as ``layer2.0``, or after a node of the graph.
-
-    Raises:
-        ConfigurationError: There is no such module or node, or no cut is possible there.
-    """
+    """The position of the cut after the last node of a module, such as ``layer2.0``, or after a node of the graph."""
     nodes = ordered_nodes(traced)
     inside = [
         index

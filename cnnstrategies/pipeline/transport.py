@@ -46,16 +46,9 @@ def cpu_group(timeout: timedelta) -> Iterator[dist.ProcessGroup | None]:
 
 
 def broadcast_value(value: Any, source: int, device: torch.device = CPU, group: dist.ProcessGroup | None = None) -> Any:
-    """A rank's value, on all ranks of a group; a collective. Nothing is pickled.
+    """A rank's value, which the codec must take, on all ranks of a group whose tensors are on a device; a collective.
 
-    Args:
-        value: What :func:`~cnnstrategies.codec.encode` takes; ignored on the others.
-        source: The rank.
-        device: Of the tensors that the group sends.
-        group: By default that of all ranks.
-
-    Raises:
-        ConfigurationError: The value cannot be sent; on its rank alone.
+    Nothing is pickled. Where it cannot be sent, that is raised on its rank alone.
     """
     mine = dist.get_rank() == source
     message = _bytes_as_tensor(to_bytes(value)) if mine else torch.empty(0, dtype=torch.uint8)
@@ -119,11 +112,6 @@ class Transport:
     its device, as Lightning does, a group is one communicator, however many peers a rank has. All else always goes over
     gloo, from and to the CPU.
 
-    Args:
-        placement: The numbering of the ranks.
-        timeout: How long to wait for a peer.
-        device: Where the tensors live.
-
     Attributes:
         place: Stage and replica of this rank.
         control: The ranks over gloo.
@@ -164,11 +152,7 @@ class Transport:
             raise PeerError(f"{self.me}: {lost} has ended")
 
     def send_object(self, value: Any, target: int, what: str) -> list[Pending]:
-        """Start to send nested containers of tensors and plain data; tensors go as they are.
-
-        Raises:
-            ConfigurationError: Something in it is not plain data.
-        """
+        """Start to send nested containers of tensors and plain data; tensors go as they are."""
         frames = [_bytes_as_tensor(frame) for frame in encode(value)]
         parts = (torch.tensor([len(frames)]), torch.tensor([len(frame) for frame in frames]), *frames)
         what = f"{self.me}, sending {what} to {self.placement.describe(target)}"

@@ -19,11 +19,7 @@ _SMALL = 1 << 20  # bytes that are not worth a file
 
 
 def collect(value: Any, transport: Transport, on_disk: bool = False) -> list[Any] | None:
-    """Each stage's value on rank 0; see :meth:`~cnnstrategies.pipeline.engine.Pipeline.collect`.
-
-    Raises:
-        ConfigurationError: The disk has no room for them.
-    """
+    """Each stage's value on rank 0; see :meth:`~cnnstrategies.pipeline.engine.Pipeline.collect`."""
     what, placement = "the state of a stage", transport.placement
     if transport.rank == 0:
         others = range(1, placement.stages)
@@ -60,12 +56,7 @@ def merge(
 ) -> dict[str, Tensor]:
     """All parameters and buffers of a network, on the CPU of every rank; a collective.
 
-    Args:
-        module: This rank's stage.
-        network: The whole, which tells types; what is of other stages may be without memory.
-        state: For each stage the names of its parameters and buffers.
-        shapes: Their shapes.
-        transport: Its control group carries them.
+    Of the whole network the types are read alone; what is of other stages may be without memory.
     """
     # A tensor with two names has here perhaps another one first than in the network.
     own = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
@@ -85,11 +76,7 @@ def merge(
 
 
 def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> Groups:
-    """The names of the parameters of each parameter group.
-
-    Raises:
-        ConfigurationError: A parameter has no name: it is not part of the network that is divided.
-    """
+    """The names of the parameters of each parameter group."""
     groups = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -142,11 +129,7 @@ def merge_state(optimizer: Optimizer, parts: Sequence[Mapping[str, Any]], groups
 
 
 def split_state(state: Mapping[str, Any], own: Mapping[str, nn.Parameter], groups: Groups) -> dict[str, Any]:
-    """The part of a whole optimizer's state dict that belongs to a stage, with its parameters by name.
-
-    Raises:
-        ConfigurationError: The state is of another optimizer: its groups have other sizes.
-    """
+    """The part of a whole optimizer's state dict that belongs to a stage, with its parameters by name."""
     sizes = [len(group["params"]) for group in state["param_groups"]]
     if sizes != [len(names) for names in groups]:
         raise ConfigurationError(

@@ -57,11 +57,8 @@ def take_apart(
 ) -> tuple[Images, tuple[Tensor, ...], Form]:
     """The images of a replica's batch, what else has a row for each sample, and the form.
 
-    Args:
-        batch: Tensors and other things in tuples, lists and dicts.
-        inputs: Which of its leaves the network takes, in the order of its arguments.
-        computes: The step computes from these what the network takes.
-        draws: It draws random numbers for that.
+    The inputs are the leaves that the network takes, in the order of its arguments, or from which the step computes
+    what it takes.
     """
     leaves, tree = flatten(batch)
     samples = len(leaves[inputs[0]])

@@ -112,11 +112,7 @@ def _inputs(module: LightningModule, path: str, network: nn.Module, batch: Any) 
 def compare_on_rank_zero(
     trainer: Trainer, path: str, cuts: Sequence[str | int], device: torch.device, whole: bool
 ) -> None:
-    """Have rank 0 compare, and all refuse what it refuses; a collective. Nothing is compared that no rank has whole.
-
-    Raises:
-        ConfigurationError: The stages compute something else.
-    """
+    """Have rank 0 compare, and all refuse what it refuses; a collective. Nothing is compared that no rank has whole."""
     network = network_at(trainer.lightning_module, path)
     if not whole:
         rank_zero_warn(
@@ -143,9 +139,6 @@ def compare(blueprint: Blueprint, images: Images, device: torch.device) -> None:
 
     A copy is compared, on the device and in float64, where rounding shows least; one in its own type, where it takes
     no other; and the network itself where it is, if it has no room on the device or cannot be copied.
-
-    Raises:
-        ConfigurationError: They differ.
     """
     for training in (True, False):
         failure: Exception | None = None

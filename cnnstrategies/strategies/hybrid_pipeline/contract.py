@@ -37,9 +37,6 @@ def find_network(module: LightningModule, named: str | None) -> str:
 
     It is the one that the user has named; by default the child that has all of the module's parameters, or all that are
     trainable; else the module's own ``forward``, whose path is empty.
-
-    Raises:
-        ConfigurationError: There is none, or another path leads to its parameters, too.
     """
     path = _outermost(module) if named is None else _checked(module, named)
     _refuse_aliases(module, path)
@@ -118,11 +115,7 @@ def _refuse_aliases(module: LightningModule, path: str) -> None:
 
 
 def check_module(module: LightningModule, named: str | None = None) -> str:
-    """Refuse a module that a pipeline cannot train; gives the path of the submodule that is divided.
-
-    Raises:
-        ConfigurationError: Something is missing or cannot be divided; the message names it.
-    """
+    """Refuse a module that a pipeline cannot train; gives the path of the submodule that is divided."""
     name = type(module).__name__
     path = find_network(module, named)
     network = network_at(module, path)
@@ -175,9 +168,6 @@ def compile_backend_of(module: LightningModule) -> str | None:
 
     It is the ``compile_backend`` of one of the package's modules, or of a
     :class:`~cnnstrategies.callbacks.ComputeSettings`.
-
-    Raises:
-        ConfigurationError: Stages cannot run with it.
     """
     callbacks = module.trainer.callbacks if is_attached(module) else []  # type: ignore[attr-defined]
     asked = [getattr(one, "compile_backend", None) for one in (module, *callbacks)]
@@ -220,15 +210,8 @@ def check_optimizers(optimizers: list[Optimizer], device: torch.device) -> None:
 def check_loss(returned: Tensor, trained: float, by_method: bool) -> None:
     """Refuse a step whose loss is another than what the last stage has trained.
 
-    Both come from the same outputs, so they differ by the rounding of sums alone.
-
-    Args:
-        returned: What ``training_step`` returned for the batch.
-        trained: What the parts of the microbatches add up to; not a number where their gradients alone do.
-        by_method: Whether they are means of the module's ``loss``.
-
-    Raises:
-        ConfigurationError: They are not the same.
+    Both come from the same outputs, so they differ by the rounding of sums alone. What was trained, the sum of the
+    microbatches' parts, is not a number where their gradients alone add up.
     """
     allowed = {torch.float64: 1e-9, torch.float32: 1e-4}.get(returned.dtype, 0.03)
     loss = float(returned)
@@ -252,10 +235,6 @@ def try_optimizer(optimizer: Optimizer, device: torch.device) -> None:
 
     A copy of it steps with all of some made-up parameters, and others with a half of these each. It and its parameters
     stay as they are.
-
-    Raises:
-        ConfigurationError: The halves come to other values than the whole, or it keeps tensors that are divided among
-            no stages.
     """
     name = type(optimizer).__name__
     kept = [

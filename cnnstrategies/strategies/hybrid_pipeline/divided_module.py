@@ -24,14 +24,8 @@ class DividedModule:
     """Puts this rank's stage in the place of the module's network, until :meth:`restore`.
 
     Args:
-        module: The module.
-        path: The path of its submodule that is divided.
-        pipeline: The stages of that.
         callbacks: Those of the trainer; the copies of the network that they average are divided, too.
         built_whole: Whether every rank has built the whole network, and not its own stage alone.
-
-    Attributes:
-        stand_in: What has the submodule's place now.
     """
 
     def __init__(

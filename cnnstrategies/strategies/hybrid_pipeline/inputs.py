@@ -62,17 +62,8 @@ class Inputs:
     ) -> tuple[Batch, Draws | None]:
         """Make what the step computes for the network, by running it up to the call; a collective where it draws.
 
-        Args:
-            batch: The global batch.
-            step: Name of the step.
-            args: What it is about to be called with.
-            kwargs: Likewise, by name.
-
         Returns:
             The batch with the images, and the random numbers that the step draws, which every rank gets.
-
-        Raises:
-            ConfigurationError: They are others than those of the same step before.
         """
         form = form_of(batch)
         if not form.computes:

@@ -28,8 +28,6 @@ class Layers(Traced):
     one without parameters, with which a loop over parameters does nothing.
 
     Args:
-        path: What the module calls it.
-        whole: The part of the whole network.
         own: What this rank's stage has of it; None for nothing.
     """
 
@@ -128,13 +126,7 @@ class NetworkStandIn(Layers):
     def put(
         self, outputs: Any, computed: Sequence[tuple[int, ...]] | None = None, called: Callable[[], None] | None = None
     ) -> None:
-        """Hand over the outputs of the batch that the next step gets.
-
-        Args:
-            outputs: The outputs.
-            computed: Where the step computes the network's inputs, the shape of a row of each.
-            called: Is called when the step calls the network.
-        """
+        """Hand over the outputs that the next step gets; if it computes the inputs, with the shape of a row of each."""
         self._outputs = [outputs]
         self._computed = computed
         self._called = called or _nothing

@@ -52,11 +52,7 @@ class ChosenLayout:
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """The strategy's arguments that say how the network is divided; see there.
-
-    Raises:
-        ConfigurationError: They contradict each other or are out of range.
-    """
+    """The strategy's arguments that say how the network is divided; see there."""
 
     stages: int | None
     replicas: Sequence[int] | None
@@ -137,15 +133,7 @@ class LayoutRequest:
     ) -> ChosenLayout:
         """The layout; automatic cuts are chosen by rank 0, which profiles the network. A collective.
 
-        Args:
-            network: The whole network.
-            trainer: The trainer.
-            devices: Devices of the run.
-            device: That of this rank.
-            example: Gives a microbatch of so many images, if one can be had.
-
-        Raises:
-            ConfigurationError: The size of the images is not known, or no layout fits into memory.
+        The example gives a microbatch of so many images, or None.
         """
         replicas = self.replicas_on(devices)
         samples = _loaded_samples(trainer)
@@ -211,14 +199,7 @@ def _loaded_samples(trainer: Trainer) -> int | None:
 def describe_pipeline(
     pipeline: Pipeline, schedule: Schedule, configured: bool, batch_size: int | None
 ) -> list[tuple[str, str]]:
-    """The microbatches of a step, and for each stage its first and last module, ranks and parameters.
-
-    Args:
-        pipeline: The pipeline.
-        schedule: Its schedule.
-        configured: Whether the user has named the number of microbatches.
-        batch_size: Samples of a batch in each replica of the first stage; None where they are not known.
-    """
+    """The microbatches of a step, and for each stage its first and last module, ranks and parameters."""
     images = _images(pipeline, batch_size)
     microbatches = str(pipeline.microbatches) if images is None else f"{pipeline.microbatches} of {images}"
     rows = [("microbatches", f"{microbatches}{' (as configured)' if configured else ''}, schedule {schedule}")]

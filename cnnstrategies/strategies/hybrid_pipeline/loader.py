@@ -27,7 +27,6 @@ class StageLoader:
 
     Args:
         loader: The rank's own loader; iterated in the first stage only.
-        loads: Whether this rank loads.
         most: The greatest of some numbers over all ranks; a collective.
 
     Attributes:

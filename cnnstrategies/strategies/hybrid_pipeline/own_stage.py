@@ -74,9 +74,6 @@ def own_stage_alone(
 
     Yields:
         The parameters that have been registered; none where a callback has had the network built before.
-
-    Raises:
-        ConfigurationError: What is built is not as planned, or needs the values of other stages.
     """
     planned = network_at(plan.module, path)
     own = set(divide_by_names(planned, request.cuts or []).state[stage])

@@ -109,15 +109,8 @@ Announce = Callable[[str], AbstractContextManager[None]]
 class Steps:
     """Runs them; each method is a collective.
 
-    Args:
-        divided: The module.
-        plugin: Lightning's precision plugin.
-        announce: Tells the trainer's profiler of an action.
-        fitting: Whether the module is trained.
-
     Attributes:
         overflow: The decision of all stages to skip a step.
-        watch: Looks at what the module's own code and callbacks do with weights.
     """
 
     def __init__(self, divided: DividedModule, plugin: Any, announce: Announce, fitting: bool) -> None:

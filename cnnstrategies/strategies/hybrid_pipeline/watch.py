@@ -88,8 +88,6 @@ class _Watched(TorchFunctionMode):
     """Knows of every tensor from which parameters its values come.
 
     Args:
-        hook: The hook's name.
-        path: The path of the network.
         own: The name of each of the stage's parameters, by its id; the stage's part of an average has the same.
         copies_alone: Refuse only what needs a copy of the network.
     """

@@ -81,14 +81,8 @@ class NetworkCalls:
     ) -> list[Any] | None:
         """What a step gives the network, in the order of the network's arguments; its random numbers are used up.
 
-        Args:
-            step: Name of the step.
-            arguments: What the step is called with.
-            options: Likewise, by name.
-            shows_errors: Let the step's own errors out; else they come again, and are shown, when it runs in full.
-
-        Returns:
-            The values; None where the step does not come to call it, or not as the network can be called.
+        None where the step does not come to call it, or not as the network can be called. Errors that are not shown
+        come again when the step runs in full.
         """
         recorder = _Recorder(self.network)
         recorder.training = self.module.training
@@ -114,17 +108,6 @@ class NetworkCalls:
 
         Where that does not tell, the network gets the first tensors of the batch; if the step does something else, it
         says so when it runs.
-
-        Args:
-            step: Name of the step.
-            batch: A batch of this replica of the first stage.
-            dataloader: Which of several loaders it is from.
-            device: Where it is.
-            replicas: Replicas of the first stage, each with its part of the global batch.
-
-        Raises:
-            ConfigurationError: There are not as many tensors as the network takes, or what the step computes with a
-                part of the batch is not that part of what it computes with all.
         """
         leaves, tree = flatten(batch)
         samples = count_samples(batch)
