@@ -2,13 +2,13 @@
 
 import inspect
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
@@ -70,10 +70,10 @@ def _contexts() -> dict[str, Any]:
 def same_each_time(network: nn.Module) -> Iterator[None]:
     """Run a network's forward inside: it must decide nothing by chance, and change none of its modules' attributes."""
     name = type(network).__name__
-    numbers, attributes = _random_states(), _attributes(network)
+    numbers, attributes = random_numbers(), _attributes(network)
     yield
-    for library, before, now in zip(("random", "torch", "numpy.random"), numbers, _random_states(), strict=True):
-        if not _equal(before, now):
+    for library, now in random_numbers().items():
+        if now != numbers[library]:
             raise ConfigurationError(
                 f"{name}.forward draws random numbers with {library} to decide what it does: cut into stages, it would "
                 "do the same in every step; draw them with a layer such as nn.Dropout or torchvision.ops."
@@ -100,17 +100,15 @@ class Traced(nn.Module):
         super().__setattr__(name, value)
 
 
-def _random_states() -> tuple[Any, ...]:
-    numpy: Any = sys.modules.get("numpy")
-    return random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()[1:3]
-
-
-def _equal(before: Any, now: Any) -> bool:
-    if isinstance(before, Tensor):
-        return torch.equal(before, now)
-    if before is not None and not isinstance(before[0], int):  # numpy's
-        return bool((before[0] == now[0]).all()) and before[1] == now[1]
-    return bool(before == now)
+def random_numbers(device: torch.device | None = None) -> dict[str, Any]:
+    """What is equal where the same random numbers come next, by the name of the library."""
+    numpy: Any = np.random.get_state()
+    on_device = torch.cuda.get_rng_state(device).tolist() if device is not None and device.type == "cuda" else None
+    return {
+        "random": random.getstate(),
+        "torch": (torch.get_rng_state().numpy().tobytes(), on_device),
+        "numpy.random": (numpy[1].tobytes(), numpy[2:]),
+    }
 
 
 def _attributes(network: nn.Module) -> dict[str, Any]:

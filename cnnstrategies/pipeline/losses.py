@@ -14,7 +14,6 @@ from cnnstrategies.pipeline.batch import Batch
 Loss = Callable[[Any, Any], Tensor]
 # In units of the type's resolution: how far the gradients of rows may differ between two ways to sum them up.
 ROUNDING = 64
-PHASES = (0.0, 1.0, 2.5)  # of the outputs with which a loss of all samples is tried
 SAME = 1e-3  # How far two factors may be apart, in parts of one.
 ADVICE = "Strategy hybrid_pipeline computes the loss of each microbatch: use a loss of single samples, or strategy ddp"
 
@@ -65,23 +64,18 @@ class WeighedLoss:
 
     Attributes:
         thorough: Whether to check in each step that the factors do not depend on the outputs.
-        same_draws: Whether the loss of all samples draws the random numbers that it draws on every rank, and that what
-            the network got depends on. Those for a microbatch alone would be others: gradients are those of the loss
-            of all.
     """
 
     def __init__(self, loss: Callable[[Any, int | None], Tensor], weights: Sequence[nn.Parameter] = ()) -> None:
         self.loss = loss
         self.weights = weights
         self.thorough = True
-        self.same_draws = False
 
     def begin(self, batch: Batch, microbatches: Sequence[int]) -> None:
         """Start on another batch."""
         self._batch = batch
         self._own = microbatches
         self._found: dict[float, dict[int, dict[int, float | None]]] = {}
-        self._alike: list[Tensor] = []
 
     def part(self, outputs: Any, microbatch: int) -> Tensor:
         """The microbatch's loss, whose gradients are multiplied by the factors.
@@ -102,8 +96,6 @@ class WeighedLoss:
             ) from error
 
     def _part(self, outputs: Any, microbatch: int) -> Tensor:
-        if self.same_draws:
-            return self._in_its_place(outputs, microbatch)
         factors = self._factors(outputs, microbatch)
         leaves, tree = tree_flatten(outputs)
         if not any(factors.values()):
@@ -114,29 +106,6 @@ class WeighedLoss:
         least, most = min(factors.values()), max(factors.values())
         factor = most if most - least <= ROUNDING * torch.finfo(loss.dtype).eps * abs(most) else float("nan")
         return loss + (loss.detach() * factor - loss.detach())
-
-    def _in_its_place(self, outputs: Any, microbatch: int) -> Tensor:
-        """What has the gradients of the loss of all samples, which must not depend on what others' outputs are."""
-        gradients, *others = (
-            {
-                leaf: gradient[self._batch.split.global_rows(microbatch, device=gradient.device)]
-                for leaf, gradient in found.items()
-            }
-            for _, found in (self._whole(outputs, microbatch, phase) for phase in PHASES)
-        )
-        leaves = tree_leaves(outputs)
-        parts = []
-        for leaf in gradients.keys() | {leaf for other in others for leaf in other}:
-            for other in others:
-                if leaf not in other or leaf not in gradients:
-                    raise _compares_samples()
-                self._alike.append(_same(gradients[leaf], other[leaf]))
-            parts.append((leaves[leaf] * gradients[leaf].to(leaves[leaf].dtype)).sum())
-        # Once in a step, and before its end: reading has the host wait for all that the device was told.
-        if microbatch == self._own[-1] and self._alike and not bool(torch.stack(self._alike).all()):
-            raise _compares_samples()
-        loss = torch.stack(parts).sum() if parts else _nothing(outputs)
-        return loss + (loss.detach() * float("nan") - loss.detach())
 
     def _factors(self, outputs: Any, microbatch: int) -> dict[int, float]:
         """One for each leaf of the outputs that the loss depends on."""
@@ -315,13 +284,6 @@ def _factor(measures: Sequence[float], resolution: float) -> float | None:
     if rest > ROUNDING * resolution * largest:
         raise _compares_samples()
     return factor
-
-
-def _same(one: Tensor, other: Tensor) -> Tensor:
-    """Whether two gradients are, but for rounding."""
-    if not one.numel():
-        return torch.ones((), dtype=torch.bool, device=one.device)
-    return (one - other).abs().max() <= ROUNDING * torch.finfo(one.dtype).eps * one.abs().max()
 
 
 def _compares_samples() -> ConfigurationError:

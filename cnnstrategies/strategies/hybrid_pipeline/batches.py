@@ -24,12 +24,10 @@ class Form:
         leaves: What each leaf is, with a number or value: the network's ``input`` of that number; a ``source`` of such
             a shape and type from which the step computes the inputs; ``rows``, the tensor of that number with a row for
             each sample; ``items``, a list with one for each sample; or the ``same`` for all samples.
-        draws: Whether the step draws random numbers before it calls the network.
     """
 
     tree: TreeSpec
     leaves: tuple[tuple[Kind, Any], ...]
-    draws: bool = False
 
     @property
     def computes(self) -> bool:
@@ -52,9 +50,7 @@ def as_given(images: Sequence[Any]) -> Images:
     return given
 
 
-def take_apart(
-    batch: Any, inputs: Sequence[int], computes: bool = False, draws: bool = False
-) -> tuple[Images, tuple[Tensor, ...], Form]:
+def take_apart(batch: Any, inputs: Sequence[int], computes: bool = False) -> tuple[Images, tuple[Tensor, ...], Form]:
     """The images of a replica's batch, what else has a row for each sample, and the form.
 
     The inputs are the leaves that the network takes, in the order of its arguments, or from which the step computes
@@ -75,7 +71,7 @@ def take_apart(
         else:
             kinds.append(("items", leaf))
     images = tuple(leaves[index] for index in inputs)
-    return as_given(images), tuple(rest), Form(tree, tuple(kinds), draws)
+    return as_given(images), tuple(rest), Form(tree, tuple(kinds))
 
 
 def seen(batch: Batch, microbatch: int | None, device: Any, none: bool = False) -> Any:
@@ -122,11 +118,11 @@ def first_rows(batch: Any, count: int) -> Any:
 def check_forms(batch: Batch) -> None:
     """Refuse replicas of the first stage whose batches are not alike, by a ConfigurationError."""
     found = [form for form in batch.forms if form is not None]
-    kinds = {(form.tree, tuple(kind for kind, _ in form.leaves), form.draws) for form in found}
+    kinds = {(form.tree, tuple(kind for kind, _ in form.leaves)) for form in found}
     if len(kinds) > 1:
         raise ConfigurationError(
             "the replicas of the first stage have batches that are made of different things in one step: "
-            f"{' and '.join(sorted(str(tree) for tree, *_ in kinds))}; give all the same"
+            f"{' and '.join(sorted(str(tree) for tree, _ in kinds))}; give all the same"
         )
 
 

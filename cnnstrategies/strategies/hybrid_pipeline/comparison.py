@@ -22,9 +22,9 @@ from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.stage import IMAGES, Blueprint, divide_by_names
 from cnnstrategies.pipeline.tracing import mode, network_inputs
 from cnnstrategies.pipeline.transport import broadcast_value
-from cnnstrategies.strategies.hybrid_pipeline.batches import as_given, flatten
+from cnnstrategies.strategies.hybrid_pipeline.batches import as_given
+from cnnstrategies.strategies.hybrid_pipeline.inputs import Inputs
 from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_metrics, same_random_numbers, shadow_of
-from cnnstrategies.strategies.hybrid_pipeline.wiring import NetworkCalls, arguments_of
 
 # How far two ways to add up the same numbers may be apart, in parts of the greatest of them. A GPU adds up in another
 # order each time, and the fewer values batch normalisation sees, the more it makes of that.
@@ -99,14 +99,7 @@ def _inputs(module: LightningModule, path: str, network: nn.Module, batch: Any) 
     shadow = shadow_of(module, path, network, copy_metrics(module))
     batch = module.trainer.precision_plugin.convert_input(batch)  # As when it is loaded.
     batch = shadow.on_after_batch_transfer(shadow.on_before_batch_transfer(batch, 0), 0)
-    calls = NetworkCalls(module, path, network)
-    wiring = calls.wiring("training_step", batch, 0, CPU)
-    leaves, _ = flatten(batch)
-    images = [leaves[index] for index in wiring.inputs]
-    if wiring.computed:
-        arguments = arguments_of(module, "training_step", batch, 0, 0)
-        images = calls.given("training_step", arguments) or images
-    return as_given(images)
+    return Inputs(module, path, network, CPU).of_a_batch(batch)
 
 
 def compare_on_rank_zero(

@@ -1,7 +1,7 @@
 """What steps and hooks find in a divided network's place: this rank's layers, and the others without parameters."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from cnnstrategies.pipeline.fixed import Traced
 from cnnstrategies.pipeline.stage import StageModule
 from cnnstrategies.pipeline.tracing import network_inputs
 from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
-from cnnstrategies.strategies.hybrid_pipeline.wiring import one_of
+from cnnstrategies.strategies.hybrid_pipeline.inputs import described, one_of
 
 _HERE = "with strategy hybrid_pipeline every rank runs the hooks, and has the parameters of its own stage alone"
 
@@ -121,15 +121,11 @@ class NetworkStandIn(Layers):
         self.training = stage.training
         self._outputs: list[Any] = []
         self._computed: Sequence[tuple[int, ...]] | None = None
-        self._called: Callable[[], None] = _nothing
 
-    def put(
-        self, outputs: Any, computed: Sequence[tuple[int, ...]] | None = None, called: Callable[[], None] | None = None
-    ) -> None:
+    def put(self, outputs: Any, computed: Sequence[tuple[int, ...]] | None) -> None:
         """Hand over the outputs that the next step gets; if it computes the inputs, with the shape of a row of each."""
         self._outputs = [outputs]
         self._computed = computed
-        self._called = called or _nothing
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's outputs for the batch of this step, called once, with the images of the batch."""
@@ -144,14 +140,14 @@ class NetworkStandIn(Layers):
             images = one_of(given.pop(name))
             if not isinstance(images, ImagesElsewhere):
                 raise ConfigurationError(
-                    f"the network is called with {_described(images)} that is not the images of the batch, nor "
+                    f"the network is called with {described(images)} that is not the images of the batch, nor "
                     "computed from them with torch: in a pipeline the first stage alone has them; change them in the "
                     "network's forward, in the dataset, or in on_after_batch_transfer, which runs where they are"
                 )
             if self._computed is not None:
                 if images.shape[1:] != self._computed[number]:
                     raise ConfigurationError(
-                        f"the step gives the network {_described(images)} as {name!r}, and where the images are its "
+                        f"the step gives the network {described(images)} as {name!r}, and where the images are its "
                         f"rows have the shape {self._computed[number]}: compute it in the same way in each step"
                     )
             elif images.number != number:
@@ -163,19 +159,8 @@ class NetworkStandIn(Layers):
             default = self._signature.parameters[name].default
             if value is not default and (isinstance(value, Tensor) or value != default):
                 raise ConfigurationError(
-                    f"self.{self._path} is called with {name}={_described(value)} besides the images: a network that "
+                    f"self.{self._path} is called with {name}={described(value)} besides the images: a network that "
                     "is cut into stages has its options from the beginning; set it in its __init__, or leave out the "
                     f"default of {name!r} if it is a tensor of the batch"
                 )
-        self._called()
         return self._outputs.pop()
-
-
-def _nothing() -> None:
-    pass
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else f"a {type(value).__name__}"

@@ -1,14 +1,11 @@
 """A LightningModule whose steps leave no trace: what they log, count, store and draw belongs to it alone."""
 
 import copy
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -21,52 +18,6 @@ from torchmetrics import Metric, MetricCollection
 from cnnstrategies._torch_private import OperationMode
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import PLACE, WHOLE
-from cnnstrategies.pipeline.step import RandomState
-
-
-@dataclass(init=False, eq=False)
-class RandomNumbers:
-    """Where the generators of torch, on a device, of Python and numpy stand."""
-
-    pytorch: RandomState
-    python: Any
-    numpy: Any
-
-    def __init__(self, device: torch.device) -> None:
-        self.pytorch = RandomState(device)
-        self.python = random.getstate()
-        self.numpy = np.random.get_state()
-
-    def restore(self, device: torch.device) -> None:
-        """Go back to it, on a rank that has perhaps another device."""
-        self.pytorch.device = device
-        self.pytorch.restore()
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-
-    def __eq__(self, other: object) -> bool:
-        """Whether the same numbers come next."""
-        if not isinstance(other, RandomNumbers):
-            return NotImplemented
-        one, two = self.pytorch.accelerator, other.pytorch.accelerator
-        return (
-            torch.equal(self.pytorch.cpu, other.pytorch.cpu)
-            and (one is None or two is None or torch.equal(one, two))
-            and self.python == other.python
-            and bool((self.numpy[1] == other.numpy[1]).all())
-            and self.numpy[2:] == other.numpy[2:]
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-@dataclass(frozen=True)
-class Draws:
-    """Random numbers when a step starts that draws some before it calls the network, and when it calls it."""
-
-    start: RandomNumbers
-    at_call: RandomNumbers
-
 
 FEW = 100  # Lists of more things are copied, and what is in them is not.
 # Objects that a step uses and does not count with; to copy them would take time or break them.

@@ -5,7 +5,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -334,7 +334,7 @@ class HybridPipelineStrategy(DDPStrategy):
             share_stage(self.pipeline)
         divided = DividedModule(self.lightning_module, path, self.pipeline, callbacks, whole)
         self.model_to_device()
-        self._steps = Steps(divided, self.precision_plugin, self._announced, fitting)
+        self._steps = Steps(divided, fitting)
         if fitting:
             divided.divide_optimizers(self.optimizers)
             show_whole_network(callbacks, divided)
@@ -422,13 +422,6 @@ class HybridPipelineStrategy(DDPStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
             return self.steps.evaluate("predict_step", args, kwargs)
-
-    def _announced(self, action: str) -> AbstractContextManager[None]:
-        """Tell the Trainer's profiler, as Lightning does of the strategy's own functions."""
-        assert self.lightning_module is not None
-        profiler: Any = self.lightning_module.trainer.profiler  # type: ignore[attr-defined]  # set outside the class
-        announced: AbstractContextManager[None] = profiler.profile(f"[Strategy]{type(self).__name__}.{action}")
-        return announced
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         with self.steps.watch.paused():
