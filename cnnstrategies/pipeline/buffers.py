@@ -3,17 +3,17 @@
 The running statistics are as after the microbatches in turn, or as after one full batch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cnnstrategies._torch_private import put_buffer, writes
+from cnnstrategies._torch_private import add_all, copy_all, put_buffer, writes
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.moments import MomentTable
 
 BatchNormMode = Literal["microbatch", "deferred"]
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -54,9 +54,7 @@ class StageBuffers:
         self.batch_norm = batch_norm
         self.group = group
         self._module = module
-        # Each layer's calls in a forward; the same on all replicas, one without a microbatch in this step included.
-        self._calls: dict[nn.Module, int] = {}
-        self._notes: dict[nn.Module, _Notes] = {}
+        self._notes: list[Notes] = []
         for name, layer in module.named_modules():
             if isinstance(layer, nn.SyncBatchNorm):
                 raise ConfigurationError(
@@ -66,50 +64,50 @@ class StageBuffers:
             if isinstance(layer, BATCH_NORMS) and layer.track_running_stats:
                 count = sum(calls[path] for path in calls if name == path or name.startswith(path + "."))
                 if count:  # Some are for evaluation alone.
-                    self._calls[layer] = count
-                    self._notes[layer] = _Notes(name, layer)
-        self._training: list[nn.Module] = []
+                    self._notes.append(Notes(name, layer, count))
+        self._training: list[Notes] = []
         self._moments: MomentTable | None = None
-        noted = {id(buffer) for layer in self._calls for buffer in layer.buffers(recurse=False)}
+        noted = {id(buffer) for notes in self._notes for buffer in notes.layer.buffers(recurse=False)}
         self._others = [name for name, buffer in module.named_buffers() if id(buffer) not in noted]
         self._changing: list[str] | None = None
         self._before: list[tuple[int, int]] = []
 
     def begin(self, microbatches: int) -> None:
         """Note what changes, and the moments of layers in training mode, until :meth:`finish` or :meth:`abandon`."""
-        training = [layer for layer in self._calls if layer.training]
-        if self._training != training or self._moments is None or self._moments.microbatches != microbatches:
-            self._training = training
-            self._moments = MomentTable([(layer, self._calls[layer]) for layer in training], microbatches)
-            for index, layer in enumerate(training):
-                self._notes[layer].places = self._moments.places(index)
-        self._moments.clear()
-        for layer in training:
-            self._notes[layer].begin()
+        training = [notes for notes in self._notes if notes.layer.training]
+        if not training:
+            self._moments = None
+        elif self._moments is None or self._training != training or self._moments.microbatches != microbatches:
+            self._moments = MomentTable(training, microbatches)
+        self._training = training
+        if self._moments is not None:
+            self._moments.clear()
+        for notes in training:
+            notes.begin()
         if self.group is not None:
             self._before = self._states()
 
     @contextmanager
     def microbatch(self, microbatch: int, again: bool = False) -> Iterator[None]:
         """Note the moments of the forward inside; one that runs ``again`` for its activations counts only once."""
-        for layer in self._training:
-            self._notes[layer].counts.clear()
+        for notes in self._training:
+            notes.counts.clear()
         yield
         if self._moments is not None and not again:
-            self._moments.note(microbatch, [self._notes[layer].counts for layer in self._training])
+            self._moments.note(microbatch)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Update the running statistics by those of the step, and share the other buffers; a collective of replicas."""
         self.abandon()
-        if self._moments is not None and self._training:
+        if self._moments is not None:
             self._moments.update(self.batch_norm == "deferred", self.group)
         if self.group is not None and self._others:
             self._share_others()
 
     def abandon(self) -> None:
         """Give the layers their running statistics back, as they were before the step."""
-        for notes in self._notes.values():
+        for notes in self._notes:
             notes.restore()
 
     def _share_others(self) -> None:
@@ -135,19 +133,20 @@ class StageBuffers:
         return [(id(one), writes(one)) for one in map(self._module.get_buffer, self._others)]
 
 
-class _Notes:
+class Notes:
     """The moments of one layer during a step, which the layer's own kernel writes.
 
     With momentum 1 it puts the moments of a call into whatever tensors it holds as running statistics. Those are the
     same for all microbatches: a compiled stage would be compiled again for others.
 
     Attributes:
-        places: Where mean and variance of each of its calls in a forward are written.
+        calls: Of the layer in a forward; the same on all replicas, one without a microbatch in this step included.
+        places: Where mean and variance (C,) of each of them are written.
         counts: Values per channel in each call so far.
     """
 
-    def __init__(self, name: str, layer: Any) -> None:
-        self.name, self.layer = name, layer
+    def __init__(self, name: str, layer: Any, calls: int) -> None:
+        self.name, self.layer, self.calls = name, layer, calls
         self.places: list[tuple[Tensor, Tensor]] = []
         self.counts: list[int] = []
         self._saved: tuple[Any, ...] | None = None
@@ -171,15 +170,113 @@ class _Notes:
         if self._saved is None:
             return
         call = len(self.counts)
-        if call == len(self.places):
+        if call == self.calls:
             raise ConfigurationError(
                 f"{self.name} normalises several times in one call of the layer that contains it: call it from a "
                 "module of your own, not from a subclass of a layer of torch.nn, or use it once"
             )
         self.counts.append(inputs[0].numel() // self.layer.num_features)
-        if len(self.places) > 1:
+        if self.calls > 1:
             self._put(call)
 
     def _put(self, call: int) -> None:
         for name, place in zip(("running_mean", "running_var"), self.places[call], strict=True):
             put_buffer(self.layer, name, place)
+
+
+class MomentTable:
+    """Means and unbiased variances of each call of each layer in each microbatch, and what they make of the statistics.
+
+    All layers stand side by side, with a column for each channel, so that everything is computed for all at once; on
+    the device, and without looking at a value. ``counts`` has for each microbatch, call and layer the values per
+    channel, 0 where the layer was not reached.
+    """
+
+    def __init__(self, notes: Sequence[Notes], microbatches: int) -> None:
+        self.microbatches = microbatches
+        self._notes = notes
+        self._layers = [one.layer for one in notes]
+        self._calls = max(one.calls for one in notes)
+        self._widths = [int(layer.num_features) for layer in self._layers]
+        like = self._layers[0].running_mean
+        self._layer_of = torch.repeat_interleave(torch.arange(len(notes)), torch.tensor(self._widths)).to(like.device)
+        self._present = like.new_zeros(self._calls, 2, sum(self._widths))
+        self._moments = like.new_zeros(microbatches, *self._present.shape)
+        stop = 0
+        for one, width in zip(notes, self._widths, strict=True):
+            own = slice(stop, stop := stop + width)
+            one.places = [(self._present[call, 0, own], self._present[call, 1, own]) for call in range(one.calls)]
+        self.clear()
+
+    def clear(self) -> None:
+        """Start from none."""
+        self._moments.zero_()
+        self._counts: list[tuple[tuple[int, ...], ...]] = [
+            ((0,) * len(self._layers),) * self._calls for _ in range(self.microbatches)
+        ]
+
+    def note(self, microbatch: int) -> None:
+        """Keep what the layers have put there in a microbatch."""
+        self._moments[microbatch].copy_(self._present)
+        self._counts[microbatch] = tuple(
+            tuple(one.counts[call] if call < len(one.counts) else 0 for one in self._notes)
+            for call in range(self._calls)
+        )
+
+    def update(self, deferred: bool, group: dist.ProcessGroup | None) -> None:
+        """Update the layers' running statistics: ``deferred`` by the union of all microbatches, else by each in turn.
+
+        The microbatches of the stage's replicas, a group unless there is one, count too.
+        """
+        moments = self._moments.double()  # (microbatches, calls, 2, channels)
+        counts = numbers_on(tuple(self._counts), moments.device)  # (microbatches, calls, layers)
+        if group is not None:
+            joined = torch.cat([counts.flatten(), moments.flatten()])
+            dist.all_reduce(joined, group=group)
+            counts = joined[: counts.numel()].view_as(counts)
+            moments = joined[counts.numel() :].view_as(moments)
+        if deferred:
+            moments = _union(counts[..., self._layer_of], moments)
+            counts = counts.sum(0)
+        moments = moments.reshape(-1, *moments.shape[-2:])  # In the order in which one process would make them.
+        kept, shares, updates = self._weights(counts.reshape(-1, len(self._layers)) > 0)
+        buffers = [*(layer.running_mean for layer in self._layers), *(layer.running_var for layer in self._layers)]
+        added = (shares[:, None, self._layer_of] * moments).sum(0)
+        new = added.addcmul_(torch.cat(buffers).view(2, -1), kept[self._layer_of]).to(buffers[0].dtype)
+        copy_all(buffers, [part for moment in new.unbind() for part in moment.split(self._widths)])
+        add_all([layer.num_batches_tracked for layer in self._layers], updates.unbind())
+
+    def _weights(self, reached: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What each update counts, from which layers (L,) were called in each of the rows that update in turn.
+
+        Returns:
+            For each layer what is left of the old value, for each row and layer what it adds, and for each layer the
+            number of updates.
+        """
+        number = reached.cumsum(0)
+        momenta = [layer.momentum for layer in self._layers]
+        weight = numbers_on(tuple(one or 0.0 for one in momenta), reached.device)
+        if None in momenta:  # An average of all updates so far.
+            averages = numbers_on(tuple(one is None for one in momenta), reached.device) > 0
+            tracked = torch.stack([layer.num_batches_tracked for layer in self._layers])
+            weight = torch.where(averages, 1.0 / (tracked + number).clamp(min=1).double(), weight)
+        weight = weight * reached
+        left = torch.cumprod((1.0 - weight).flip(0), 0)
+        later = torch.cat([torch.ones_like(left[:1]), left[:-1]]).flip(0)  # What is left after the later ones.
+        return left[-1], weight * later, number[-1]
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def numbers_on(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
+    """Nested numbers as a tensor; kept, because the host would wait for each copy to a device."""
+    return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+
+def _union(counts: Tensor, moments: Tensor) -> Tensor:
+    """Mean and unbiased variance (K, 2, W) of the union of M sets with counts (M, K, W) and moments (M, K, 2, W)."""
+    means, unbiased = moments.unbind(2)
+    total = counts.sum(0)
+    mean = (counts * means).sum(0) / total.clamp(min=1)
+    squares = (unbiased * (counts - 1).clamp(min=0) + counts * (means - mean) ** 2).sum(0)
+    return torch.stack([mean, squares / (total - 1).clamp(min=1)], dim=1)
