@@ -85,7 +85,7 @@ def half_a_network_is_copied(right: Callable[..., Any], self: Layers, memo: Any)
     DividedModule.check_groups,
     killed_by=test_pipeline_refusals.are_refused,
     expected=[one for one in test_pipeline_refusals.REFUSED_IN_A_STEP if one[0] is test_pipeline_refusals.Adding],
-    replicas=[1, 1],
+    replicas=[1],
 )
 def parameters_are_added_to_an_optimizer_that_other_stages_do_not_know(
     right: Callable[[DividedModule], None], self: DividedModule

@@ -42,7 +42,7 @@ def network(dropout: float) -> nn.Sequential:
 
 
 class OwnModule(LightningModule):
-    """A user's: mixup and a loss of its own, and nothing that belongs to the package."""
+    """A user's: images that are mixed and a loss of its own, and nothing that belongs to the package."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class OwnModule(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, targets = batch
-        share = float(torch.rand(()))  # Drawn by the host.
+        share = 1 / (1 + batch_idx)
         outputs = self.network(images.float() * share + images.flip(0) * (1 - share))
         loss = share * F.cross_entropy(outputs, targets, label_smoothing=0.1)
         loss = loss + (1 - share) * F.cross_entropy(outputs, targets.flip(0), label_smoothing=0.1)
