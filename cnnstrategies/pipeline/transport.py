@@ -137,13 +137,11 @@ class Transport:
 
     def send(self, tensor: Tensor, target: int, tag: int, what: str) -> Pending:
         """The sending of a contiguous tensor, to be begun."""
-        what = f"{self.me}, sending {what} to {self.placement.describe(target)}"
-        return self._transfer(dist.isend, tensor, target, self._ways.get(tag, self.control), tag, what)
+        return self._transfer(dist.isend, tensor, target, tag, f"sending {what} to")
 
     def receive(self, tensor: Tensor, source: int, tag: int, what: str) -> Pending:
         """The receiving into a contiguous tensor, to be begun."""
-        what = f"{self.me}, waiting for {what} from {self.placement.describe(source)}"
-        return self._transfer(dist.irecv, tensor, source, self._ways.get(tag, self.control), tag, what)
+        return self._transfer(dist.irecv, tensor, source, tag, f"waiting for {what} from")
 
     def check_peers(self) -> None:
         """Refuse to go on where a rank is known to be lost, by a PeerError."""
@@ -155,19 +153,18 @@ class Transport:
         """Start to send nested containers of tensors and plain data; tensors go as they are."""
         frames = [_bytes_as_tensor(frame) for frame in encode(value)]
         parts = (torch.tensor([len(frames)]), torch.tensor([len(frame) for frame in frames]), *frames)
-        what = f"{self.me}, sending {what} to {self.placement.describe(target)}"
-        return [
-            self._transfer(dist.isend, part, target, self.control, OBJECT, what).begin()
-            for part in parts
-            if part.numel()
-        ]
+        return [self.send(part, target, OBJECT, what).begin() for part in parts if part.numel()]
 
     def receive_object(self, source: int, what: str, allocate: Callable[[int], Tensor] | None = None) -> Any:
         """Receive what :func:`send_object` sent, into memory that may be of another kind; tensors arrive on the CPU."""
         allocate = allocate or partial(torch.empty, dtype=torch.uint8)
-        count = self._control_receive(torch.empty(1, dtype=torch.int64), source, what)
-        sizes = self._control_receive(torch.empty(int(count), dtype=torch.int64), source, what)
-        frames = [self._control_receive(allocate(size), source, what) for size in sizes.tolist()]
+
+        def received(tensor: Tensor) -> Tensor:
+            return self.receive(tensor, source, OBJECT, what).begin().wait() if tensor.numel() else tensor
+
+        count = received(torch.empty(1, dtype=torch.int64))
+        sizes = received(torch.empty(int(count), dtype=torch.int64))
+        frames = [received(allocate(size)) for size in sizes.tolist()]
         return decode([frames[0].numpy().tobytes(), *frames[1:]])
 
     @contextmanager
@@ -201,23 +198,11 @@ class Transport:
         """This rank in words."""
         return self.placement.describe(self.rank)
 
-    def _control_receive(self, tensor: Tensor, source: int, what: str) -> Tensor:
-        what = f"{self.me}, waiting for {what} from {self.placement.describe(source)}"
-        if tensor.numel():
-            self._transfer(dist.irecv, tensor, source, self.control, OBJECT, what).begin().wait()
-        return tensor
-
     def _transfer(
-        self,
-        function: Callable[..., dist.Work | None],
-        tensor: Tensor,
-        peer: int,
-        group: dist.ProcessGroup | None,
-        tag: int,
-        what: str,
+        self, function: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int, what: str
     ) -> Pending:
-        begin = partial(function, tensor, peer, group=group, tag=tag)
-        return Pending(begin, tensor, partial(self._naming, what))
+        begin = partial(function, tensor, peer, group=self._ways.get(tag, self.control), tag=tag)
+        return Pending(begin, tensor, partial(self._naming, f"{self.me}, {what} {self.placement.describe(peer)}"))
 
 
 class RankWatch:

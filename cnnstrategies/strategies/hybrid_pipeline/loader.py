@@ -44,6 +44,9 @@ class StageLoader:
         self.usual = most(_batch_size(loader)) or None
         longest = most(-1 if self.length is None else self.length)
         self.length = None if self.length is None else longest
+        # Lightning asks a loader that can go on in the middle of an epoch by its class or its own attributes.
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+            self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # Not there yet while an instance is unpickled.
@@ -106,19 +109,6 @@ def _batch_size(loader: Any) -> int:
     return size if isinstance(size, int) else 0
 
 
-class ResumableStageLoader(StageLoader):
-    """A :class:`StageLoader` over a loader that can go on in the middle of an epoch."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of the rank's own loader."""
-        state: dict[str, Any] = self.loader.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hand it to the rank's own loader."""
-        self.loader.load_state_dict(state_dict)
-
-
 class PredictionLoader(StageLoader):
     """A :class:`StageLoader` that tells Lightning's prediction writers what rows a rank has, all of them or none."""
 
@@ -144,13 +134,3 @@ def _of_all_replicas(indices: list[int], sampler: object) -> list[int]:
         return indices
     every = [first + replica for first in indices for replica in range(sampler.num_replicas)]
     return [index for index in every if index < len(sampler.dataset)]  # type: ignore[arg-type]
-
-
-def stage_loader(
-    loader: Any, loads: bool, most: Callable[[int], int], has_predictions: bool | None = None
-) -> StageLoader:
-    """Wrap a rank's loader, which for predictions is told whether this rank gets them; a collective."""
-    if has_predictions is not None:
-        return PredictionLoader(loader, loads, most, has_predictions)
-    resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return (ResumableStageLoader if resumable else StageLoader)(loader, loads, most)

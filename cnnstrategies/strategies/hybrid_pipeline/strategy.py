@@ -61,7 +61,7 @@ from cnnstrategies.strategies.hybrid_pipeline.layout import (
     differences_of_pipeline,
     stage_parameters,
 )
-from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch, StageLoader, stage_loader
+from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch, PredictionLoader, StageLoader
 from cnnstrategies.strategies.hybrid_pipeline.lost_rank import after_the_lost_rank
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
     Plan,
@@ -234,8 +234,9 @@ class HybridPipelineStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: object) -> StageLoader:
         loads = self.placement.place(self.global_rank).stage == 0
         assert self.lightning_module is not None
-        predicts = self.lightning_module.trainer.state.fn == TrainerFn.PREDICTING
-        return stage_loader(dataloader, loads, self._most, self.is_global_zero if predicts else None)
+        if self.lightning_module.trainer.state.fn == TrainerFn.PREDICTING:
+            return PredictionLoader(dataloader, loads, self._most, has_rows=self.is_global_zero)
+        return StageLoader(dataloader, loads, self._most)
 
     @override
     @after_the_lost_rank
