@@ -144,6 +144,7 @@ class Pipeline:
             with self.transport.collective("looking for parameters that were frozen or unfrozen"):
                 dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self.transport.control)
         if int(changed):
+            self.reducer.close()
             self.reducer = GradientReducer(trainable, self.reducer.group, self.reducer.bucket_bytes)
             for channels in self.channels.values():
                 channels.forget_headers()  # They tell which values want a gradient.
@@ -331,6 +332,7 @@ class Pipeline:
         self.transport.check_peers()
         if self.placement.world_size > 1:
             dist.barrier(group=self.transport.control)  # A rank that closes one may have sent what is not yet read.
+        self.reducer.close()
         if self.reducer.group is not None:
             dist.destroy_process_group(self.reducer.group)
         self.reducer.group = self.buffers.group = None

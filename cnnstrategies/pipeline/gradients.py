@@ -1,7 +1,7 @@
 """Sum the gradients of a stage's replicas in buckets, while the last microbatch's backward still runs."""
 
-import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,7 @@ class GradientReducer:
         self.group = group
         self.bucket_bytes = bucket_bytes
         self._buckets: list[Bucket] = []
+        self._handles: list[RemovableHandle] = []
         self._works: list[dist.Work] = []
         self._kept: list[Tensor | None] | None = None
         self._reached: set[nn.Parameter] = set()
@@ -123,12 +124,17 @@ class GradientReducer:
 
     def _make_buckets(self) -> None:
         self._buckets = [Bucket(parameters) for parameters in self._grouped()]
-        handles = [
-            parameter.register_post_accumulate_grad_hook(_Ready(self, bucket))  # type: ignore[no-untyped-call]
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self.ready, bucket=bucket))  # type: ignore[no-untyped-call]
             for bucket in self._buckets
             for parameter in bucket.parameters
         ]
-        weakref.finalize(self, _remove, handles)
+
+    def close(self) -> None:
+        """Have the parameters, which outlive it, hold it by their hooks no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._buckets = [], []
 
     def ready(self, parameter: nn.Parameter, bucket: Bucket) -> None:
         """Take note that a backward has added to a gradient."""
@@ -162,21 +168,3 @@ class GradientReducer:
             groups[-1].append(parameter)
             size += bytes_
         return groups
-
-
-class _Ready:
-    """Tells a reducer, as long as there is one: parameters may outlive it, and their hooks must not hold it."""
-
-    def __init__(self, reducer: GradientReducer, bucket: Bucket) -> None:
-        self._reducer = weakref.ref(reducer)
-        self._bucket = weakref.ref(bucket)
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        reducer, bucket = self._reducer(), self._bucket()
-        if reducer is not None and bucket is not None:
-            reducer.ready(parameter, bucket)
-
-
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -140,8 +140,7 @@ def reductions(steps: int) -> tuple[list[str], int, int]:
             gradients_module.Bucket = counted  # type: ignore[assignment,misc]
         pipeline.step(images[part], targets[part], F.cross_entropy, more=(step + 1) % steps > 0)
     dist.all_reduce = reduce
-    del pipeline
-    gc.collect()
+    pipeline.close()
     assert handles
     left = [handle for handle in handles if handle.id in (handle.hooks_dict_ref() or ())]
     return events, made, len(left)
