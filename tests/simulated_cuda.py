@@ -12,7 +12,6 @@ import torch.distributed as dist
 from simulated_gpu import _COLLECTIVE, DEVICE, GpuMode, GpuTensor, Stream, _plain, is_on_device
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 
@@ -211,29 +210,7 @@ def _simulate_nccl() -> None:
     for module in (dist, dist.distributed_c10d):
         module.new_group, module.get_backend, module.all_reduce = make, backend_of, reduce
     dist.distributed_c10d._get_object_coll_device = device_of_objects
-    for name in ("__init__", "_pre_forward"):
-        _replace(name)
 
 
 def _is_group(value: Any) -> bool:
     return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
-
-
-def _replace(name: str) -> None:
-    """DDP's buckets are made in C++."""
-    right = getattr(DistributedDataParallel, name)
-
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _buckets():
-            return right(self, *args, **kwargs)
-
-    setattr(DistributedDataParallel, name, replacement)
-
-
-@contextmanager
-def _buckets() -> Any:
-    DEVICE.makes_buckets = True
-    try:
-        yield
-    finally:
-        DEVICE.makes_buckets = False

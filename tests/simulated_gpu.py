@@ -90,8 +90,6 @@ class Device:
         waits: Where the host has waited since the last :meth:`waits_inside`, and how often.
         random: The state of its random numbers.
         pinned: Pinned memory by its address; held, so that no other gets the address.
-        buckets: Memory of the device that C++ has made, which takes it for the host's; likewise.
-        makes_buckets: What C++ makes now is such.
         streams: The first is the one that computes.
         stream: The present one.
     """
@@ -103,8 +101,6 @@ class Device:
         self.waits: Counter[str] = Counter()
         self.random = torch.Generator().manual_seed(0).get_state()
         self.pinned: dict[int, Tensor] = {}
-        self.buckets: dict[int, Tensor] = {}
-        self.makes_buckets = False
         self.streams: list[Stream] = []
 
     def wait(self, what: str) -> None:
@@ -347,10 +343,7 @@ def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         _from_host(args[0], kwargs.get("non_blocking", False))
         kwargs = {key: value for key, value in kwargs.items() if key != "non_blocking"}
     elif not on_device and (device is None or device.type != "cuda"):
-        made = func(*args, **kwargs)
-        if DEVICE.makes_buckets and isinstance(made, Tensor) and made.device.type == "cpu":
-            DEVICE.buckets[made.untyped_storage().data_ptr()] = made
-        return made
+        return func(*args, **kwargs)
     elif func is aten.copy_.default:
         return _copy(*args, **kwargs)
     elif on_device:
@@ -455,9 +448,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def is_on_device(tensor: Tensor) -> bool:
     """Whether it is the device's."""
-    return isinstance(tensor, GpuTensor) or (
-        tensor.device.type == "cpu" and bool(DEVICE.buckets) and tensor.untyped_storage().data_ptr() in DEVICE.buckets
-    )
+    return isinstance(tensor, GpuTensor)
 
 
 def _pin(tensor: Tensor) -> Tensor:

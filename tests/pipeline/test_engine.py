@@ -220,10 +220,9 @@ def gathered(replicas: tuple[int, ...]) -> tuple[list[bool], list[tuple[Tensor, 
     return [one is not None for one in early], compared
 
 
-@pytest.mark.parametrize("replicas", [(2, 1), (1, 2, 1)])
-def test_outputs_are_those_of_one_process_in_order_on_every_rank(replicas: tuple[int, ...]) -> None:
+def test_outputs_are_those_of_one_process_in_order_on_every_rank() -> None:
     """Those of training leave while the last backward runs, but for the first, whose structure is waited for."""
-    for early, compared in run_ranks(sum(replicas), gathered, replicas):
+    for early, compared in run_ranks(3, gathered, (2, 1)):
         assert early == [False, True, True, True]
         for got, expected in compared:
             torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)

@@ -245,22 +245,6 @@ def test_accumulated_gradients_are_those_of_one_process_and_are_added_up_once() 
     assert {rank: int(count) for rank, count in reductions.items()} == {"0": 4, "1": 4, "2": 0}
 
 
-def bf16() -> list[dict[str, Tensor]]:
-    weights = []
-    for replicas in (None, [1, 1]):
-        model = ImageClassifier(network(), 3, optimizer=sgd)
-        trainer = trainer_of(replicas, max_epochs=1, gradient_clip_val=0.5, precision="bf16-mixed")
-        trainer.fit(model, DataLoader(Images(48), 16))
-        weights.append(model.state_dict())
-    return weights
-
-
-def test_bf16_trains_as_one_process() -> None:
-    single, piped = run_apart(bf16)
-    for name, value in single.items():
-        assert (piped[name] - value).norm() <= 0.02 * value.norm() + 1e-3, name
-
-
 class Overflow(Callback):
     """In the third step one gradient of one stage becomes infinite; notes the loss scale and what each step changed."""
 

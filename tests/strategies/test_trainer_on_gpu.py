@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
 from ranks import run_apart, run_ranks
 from simulated_cuda import simulate
 from simulated_gpu import DEVICE
@@ -155,8 +154,6 @@ def fit(case: Case, kind: str, world: int) -> Trained:
 
 
 def strategy_of(name: str) -> Any:
-    if name == "ddp":
-        return DDPStrategy()
     if name in ("hybrid_pipeline", "automatic cuts", "own stage"):
         cuts = None if name == "automatic cuts" else ["0"]
         return HybridPipelineStrategy(replicas=[1, 1], cuts=cuts, microbatches=4)
@@ -177,17 +174,15 @@ def on_both(cases: list[Case], world: int) -> tuple[list[Trained], list[Trained]
 
 
 RECIPE = {"channels_last": True, "mixup_alpha": 0.2, "label_smoothing": 0.1}
-# In half precision torch's own loss scale asks whether a step is to be skipped.
 ALONE = [
     Case("auto", RECIPE, precision="bf16-mixed"),
-    Case("auto", precision="16-mixed", waits=1),
     # It waits for the last gradient, and looks whether a callback, such as the one that counts, has changed a weight.
     Case("parameter_server", waits=2),
     Case("local", waits=2 * len(list(network(0.0).parameters()))),
 ]
 TOGETHER = [
-    Case("ddp"),
     Case("automatic cuts", RECIPE, precision="bf16-mixed"),
+    # In half precision torch's own loss scale asks whether a step is to be skipped.
     Case("hybrid_pipeline", own=True, precision="16-mixed", has_length=False, waits=2),
     Case("own stage", own=True, waits=1),
 ]
