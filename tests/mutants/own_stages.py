@@ -12,9 +12,8 @@ from torch import nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.held_in_turn import Turns
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
-from cnnstrategies.strategies.hybrid_pipeline.own_stage import Plan, own_stage_alone, share_stage
+from cnnstrategies.strategies.hybrid_pipeline.own_stage import Plan, Turns, own_stage_alone, share_stage
 
 
 @replaces(Turns.hold, killed_by=test_held_in_turn.test_one_at_a_time_holds_memory_while_the_whole_is_built)

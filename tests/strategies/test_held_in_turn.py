@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.held_in_turn import held_in_turn
+from cnnstrategies.strategies.hybrid_pipeline.own_stage import held_in_turn
 
 pytestmark = pytest.mark.light
 
