@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch
+from cnnstrategies.strategies.hybrid_pipeline.batches import NoBatch
 
 
 class Keeps(Precision):

@@ -19,11 +19,11 @@ from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.stage import Blueprint
 from cnnstrategies.strategies import HybridPipelineStrategy
+from cnnstrategies.strategies.hybrid_pipeline.batches import PredictionLoader, StageLoader
 from cnnstrategies.strategies.hybrid_pipeline.comparison import compare, copies, differ
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss, try_optimizer
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
-from cnnstrategies.strategies.hybrid_pipeline.gradients import Overflow, clip_by_joint_norm
-from cnnstrategies.strategies.hybrid_pipeline.loader import PredictionLoader, StageLoader
+from cnnstrategies.strategies.hybrid_pipeline.steps import Overflow, clip_by_joint_norm
 
 
 @replaces(

@@ -10,7 +10,7 @@ from test_pipeline_ways_to_write import Module, classifier, differ
 from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
+from cnnstrategies.strategies.hybrid_pipeline.stand_ins import ImagesElsewhere
 
 
 class Normalising(Module):

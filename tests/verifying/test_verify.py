@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cnnstrategies
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.strategies.hybrid_pipeline.layers import NotHereError
+from cnnstrategies.strategies.hybrid_pipeline.stand_ins import NotHereError
 from cnnstrategies.verifying import runs
 from cnnstrategies.verifying.runs import TrainingError
 

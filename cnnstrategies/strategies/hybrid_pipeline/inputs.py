@@ -21,13 +21,13 @@ from cnnstrategies.pipeline.batch import Batch, Images
 from cnnstrategies.pipeline.fixed import random_numbers
 from cnnstrategies.pipeline.tracing import network_inputs
 from cnnstrategies.strategies.hybrid_pipeline.batches import Form, as_given, first_rows, flatten, form_of, take_apart
-from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
 from cnnstrategies.strategies.hybrid_pipeline.shadow import (
     NoCollectives,
     copy_metrics,
     same_random_numbers,
     shadow_of,
 )
+from cnnstrategies.strategies.hybrid_pipeline.stand_ins import ImagesElsewhere, described, one_of
 
 STEPS = {
     RunningStage.TRAINING: "training_step",
@@ -269,21 +269,9 @@ class Inputs:
         return [batch, 0, dataloader][: max(1, len(wanted))]
 
 
-def one_of(value: Any) -> Any:
-    """An argument; of ``*args`` the only one."""
-    return value[0] if isinstance(value, tuple) and len(value) == 1 else value
-
-
 def with_batch(batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """A step's arguments with another batch in the place of theirs."""
     return ([batch, *args[1:]], dict(kwargs)) if args else ([], {**kwargs, "batch": batch})
-
-
-def described(value: Any) -> str:
-    """A value in words."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else f"a {type(value).__name__}"
 
 
 def _draws(step: str) -> ConfigurationError:

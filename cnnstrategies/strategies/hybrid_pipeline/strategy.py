@@ -34,12 +34,7 @@ from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Sc
 from cnnstrategies.pipeline.tracing import decide_by_shapes
 from cnnstrategies.pipeline.transport import PeerError, broadcast_value
 from cnnstrategies.runtime.processes import end_group_at_exit, failed_before, leave_group_at_exit
-from cnnstrategies.strategies.hybrid_pipeline.callbacks import (
-    EndTogether,
-    show_own_stage,
-    show_whole_network,
-    summarise_whole,
-)
+from cnnstrategies.strategies.hybrid_pipeline.batches import NoBatch, PredictionLoader, StageLoader
 from cnnstrategies.strategies.hybrid_pipeline.comparison import (
     compare_on_rank_zero,
     example_images,
@@ -53,7 +48,12 @@ from cnnstrategies.strategies.hybrid_pipeline.contract import (
     compile_backend_of,
 )
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
-from cnnstrategies.strategies.hybrid_pipeline.gradients import clip_by_joint_norm
+from cnnstrategies.strategies.hybrid_pipeline.hooks import (
+    EndTogether,
+    show_own_stage,
+    show_whole_network,
+    summarise_whole,
+)
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
     LayoutRequest,
@@ -61,7 +61,6 @@ from cnnstrategies.strategies.hybrid_pipeline.layout import (
     differences_of_pipeline,
     stage_parameters,
 )
-from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch, PredictionLoader, StageLoader
 from cnnstrategies.strategies.hybrid_pipeline.lost_rank import after_the_lost_rank
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
     Plan,
@@ -73,7 +72,7 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
     share_stage,
     values_alone_to_cpu,
 )
-from cnnstrategies.strategies.hybrid_pipeline.steps import Steps
+from cnnstrategies.strategies.hybrid_pipeline.steps import Steps, clip_by_joint_norm
 from cnnstrategies.strategies.unwrapped import check_keywords, own_metric_states, warn_of_weights_alone
 
 

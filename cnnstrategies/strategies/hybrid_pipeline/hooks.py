@@ -1,17 +1,20 @@
-"""Hooks of the user's own find one stage's weights and gradients: what they do with each parameter by itself is right.
+"""Hooks and callbacks under a pipeline, which find one stage's weights and gradients.
 
-What would need those of all stages, such as a norm over all gradients or an average of the network, is refused.
+What they do with each parameter by itself is right. What would need those of all stages, such as a norm over all
+gradients or an average of the network, is refused.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, ModelSummary
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
@@ -167,3 +170,71 @@ def _item_by_item(given: Sequence[Any]) -> Iterator[list[Any]]:
     others = [one for one in given if not isinstance(one, (list, tuple))]
     for place in range(len(lists[0])):
         yield [*(one[place] for one in lists if place < len(one)), *others]
+
+
+class EndTogether(Callback):
+    """Has all ranks meet where a rank is that has ended an epoch, before it exchanges anything else there.
+
+    It must be the trainer's first callback. To meet raises if a rank is in the middle of the epoch; a collective.
+    """
+
+    def __init__(self, meet: Callable[[], None]) -> None:
+        self._meet = meet
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._meet()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._meet()
+
+
+_OF_FINETUNING = ("on_fit_start", "on_train_epoch_start")
+
+
+def show_whole_network(callbacks: Iterable[Any], divided: DividedModule) -> None:
+    """Have the callbacks that add parameters to optimizers do so on every rank for the network of all stages.
+
+    They compare the parameters by their values, so these are brought together before; a collective in each hook.
+    """
+    for callback in callbacks:
+        if isinstance(callback, BaseFinetuning):
+            for name in _OF_FINETUNING:
+                vars(callback)[name] = partial(_with_whole_network, getattr(callback, name), divided)
+
+
+def show_own_stage(callbacks: Iterable[Any]) -> None:
+    """Undo :func:`show_whole_network`."""
+    for callback in callbacks:
+        if isinstance(callback, BaseFinetuning):
+            for name in _OF_FINETUNING:
+                vars(callback).pop(name, None)
+
+
+def _with_whole_network(
+    hook: Callable[[Trainer, LightningModule], None], divided: DividedModule, trainer: Trainer, module: LightningModule
+) -> None:
+    with divided.whole():
+        hook(trainer, module)
+
+
+def summarise_whole(trainer: Trainer, module: LightningModule, callbacks: Iterable[Callback]) -> None:
+    """Have each ModelSummary print now, and not in ``on_fit_start``, where it would take a stage for the network.
+
+    The whole network may be too large for one device: the module's example input, which ModelSummary would send
+    through it, stays out.
+    """
+    for callback in callbacks:
+        if isinstance(callback, ModelSummary):
+            example, module.example_input_array = module.example_input_array, None
+            callback.on_fit_start(trainer, module)
+            module.example_input_array = example
+            _skip_next(callback)
+
+
+def _skip_next(callback: Any) -> None:
+    def skip(trainer: Trainer, module: LightningModule) -> None:
+        del callback.on_fit_start  # This function, which hides the method.
+
+    callback.on_fit_start = skip
