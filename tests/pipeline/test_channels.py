@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cnnstrategies.pipeline.channels import Channels
+from cnnstrategies.pipeline.channels import Channels, pack
 from cnnstrategies.pipeline.stage import Route
 from cnnstrategies.pipeline.timetable import Place, Placement, Task, turns
-from cnnstrategies.pipeline.values import pack
 
 TURN = turns((1, 1), 20, "1f1b")
 
