@@ -91,7 +91,7 @@ def a_sum_over_ranks_counts_the_batch_once_for_each(
 
 @replaces(
     check_loss,
-    killed_by=test_hybrid_pipeline_features.test_another_loss_than_the_one_that_is_trained_is_refused,
+    killed_by=test_hybrid_pipeline_features.test_after_a_failure_nothing_goes_on_with_a_part_of_the_network,
 )
 def another_loss_than_the_one_that_is_trained_is_returned_unnoticed(
     right: Callable[[Tensor, float, bool], None], returned: Tensor, trained: float, by_method: bool

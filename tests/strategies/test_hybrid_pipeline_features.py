@@ -338,23 +338,16 @@ def test_what_cannot_run_is_refused_before_processes_start(monkeypatch: pytest.M
         HybridPipelineStrategy(schedule="zigzag")  # type: ignore[arg-type]
 
 
-def own_module(broken: str) -> Any:
+def own_module(broken: str) -> bool:
     model = OwnModule(broken)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    try:
-        trainer_of([1, 1], max_epochs=1).fit(model, DataLoader(Images(20), 8))
-    except Exception as error:
-        return str(error)
+    trainer_of([1, 1], max_epochs=1).fit(model, DataLoader(Images(20), 8))
     return all(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_a_module_of_ones_own_trains_and_the_parent_has_all_weights() -> None:
-    assert run_apart(own_module, "") is True
-    assert run_apart(own_module, "bare stage") is True, "a stage without parameters has a backward, too"
-
-
-def test_another_loss_than_the_one_that_is_trained_is_refused() -> None:
-    assert "a pipeline trains loss() alone" in str(run_apart(own_module, "other loss"))
+    assert run_apart(own_module, "")
+    assert run_apart(own_module, "bare stage"), "a stage without parameters has a backward, too"
 
 
 def after_a_failure() -> list[str]:

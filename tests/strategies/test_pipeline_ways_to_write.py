@@ -15,6 +15,7 @@ from ranks import run_apart, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
+from torchvision.models import squeezenet1_1
 
 from cnnstrategies.strategies import HybridPipelineStrategy
 
@@ -128,8 +129,6 @@ class Transfer(Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from torchvision.models import squeezenet1_1
-
         self.net = squeezenet1_1(num_classes=CLASSES, dropout=0.0)
         self.net.features[0] = nn.Conv2d(1, 64, 3, padding=1, stride=2)
         self.net.features[2] = nn.BatchNorm2d(64).eval()  # Keeps its statistics, though the module is trained.
