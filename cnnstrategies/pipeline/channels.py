@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from cnnstrategies.pipeline.stage import IMAGES, Division
+from cnnstrategies.pipeline.stage import IMAGES, StageGraph
 from cnnstrategies.pipeline.timetable import Kind, Task
 from cnnstrategies.pipeline.transport import BACKWARD, FORWARD, REACHED, Pending, Transport
 
@@ -37,7 +37,7 @@ class Channels:
 
     def __init__(
         self,
-        division: Division,
+        graph: StageGraph,
         turn: Callable[[Task], int],
         transport: Transport,
         ask_for_all: bool,
@@ -45,21 +45,10 @@ class Channels:
         self.turn = turn
         self.transport = transport
         self.placement = transport.placement
-        self.stage = stage = transport.place.stage
+        self.stage = transport.place.stage
         self.device = transport.device
-        self.graph = division.stages[stage]
+        self.graph = graph
         self.ask_for_all = ask_for_all
-        routes = division.routes
-        self.sources = sorted({route.source for route in routes if stage in route.targets})
-        self.targets = sorted({target for route in routes if route.source == stage for target in route.targets})
-        self.names_from = {
-            source: [route.name for route in routes if route.source == source and stage in route.targets]
-            for source in self.sources
-        }
-        self.names_to = {
-            target: [route.name for route in routes if route.source == stage and target in route.targets]
-            for target in self.targets
-        }
         self._received_headers: dict[Hashable, Header] = {}
         self._sent_headers: dict[Hashable, Header] = {}
         self._awaited: deque[tuple[Order, Task, Hashable]] = deque()
@@ -72,7 +61,7 @@ class Channels:
         """See which messages this rank's tasks need, by what the shapes of a microbatch depend on."""
         awaited = []
         for task in tasks:
-            for stage in self.sources if task.kind == "forward" else self.targets:
+            for stage in self.graph.names_from if task.kind == "forward" else self.graph.names_to:
                 sender = Task(task.kind, stage, task.microbatch)
                 rank = self.placement.rank_of(stage, task.microbatch)
                 awaited.append((self.order(sender, rank, self.transport.rank), sender, size(task.microbatch)))
@@ -111,14 +100,14 @@ class Channels:
         """
         values: dict[str, Any] = {}
         leaves: dict[int, list[Tensor]] = {}
-        for source in self.sources:
+        for source in self.graph.names_from:
             header = self._received_headers[source, self.placement.rank_of(source, microbatch), size]
             tensors = self._arrived(Task("forward", source, microbatch))
             if torch.is_grad_enabled():
                 for tensor, spec in zip(tensors, header.tensors, strict=True):
                     tensor.requires_grad_(spec.needs_gradient)
                 leaves[source] = header.wanted(tensors)
-            values |= zip(self.names_from[source], header.unpack(tensors), strict=True)
+            values |= zip(self.graph.names_from[source], header.unpack(tensors), strict=True)
         return values, leaves
 
     def send_forward(
@@ -132,9 +121,9 @@ class Channels:
         copies: dict[tuple[int, torch.memory_format], Tensor] = {}  # One of a tensor, however many stages use it.
         roots: dict[int, list[Tensor]] = {}
         leaving = []
-        for target in self.targets:
+        for target in self.graph.names_to:
             rank = self.placement.rank_of(target, microbatch)
-            header, tensors = pack(tuple(values[name] for name in self.names_to[target]), self.ask_for_all)
+            header, tensors = pack(tuple(values[name] for name in self.graph.names_to[target]), self.ask_for_all)
             order = self.order(Task("forward", self.stage, microbatch), self.transport.rank, rank)
             what = f"the activations of microbatch {microbatch}"
             known = self._sent_headers.setdefault((target, rank, size), header)
@@ -160,7 +149,7 @@ class Channels:
     def roots(self, values: dict[str, Any]) -> dict[int, list[Tensor]]:
         """For each target the tensors whose gradients it sends back, of a forward that ran again."""
         roots = {}
-        for target, names in self.names_to.items():
+        for target, names in self.graph.names_to.items():
             header, tensors = pack(tuple(values[name] for name in names), self.ask_for_all)
             roots[target] = header.wanted(tensors)
         return roots
@@ -168,7 +157,7 @@ class Channels:
     def receive_backward(self, microbatch: int) -> dict[int, list[Tensor | None]]:
         """For each target the gradients of what :meth:`send_forward` returned; None for what it does not train."""
         gradients: dict[int, list[Tensor | None]] = {}
-        for target in self.targets:
+        for target in self.graph.names_to:
             sender = Task("backward", target, microbatch)
             reached, *tensors = self._arrived(sender) or [torch.empty(0)]
             gradients[target] = [one if has else None for one, has in zip(tensors, reached.tolist(), strict=True)]

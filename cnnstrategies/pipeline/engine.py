@@ -104,7 +104,7 @@ class Pipeline:
         self.transport = Transport(self.placement, timeout, self.device)
         self.ahead = AHEAD if self.transport.has_tags else 0
         self.activation_checkpointing = activation_checkpointing
-        graph = self.blueprint.training.stages[self.place.stage].graph
+        graph = self.blueprint.stages[True][self.place.stage].graph
         calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
         # No variable here holds the group: torch keeps this frame until its garbage is collected.
         self.reducer = GradientReducer(self._trainable(), self._stage_group(timeout), bucket_bytes)
@@ -112,7 +112,7 @@ class Pipeline:
         turn = turns(replicas, microbatches, schedule, run_ahead)
         self.channels = {
             training: Channels(
-                self.blueprint.division(training),
+                self.blueprint.stages[training][self.place.stage],
                 turn,
                 self.transport,
                 ask_for_all=training and activation_checkpointing != "never",

@@ -16,43 +16,26 @@ IMAGES = "images"
 
 
 @dataclass(frozen=True)
-class Route:
-    """A value that crosses a cut.
-
-    It is what one node returns: most often a tensor, else a tuple or a number.
-
-    Attributes:
-        name: The node's name; ``images`` for the network's input.
-        source: Stage that makes it; the images are at hand in stage 0.
-        targets: Stages that use it, ascending, each after ``source``. Each gets it straight from the source.
-    """
-
-    name: str
-    source: int
-    targets: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class StageGraph:
     """One stage's part of the graph.
+
+    A value that crosses a cut is what one node returns, and has its name: most often a tensor, else a tuple or a
+    number. Each stage that uses it gets it straight from the one that makes it. The network's input is ``images``,
+    which stage 0 has at hand.
 
     Attributes:
         graph: Takes ``inputs`` and returns a tuple of ``outputs``; in the last stage what the network returns.
         inputs: Names of the values that it receives; for stage 0 ``images``, where it uses them.
         outputs: Names of the values that it sends.
+        names_from: Those that it receives from each stage.
+        names_to: Those that it sends to each stage.
     """
 
     graph: fx.Graph
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Division:
-    """A graph divided into stages, with the values that cross a cut in the order in which they are made."""
-
-    stages: tuple[StageGraph, ...]
-    routes: tuple[Route, ...]
+    names_from: dict[int, list[str]]
+    names_to: dict[int, list[str]]
 
 
 @dataclass(frozen=True)
@@ -60,21 +43,15 @@ class Blueprint:
     """A network divided into stages, for training and for evaluation.
 
     Attributes:
-        training: The division of what the network does in training.
-        evaluation: The same for evaluation; the same object unless the network's own code depends on the mode.
+        stages: By whether it is in training; the same objects unless the network's own code depends on that.
         state: For each stage the names of its parameters and buffers, as the network has them.
         used: Names of those that the network uses in training.
     """
 
     network: nn.Module
-    training: Division
-    evaluation: Division
+    stages: dict[bool, tuple[StageGraph, ...]]
     state: tuple[tuple[str, ...], ...]
     used: frozenset[str]
-
-    def division(self, training: bool) -> Division:
-        """The division for a mode."""
-        return self.training if training else self.evaluation
 
     def of(self, network: nn.Module) -> "Blueprint":
         """The same division of another network of the same structure."""
@@ -95,21 +72,19 @@ class StageModule(Traced):
     def __init__(self, blueprint: Blueprint, stage: int) -> None:
         super().__init__()
         network = blueprint.network
-        graphs = [division.stages[stage].graph for division in (blueprint.training, blueprint.evaluation)]
-        for graph in graphs:
+        graphs = {training: stages[stage].graph for training, stages in blueprint.stages.items()}
+        for graph in graphs.values():
             for node in graph.nodes:
                 if node.op == "call_module":
                     _put(self, str(node.target), network.get_submodule(str(node.target)))
         names = set(blueprint.state[stage])
-        for graph in graphs:
+        for graph in graphs.values():
             names |= {str(node.target) for node in graph.nodes if node.op == "get_attr"}
         present = {name for name, _ in (*self.named_parameters(), *self.named_buffers())}
         for name in sorted(names - present):
             _put_attribute(self, network, name)
         # The generated code reads everything from `self`, so both modes run on this one set of modules.
-        self._run = {
-            mode: type(fx.GraphModule(self, graph)).forward for mode, graph in zip((True, False), graphs, strict=True)
-        }
+        self._run = {training: type(fx.GraphModule(self, graph)).forward for training, graph in graphs.items()}
         self.training = network.training  # The modules that they share keep their own modes.
 
     def forward(self, *inputs: Any) -> Any:
@@ -151,7 +126,7 @@ def divide(network: nn.Module, cuts: Sequence[int]) -> Blueprint:
     state: list[list[str]] = [[] for _ in range(stages)]
     for name in names:
         state[owner.get(name, 0)].append(name)
-    return Blueprint(network, first, second, tuple(map(tuple, state)), used)
+    return Blueprint(network, {True: first, False: second}, tuple(map(tuple, state)), used)
 
 
 def divide_by_names(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
@@ -181,30 +156,29 @@ def _stages_by_state(traced: fx.GraphModule, owner: dict[str, int]) -> dict[fx.N
     return stage_of
 
 
-def _divide_graph(traced: fx.GraphModule, stage_of: dict[fx.Node, int], stages: int) -> Division:
+def _divide_graph(traced: fx.GraphModule, stage_of: dict[fx.Node, int], stages: int) -> tuple[StageGraph, ...]:
     placeholder = next(node for node in traced.graph.nodes if node.op == "placeholder")
     output = next(node for node in traced.graph.nodes if node.op == "output")
-    place = {**stage_of, placeholder: 0, output: stages - 1}
-    routes = []
-    for node in [placeholder, *stage_of]:
-        targets = {place[user] for user in node.users if user in place} - {place[node]}
-        if targets:
-            routes.append(Route(_name(node), place[node], tuple(sorted(targets))))
-    return Division(tuple(_stage_graph(traced, place, routes, stage) for stage in range(stages)), tuple(routes))
+    place = {placeholder: 0, **stage_of, output: stages - 1}
+    # The other stages that use what a node makes, in the order in which it is made.
+    users = {node: {place[user] for user in node.users if user in place} - {place[node]} for node in place}
+    return tuple(_stage_graph(traced, place, users, stage) for stage in range(stages))
 
 
-def _stage_graph(traced: fx.GraphModule, place: dict[fx.Node, int], routes: list[Route], stage: int) -> StageGraph:
+def _stage_graph(
+    traced: fx.GraphModule, place: dict[fx.Node, int], users: dict[fx.Node, set[int]], stage: int
+) -> StageGraph:
     last = max(place.values())
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     by_name = {_name(node): node for node in place}
-    inputs = tuple(route.name for route in routes if stage in route.targets)
-    if stage == 0:
-        inputs = (IMAGES,)
+    received = [node for node in users if stage in users[node]]
+    sent = [node for node in users if users[node] and place[node] == stage]
+    inputs = tuple(map(_name, received)) if stage else (IMAGES,)
+    outputs = tuple(map(_name, sent))
     own = [node for node in place if place[node] == stage and node.op not in ("placeholder", "output")]
     changed = {origin for node in own for origin in _origins(traced, changed_in_place(traced, node))}
-    received = {name: graph.placeholder(name) for name in inputs}
-    for name, argument in received.items():
+    for name, argument in [(name, graph.placeholder(name)) for name in inputs]:
         node = by_name[name]
         # A received tensor is a leaf of autograd, which cannot be changed in place.
         copies[node] = graph.call_function(copy_value, (argument,)) if node in changed else argument
@@ -216,14 +190,17 @@ def _stage_graph(traced: fx.GraphModule, place: dict[fx.Node, int], routes: list
 
     for node in own:
         copies[node] = graph.node_copy(node, copied)
-    outputs = tuple(route.name for route in routes if route.source == stage)
     if stage == last:
         final = next(node for node in place if node.op == "output")
         graph.output(fx.node.map_arg(final.args[0], copied))
     else:
-        graph.output(tuple(copies[by_name[name]] for name in outputs))
+        graph.output(tuple(copies[node] for node in sent))
     graph.lint()
-    return StageGraph(graph, inputs, outputs)
+    sources = sorted({place[node] for node in received})
+    targets = sorted({target for node in sent for target in users[node]})
+    names_from = {source: [_name(node) for node in received if place[node] == source] for source in sources}
+    names_to = {target: [_name(node) for node in sent if target in users[node]] for target in targets}
+    return StageGraph(graph, inputs, outputs, names_from, names_to)
 
 
 def check_backend(backend: str | None) -> None:

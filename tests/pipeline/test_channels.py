@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.pipeline.channels import Channels, pack
-from cnnstrategies.pipeline.stage import Route
 from cnnstrategies.pipeline.timetable import Place, Placement, Task, turns
 
 TURN = turns((1, 1), 20, "1f1b")
@@ -36,8 +35,8 @@ class SlowTransport:
 def test_gradients_that_a_slow_link_has_not_taken_do_not_pile_up() -> None:
     """Else 1f1b would hold what gpipe holds."""
     transport: Any = SlowTransport()
-    division: Any = SimpleNamespace(routes=(), stages=(None, None))
-    channels = Channels(division, TURN, transport, ask_for_all=False)
+    graph: Any = SimpleNamespace(names_from={}, names_to={})
+    channels = Channels(graph, TURN, transport, ask_for_all=False)
     leaf = torch.zeros(3)
     leaf.grad = torch.zeros(3)
     for microbatch in range(20):
@@ -52,8 +51,8 @@ def test_a_device_that_a_network_reads_off_its_tensors_is_that_of_each_stage() -
     header, _ = pack((torch.device("cpu"), 3), ask_for_all=False)
     transport: Any = SlowTransport()
     transport.receive_object, transport.device = lambda source, what: (header, []), torch.device("meta")
-    division: Any = SimpleNamespace(routes=[Route("device", 0, (1,)), Route("number", 0, (1,))], stages=(None, None))
-    channels = Channels(division, TURN, transport, ask_for_all=False)
+    graph: Any = SimpleNamespace(names_from={0: ["device", "number"]}, names_to={})
+    channels = Channels(graph, TURN, transport, ask_for_all=False)
     channels.plan([Task("forward", 1, 0)], lambda _: "a size")
     channels.exchange(TURN(Task("forward", 1, 0)), math.inf)
     values, _ = channels.receive_forward(0, "a size")

@@ -253,7 +253,7 @@ def _in_stages(blueprint: Blueprint, images: Images) -> Any:
     training = blueprint.network.training
     values: dict[str, Any] = {IMAGES: images}
     result: Any = None
-    for index, stage in enumerate(blueprint.division(training).stages):
+    for index, stage in enumerate(blueprint.stages[training]):
         result = blueprint.build(index)(*(values[name] for name in stage.inputs))
         values |= dict(zip(stage.outputs, result, strict=True)) if stage.outputs else {}
     return result

@@ -204,7 +204,7 @@ def describe_pipeline(
     microbatches = str(pipeline.microbatches) if images is None else f"{pipeline.microbatches} of {images}"
     rows = [("microbatches", f"{microbatches}{' (as configured)' if configured else ''}, schedule {schedule}")]
     for stage, parameters in enumerate(stage_parameters(pipeline)):
-        nodes = [node for node in pipeline.blueprint.training.stages[stage].graph.nodes if _computes(node)]
+        nodes = [node for node in pipeline.blueprint.stages[True][stage].graph.nodes if _computes(node)]
         ranks = pipeline.placement.ranks(stage)
         together = ranks[-1] - ranks[0] == len(ranks) - 1
         where = f"ranks {ranks[0]} to {ranks[-1]}" if together else f"ranks {', '.join(map(str, ranks))}"
