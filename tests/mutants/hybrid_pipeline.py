@@ -7,7 +7,6 @@ import test_hybrid_pipeline_features
 import test_pipeline_comparison
 import test_pipeline_optimizers
 import test_replicas
-import test_trainer_on_gpu
 import torch
 from mutants.faulty import replaces
 from torch import Tensor, nn
@@ -155,22 +154,3 @@ def a_writer_is_told_the_indices_of_one_replica(
 )
 def a_rank_that_has_ended_counts_as_one_without_samples(right: Callable[[Pipeline], None], self: Pipeline) -> None:
     self.share(None)
-
-
-@replaces(
-    StageLoader.__init__,
-    killed_by=test_trainer_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
-    world=2,
-    cases=[test_trainer_on_gpu.Case("hybrid_pipeline", has_length=False)],
-)
-def ranks_agree_on_the_device_whether_there_is_a_further_batch(
-    right: Callable[[StageLoader, Any, bool, Callable[[int], int]], None],
-    self: StageLoader,
-    loader: Any,
-    loads: bool,
-    most: Callable[[int], int],
-) -> None:
-    def on_device(number: int) -> int:
-        return int(torch.tensor(most(number), device=torch.device("cuda") if torch.cuda.is_available() else None))
-
-    right(self, loader, loads, on_device)

@@ -26,7 +26,7 @@ from cnnstrategies.pipeline.buffers import BatchNormMode, StageBuffers
 from cnnstrategies.pipeline.channels import Channels, Order
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, Bucket, GradientReducer
 from cnnstrategies.pipeline.losses import WeighedLoss
-from cnnstrategies.pipeline.microbatches import CPU, Split, rows_on
+from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.step import RandomState, Step
 from cnnstrategies.pipeline.timetable import Place, Placement, Task, tasks_of
 from cnnstrategies.pipeline.transport import RankWatch, Transport
@@ -121,32 +121,6 @@ def a_step_waits_for_the_device_to_learn_its_loss(
     part = right(self, outputs, microbatch)
     float(part)
     return part
-
-
-@replaces(
-    Split.global_rows, killed_by=test_engine_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits, replicas=(1,)
-)
-def rows_of_a_split_are_copied_to_the_device_in_each_step(
-    right: Callable[..., Tensor], self: Split, *microbatches: int, device: torch.device = CPU
-) -> Tensor:
-    rows_on.cache_clear()
-    return right(self, *microbatches, device=device)
-
-
-@replaces(
-    WeighedLoss.factors_at,
-    killed_by=test_engine_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
-    replicas=(1,),
-)
-def the_factor_of_each_microbatch_is_read_from_the_device(
-    right: Callable[[WeighedLoss, Any, int, float], dict[int, float | None]],
-    self: WeighedLoss,
-    outputs: Any,
-    microbatch: int,
-    phase: float = 0.0,
-) -> dict[int, float | None]:
-    self._found.clear()
-    return right(self, outputs, microbatch, phase)
 
 
 @replaces(
