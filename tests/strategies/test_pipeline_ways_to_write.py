@@ -529,7 +529,7 @@ def fit(
     sampler = DistributedSampler(data, loading, shard, shuffle=False)
     loader = DataLoader(data, 6 // loading, sampler=sampler if loading > 1 else None)
     trainer.fit(model, model.batches() if hasattr(model, "batches") else loader, loader)
-    return model, model.state_dict(), dict(trainer.callback_metrics)
+    return model, model.state_dict(), {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def trained(kinds: Any, replicas: list[int], microbatches: int) -> list[Any]:
