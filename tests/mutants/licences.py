@@ -8,12 +8,12 @@ import test_parameter_server_own_code as own_code
 import test_pipeline_own_code as stages
 import test_pipeline_refusals
 import test_step
-from cnnstrategies.strategies.hybrid_pipeline.hooks import HookWatch
 from lightning.pytorch import Callback, LightningModule
 from mutants.faulty import replaces
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
+from cnnstrategies.strategies.hybrid_pipeline.hooks import HookWatch
 from cnnstrategies.strategies.hybrid_pipeline.stand_ins import Layers
 from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
 from cnnstrategies.strategies.parameter_server.checks import Linear
