@@ -50,6 +50,11 @@ def a_rank_is_killed(directory: Path) -> None:
     store, aborted = f"file://{directory}/store", threading.Event()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
     isend, irecv = dist.isend, dist.irecv
+
+    def abort() -> None:
+        aborted.set()
+        (directory / f"told {rank}").touch()
+
     network = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
     losses = 0
 
@@ -63,7 +68,7 @@ def a_rank_is_killed(directory: Path) -> None:
 
     with (
         mock.patch.object(dist, "get_backend", return_value="nccl"),
-        mock.patch.object(transport, "abort_all_groups", aborted.set),
+        mock.patch.object(transport, "abort_all_groups", abort),
     ):
         pipeline = Pipeline(network, ["1", "3"], (1, 1, 1), 4)
 
@@ -80,8 +85,8 @@ def a_rank_is_killed(directory: Path) -> None:
                     pipeline.train(pipeline.share(torch.ones(8, 3), torch.ones(8, 3)), loss)
             except PeerError as error:
                 (directory / str(rank)).write_text(f"{time.time()} {error}")
-        until = time.monotonic() + SOON / 2
-        while not (directory / "0").exists() and time.monotonic() < until:
+        until = time.monotonic() + SOON / 4
+        while not (directory / "told 0").exists() and time.monotonic() < until:
             time.sleep(0.01)  # Else rank 0 might see this one end before it is told.
     os._exit(1)
 
