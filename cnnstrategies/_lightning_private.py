@@ -12,7 +12,7 @@ from lightning.fabric.strategies.launchers.multiprocessing import _check_missing
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalState
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
@@ -33,7 +33,6 @@ __all__ = [
     "leave_samplers",
     "own_values",
     "ranks_are_children",
-    "rate_names",
     "script_command",
     "set_batches_that_stepped",
     "train_loader",
@@ -118,11 +117,6 @@ def own_values(trainer: Trainer) -> set[str]:
         elif not meta.sync.should:
             names |= {meta.name, meta.forked_name(on_step=True), meta.forked_name(on_step=False)}
     return names
-
-
-def rate_names(finder: LearningRateFinder) -> tuple[str, ...]:
-    """The attributes of a model of which a callback sets the one that is there."""
-    return (finder._attr_name,) if finder._attr_name else ("lr", "learning_rate")
 
 
 def script_command() -> list[str]:

@@ -11,7 +11,6 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
 from lightning.pytorch.strategies import DDPStrategy
@@ -33,16 +32,10 @@ from cnnstrategies._lightning_private import (
     leave_samplers,
     own_values,
     ranks_are_children,
-    rate_names,
     script_command,
     set_batches_that_stepped,
     train_loader,
 )
-
-
-def test_the_attribute_that_a_learning_rate_finder_sets():
-    assert rate_names(LearningRateFinder()) == ("lr", "learning_rate")
-    assert rate_names(LearningRateFinder(attr_name="eta")) == ("eta",)
 
 
 def test_a_module_is_known_that_torch_has_compiled_as_a_whole():

@@ -177,6 +177,8 @@ def test_a_killed_rank_ends_the_others():
 def test_the_middle_of_an_accumulation_is_no_place_to_stop(run_cli, quick):
     """Checkpoints of every second step resume exactly too, with gradients accumulated over three batches."""
     options = [
+        "--trainer.strategy=auto",
+        "--trainer.devices=1",
         "--trainer.max_epochs=2",
         "--trainer.accumulate_grad_batches=3",
         "--data.init_args.global_batch_size=192",

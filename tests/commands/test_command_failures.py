@@ -15,15 +15,14 @@ import pytest
 import torch
 from conftest import ROOT
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 from torchvision.models import resnet18
 
-from cnnstrategies import ConfigurationError, ImageClassifier
+from cnnstrategies import ConfigurationError
 from cnnstrategies.cli import main
 from cnnstrategies.commands.front.given import given
 from cnnstrategies.commands.run import lightning_cli
-from cnnstrategies.commands.run.errors import check_callbacks, check_checkpoint, check_nulls, explain_parse_error
+from cnnstrategies.commands.run.errors import check_checkpoint, check_nulls, explain_parse_error
 from cnnstrategies.commands.run.failures import explain_build_error, explain_run_error, refusal_in
 from cnnstrategies.errors import causes
 from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
@@ -89,6 +88,13 @@ LINES = {
             "`val_check_interval` (100) must be less than or equal to the number of the training batches (2). If you"
         ),
         "trainer.val_check_interval=100: an epoch has 2 batches; give no more, a part such as 0.5, or set ",
+    ),
+    "no rate to find": (
+        AttributeError(
+            "When using the learning rate finder, either `model` or `model.hparams` should have one of these fields: "
+            "('lr', 'learning_rate'). If your model has a different name for the learning rate, set it with"
+        ),
+        "trainer.callbacks: LearningRateFinder sets lr or learning_rate of the model, which has neither: leave it out",
     ),
     "port": (
         RuntimeError(
@@ -179,9 +185,6 @@ REFUSED = {
     "fit --model=mine.Litt": "model: cannot use 'mine.Litt': module 'mine' has no attribute 'Litt'; did you mean Lit?",
     "fit --model=nowhere.Lit": "model: cannot use 'nowhere.Lit': No module named 'nowhere'",
     "fit --trainer.accelerator=gpu": "No supported gpu backend found: with --trainer.accelerator=cpu it runs here",
-    "fit --trainer.callbacks+=LearningRateFinder": (
-        "trainer.callbacks: LearningRateFinder sets lr or learning_rate of the model, which ImageClassifier has not: "
-    ),
     "fit --trainer.logger=WandbLogger": "lightning.pytorch.loggers.WandbLogger: a package is missing: pip install '",
     "fit --model.init_args.network.init_args.in_channels=3": (
         "the network takes images with 3 channels, and those of the data have the shape (1, 8, 8): set model.init_args."
@@ -204,14 +207,6 @@ def test_what_cannot_run_is_refused_in_a_line(quick, monkeypatch, capfd):
         said = "".join(capfd.readouterr())
         assert said.startswith(f"cnnstrategies: error: {line}"), words
         assert said.count("\n") == 1
-
-
-@pytest.mark.light
-def test_what_a_finetuning_callback_needs_is_named():
-    with pytest.raises(
-        ConfigurationError, match="BackboneFinetuning needs a part of the model named backbone, and Image"
-    ):
-        check_callbacks([BackboneFinetuning()], ImageClassifier(nn.Identity(), 2))
 
 
 @pytest.mark.light

@@ -12,14 +12,9 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities.parsing import lightning_hasattr
-from torch import nn
 
 from cnnstrategies import data
-from cnnstrategies._lightning_private import rate_names
 from cnnstrategies.commands.front.given import OF_CLASS, ROOTS, Given, accepted, given, misspelt
 from cnnstrategies.commands.front.refuse import in_one_line
 from cnnstrategies.commands.run.failures import missing_package
@@ -128,24 +123,6 @@ def _check_elsewhere(address: str) -> None:
         raise ConfigurationError(
             f"ckpt_path: {address} is not there, or cannot be reached from here: look at the address, or give a file"
         )
-
-
-def check_callbacks(callbacks: Sequence[Callback], model: LightningModule) -> None:
-    """Refuse callbacks of Lightning that need an attribute of the model which it has not."""
-    name = type(model).__name__
-    for callback in callbacks:
-        if isinstance(callback, LearningRateFinder):
-            rates = rate_names(callback)
-            if not any(lightning_hasattr(model, rate) for rate in rates):
-                raise ConfigurationError(
-                    f"trainer.callbacks: LearningRateFinder sets {' or '.join(rates)} of the model, which {name} has "
-                    "not: leave it out, and find model.init_args.optimizer.init_args.lr by a search over it"
-                )
-        if isinstance(callback, BackboneFinetuning) and not isinstance(getattr(model, "backbone", None), nn.Module):
-            raise ConfigurationError(
-                f"trainer.callbacks: BackboneFinetuning needs a part of the model named backbone, and {name} has none: "
-                "leave it out, and give frozen: true to the network, or model.init_args.layer_lr_decay=0.8"
-            )
 
 
 def explain_parse_error(message: str, args: Sequence[str]) -> str:

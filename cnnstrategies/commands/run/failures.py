@@ -39,6 +39,11 @@ IN_OTHER_WORDS = tuple(
             "trainer.check_val_every_n_epoch to null, so that it counts batches of all epochs",
         ),
         (
+            r"When using the learning rate finder, either .* should have one of these fields: \('(\w+)', '(\w+)'\)",
+            "trainer.callbacks: LearningRateFinder sets {} or {} of the model, which has neither: leave it out, and "
+            "find model.init_args.optimizer.init_args.lr by a search over it",
+        ),
+        (
             r"The parameter 'num_classes' expected value (\d+) but got (\d+) instead",
             "weights: trained for {} classes, and num_classes={}: class_path: cnnstrategies.pretrained.pretrained "
             "with the network's name keeps the weights and makes the last layer new",

@@ -25,7 +25,6 @@ from cnnstrategies.commands.front.given import given
 from cnnstrategies.commands.front.refuse import fail, shows_tracebacks
 from cnnstrategies.commands.run.errors import (
     CHECKPOINT_WORDS,
-    check_callbacks,
     check_checkpoint,
     check_nulls,
     check_trainer_names,
@@ -157,10 +156,8 @@ class CLI(LightningCLI):
             self.model.check_data(self.datamodule)
             if local_rank() == 0:
                 check_network(self.model, self.datamodule, training=self.subcommand in ("fit", None))
-        if self.trainer is not None:
-            check_callbacks(self.trainer.callbacks, self.model)  # type: ignore[attr-defined]  # set by its connector
-            if isinstance(self.datamodule, ImageDataModule):
-                self.datamodule.check_trainer(self.trainer)
+        if self.trainer is not None and isinstance(self.datamodule, ImageDataModule):
+            self.datamodule.check_trainer(self.trainer)
 
     def _prepare_as_trained(self) -> None:
         """Have the data prepared as it was for the network's weights, where these are trained."""
