@@ -1,6 +1,5 @@
 """Image files to tensors; a damaged file is an error, whatever its damage."""
 
-import re
 from pathlib import Path
 from typing import BinaryIO
 
@@ -10,22 +9,11 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor
 
+MOST = "are the most (PIL.Image.MAX_IMAGE_PIXELS)"
+
 
 class BrokenImageError(Exception):
-    """A file that is not an image, or a damaged one; the message says why.
-
-    Attributes:
-        kind: What is wrong with it, in a word.
-        remedy: What helps, other than to remove it.
-    """
-
-    kind, remedy = "broken", "repair"
-
-
-class TooLargeImageError(BrokenImageError):
-    """An image of so many pixels that Pillow warns of it: it might be one that is made to fill the memory."""
-
-    kind, remedy = "too large", "make it smaller"
+    """A file that is not an image, a damaged or too large one; the message says why."""
 
 
 def decode(file: Path | BinaryIO) -> Tensor:
@@ -45,10 +33,11 @@ def decode(file: Path | BinaryIO) -> Tensor:
     """
     try:
         with Image.open(file) as opened:
-            count = opened.width * opened.height
-            if Image.MAX_IMAGE_PIXELS is not None and count > Image.MAX_IMAGE_PIXELS:
-                # Pillow itself decodes twice as many, for which a PNG of 0.4 MB takes 3 GB.
-                raise Image.DecompressionBombError(f"{count} pixels")
+            count, most = opened.width * opened.height, Image.MAX_IMAGE_PIXELS
+            if most is not None and count > most:
+                # It may be made to fill the memory. Pillow itself decodes twice as many pixels, for which a PNG of
+                # 0.4 MB takes 3 GB.
+                raise ValueError(f"it has {count / 1e6:.0f} megapixels, and {most / 1e6:.0f} {MOST}")
             image = ImageOps.exif_transpose(opened)
             if image.mode.startswith("I;16"):
                 # Pillow's own conversion clips at 255 instead of scaling: all but the darkest pixels become white.
@@ -56,10 +45,9 @@ def decode(file: Path | BinaryIO) -> Tensor:
             if image.mode in ("I", "F"):
                 raise ValueError(f"pixels of 32 bits ({image.mode}), whose range is unknown: give it 8 or 16")
             pixels = np.array(image.convert("RGB"))
-    except Image.DecompressionBombError as error:
-        many, most = int(re.findall(r"\d+", str(error))[0]) / 1e6, (Image.MAX_IMAGE_PIXELS or 0) / 1e6
-        most_said = f"{most:.0f} are the most (PIL.Image.MAX_IMAGE_PIXELS)"
-        raise TooLargeImageError(f"it has {many:.0f} megapixels, and {most_said}") from error
+    except Image.DecompressionBombError as error:  # Of `open`, which itself refuses twice as many.
+        limit = (Image.MAX_IMAGE_PIXELS or 0) / 1e6
+        raise BrokenImageError(f"it has too many pixels: {limit:.0f} megapixels {MOST}") from error
     # Pillow's formats raise OSError, ValueError, SyntaxError, struct.error and others for damaged data.
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) else None

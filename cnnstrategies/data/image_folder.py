@@ -254,6 +254,4 @@ class FolderSource:
             return decode(path)
         except BrokenImageError as error:
             remedy = ", or set data.init_args.on_broken=skip" if self.on_broken == "refuse" else " and start again"
-            raise ConfigurationError(
-                f"{error.kind} image {path} ({error}): {error.remedy} or remove it{remedy}"
-            ) from None
+            raise ConfigurationError(f"broken image {path} ({error}): repair or remove it{remedy}") from None

@@ -188,9 +188,7 @@ class MaskedSource:
         try:
             image = decode(image_path)
         except BrokenImageError as error:
-            raise ConfigurationError(
-                f"{error.kind} image {image_path} ({error}): {error.remedy} or remove it"
-            ) from None
+            raise ConfigurationError(f"broken image {image_path} ({error}): repair or remove it") from None
         mask = torch.zeros(image.shape[1:], dtype=torch.uint8) if mask_path is None else self._mask(mask_path, image)
         if self.random is not None:
             pair = self.random(tv_tensors.Image(image), tv_tensors.Mask(mask))

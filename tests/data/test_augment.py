@@ -8,6 +8,8 @@ from torchvision.transforms import v2
 from cnnstrategies import ConfigurationError
 from cnnstrategies.data.augment import RandomFlip, RandomShift, each_image, to_normalised
 
+pytestmark = pytest.mark.light
+
 
 def test_shift_is_a_crop_of_the_padded_image_drawn_for_each():
     torch.manual_seed(0)

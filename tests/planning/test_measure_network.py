@@ -1,5 +1,6 @@
 """Profiling: what is measured, and that nothing of the network is touched."""
 
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -176,3 +177,25 @@ def test_each_node_gets_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) 
     nodes = profile_of(nn.Sequential(*layers), torch.randn(4, 16, 8, 8)).nodes
     assert [node.forward for node in nodes] == pytest.approx([1.0, 4.0])
     assert [node.backward for node in nodes] == pytest.approx([2.0, 5.0])
+
+
+def test_half_precision_halves_what_is_sent(
+    network: Network, microbatch: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "profile", functools.partial(profile, warm_up=0, repeats=1))
+    whole, half = (
+        measure.measure_profile(trace(network), microbatch, 4, torch.device("cpu"), precision, False).costs
+        for precision in ("32-true", "bf16-mixed")
+    )
+    assert half.sent_bytes[1] * 2 == whole.sent_bytes[1]
+
+
+def test_an_optimizer_holds_what_its_kind_and_options_say() -> None:
+    parameters = [nn.Parameter(torch.zeros(3))]
+    kinds = (
+        torch.optim.SGD(parameters, 0.1),
+        torch.optim.SGD(parameters, 0.1, momentum=0.9),
+        torch.optim.AdamW(parameters),
+        torch.optim.AdamW(parameters, amsgrad=True),
+    )
+    assert [measure.states_of(optimizer) for optimizer in kinds] == [0, 1, 2, 3]
