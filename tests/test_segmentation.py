@@ -17,7 +17,7 @@ from torch import nn
 from cnnstrategies import ConfigurationError, ImageClassifier, ImageSegmenter
 from cnnstrategies.callbacks.predictions import palette, write_masks
 from cnnstrategies.data import SegmentationFolderDataModule, SyntheticDataModule
-from cnnstrategies.data.own_images import own_images
+from cnnstrategies.data.image_folder import own_images
 from cnnstrategies.deploy import export, quantize
 from cnnstrategies.networks import UNet
 

@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor
 from typing_extensions import override
 
+from cnnstrategies.data.image_folder import own_images
 from cnnstrategies.data.module import ImageDataModule
-from cnnstrategies.data.own_images import own_images
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.whole_file import whole_file
 

@@ -1,18 +1,18 @@
 """Data modules."""
 
-from cnnstrategies.data.digits import DigitsDataModule
 from cnnstrategies.data.image_folder import ImageFolderDataModule
 from cnnstrategies.data.image_table import ImageTableDataModule
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.segmentation_folder import SegmentationFolderDataModule
 from cnnstrategies.data.sharded import ShardedImageDataModule
-from cnnstrategies.data.synthetic import SyntheticDataModule
-from cnnstrategies.data.torchvision_sets import (
+from cnnstrategies.data.small_sets import (
     CIFAR10DataModule,
     CIFAR100DataModule,
+    DigitsDataModule,
     FashionMNISTDataModule,
     MNISTDataModule,
 )
+from cnnstrategies.data.synthetic import SyntheticDataModule
 
 __all__ = [
     "CIFAR10DataModule",

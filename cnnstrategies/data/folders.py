@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -152,8 +153,10 @@ def broken_images(root: Path, names: Sequence[str]) -> dict[str, str]:
         rank_zero_info(f"Checking {len(names)} image files in {root}, once")
     new: list[int] = []
     broken: dict[str, str] = {}
+    console = Console(stderr=True)
+    shown: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
     with ThreadPoolExecutor(THREADS) as pool:
-        for found, bad in _shown(pool.map(check, chunks), len(chunks)):
+        for found, bad in track(pool.map(check, chunks), "Checking images", len(chunks), **shown):
             new += found
             broken |= bad
     if new:
@@ -178,15 +181,6 @@ def _digest(root: Path, name: str) -> int:
     status = (root / name).stat()
     identity = os.fsencode(name) + f"\0{status.st_size}\0{status.st_mtime_ns}".encode()
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little")
-
-
-def _shown(
-    results: Iterator[tuple[list[int], dict[str, str]]], total: int
-) -> Iterator[tuple[list[int], dict[str, str]]]:
-    console = Console(stderr=True)
-    yield from track(
-        results, "Checking images", total, console=console, transient=True, disable=not console.is_terminal
-    )
 
 
 def _read(cache: Path) -> set[int]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from cnnstrategies.data import ImageDataModule
-from cnnstrategies.data.own_images import shorter_side
+from cnnstrategies.data.image_folder import shorter_side
 from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.data.segmentation_folder import FILL
 from cnnstrategies.deploy.inference import network_of

@@ -18,7 +18,7 @@ from torch import nn
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.callbacks import PredictionWriter, predictions
 from cnnstrategies.data import DigitsDataModule
-from cnnstrategies.data.own_images import own_images
+from cnnstrategies.data.image_folder import own_images
 
 
 class Strategy:

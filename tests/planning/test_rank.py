@@ -10,9 +10,8 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Candidate, Effect, Job
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Profile, Value
-from cnnstrategies.planning.data_parallel import data_parallel
 from cnnstrategies.planning.parameter_server import ParameterServer, mean_value_analysis
-from cnnstrategies.planning.rank import Ranking, rank
+from cnnstrategies.planning.rank import Ranking, data_parallel, rank
 from cnnstrategies.planning.report import write_overlay
 
 pytestmark = pytest.mark.light

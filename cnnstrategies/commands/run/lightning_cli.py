@@ -38,7 +38,7 @@ from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.run.start_from import WORDS, check_fresh, check_trained, checkpoint_of
 from cnnstrategies.commands.run.trainer import Trainer, add_sections, all_callbacks, all_plugins
 from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
-from cnnstrategies.data.own_images import own_images
+from cnnstrategies.data.image_folder import own_images
 from cnnstrategies.deploy.inference import give_predict_step
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.dry_run import check_network

@@ -1,11 +1,10 @@
 """Packs the images of a folder into shards; in parallel, and to be gone on with after an interruption."""
 
-import contextlib
 import hashlib
 import importlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -182,7 +181,9 @@ def _write_shards(
     stop = threading.Event()
     missing = [task for task in tasks if not (scratch / task.file).exists()]
     total = sum(len(task.images) for task in tasks)
-    with _progress() as progress, ThreadPoolExecutor(workers) as pool:
+    console = Console(stderr=True)
+    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+    with bar as progress, ThreadPoolExecutor(workers) as pool:
         shown = progress.add_task("Packing images", total=total)
         progress.advance(shown, total - sum(len(task.images) for task in missing))
 
@@ -243,10 +244,3 @@ def _joined(contents: Contents, scratch: Path, packing: str, tasks: list[Task]) 
 
 def _notes(scratch: Path, task: Task) -> Path:
     return scratch / f"{task.file}.npz"
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress

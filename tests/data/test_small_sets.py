@@ -8,7 +8,7 @@ import torch
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.data import CIFAR10DataModule, CIFAR100DataModule, FashionMNISTDataModule, MNISTDataModule
-from cnnstrategies.data.torchvision_sets import tensors
+from cnnstrategies.data.small_sets import tensors
 
 
 def test_a_download_that_fails_names_the_data_set_the_directory_and_the_remedy(tmp_path, monkeypatch):
