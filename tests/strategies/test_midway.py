@@ -13,6 +13,7 @@ from digit_commands import COMMON, checkpoint, read_samples, served, write_sampl
 from lightning.pytorch import Callback
 from test_parameter_server_faults import PATIENT
 
+pytestmark = pytest.mark.cluster  # They take long.
 SECONDS = 60.0  # for it to come back
 BATCH_SECONDS = 0.05  # By processor time alone one rank may be so much faster that the other gets a single batch.
 DIVIDED = ["--trainer.strategy.init_args.mode=sync", "--trainer.strategy.init_args.data_dispatch=static"]
@@ -58,9 +59,9 @@ class Stop(Callback):
 @pytest.mark.parametrize(
     ("fatal", "options"),
     [
-        pytest.param(FIRST + 1, {"mode": "async"}, marks=pytest.mark.cluster, id="async"),
+        pytest.param(FIRST + 1, {"mode": "async"}, id="async"),
         pytest.param(FIRST, {"mode": "async"}, id="async, in the epoch that it loads as it starts"),
-        pytest.param(FIRST + 1, {"mode": "ssp", "staleness": 3}, marks=pytest.mark.cluster, id="ssp"),
+        pytest.param(FIRST + 1, {"mode": "ssp", "staleness": 3}, id="ssp"),
     ],
 )
 def test_a_worker_comes_back_in_mid_epoch_in_a_run_that_goes_on_from_a_checkpoint(run_cli, quick, fatal, options):
@@ -87,7 +88,6 @@ def test_a_worker_comes_back_in_mid_epoch_in_a_run_that_goes_on_from_a_checkpoin
     assert 0 <= again <= 3 * 16
 
 
-@pytest.mark.cluster  # It takes long.
 def test_a_run_that_is_stopped_within_an_epoch_goes_on_with_what_is_left_of_it(run_cli, quick):
     options = {"mode": "async", "data_dispatch": "dynamic", **PATIENT}
     few = ["--data.init_args.global_batch_size=32", "--trainer.callbacks+=test_midway.Stop", "--trainer.max_epochs=3"]

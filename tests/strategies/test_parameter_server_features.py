@@ -174,12 +174,6 @@ def test_refuses_nonsense():
     ParameterServerStrategy(replication=2).options.check_nodes(2)  # Servers of all nodes count.
 
 
-def test_refuses_what_does_not_fit_the_run_before_a_process_starts(run_cli, quick):
-    code, output = run_cli("fit", *quick, *COMMON, *digit_commands.served(replication=2))
-    assert code == 2, output
-    assert "needs as many servers" in output.splitlines()[-1]
-
-
 PIPELINED = [
     ({}, {}, True),
     ({"pull_compression": "fp16"}, {"clip_value": 1.0}, True),
@@ -199,12 +193,3 @@ def test_steps_of_dedicated_servers_are_pipelined_where_each_slice_is_for_itself
         specification = strategy.options.specification(module, optimizer, 1, 2, **changes)
         assert specification.pipelined is is_pipelined, (options, changes)
         assert (specification.slice_bytes < 1 << 21) is is_pipelined, "the sooner the first comes back"
-
-
-@pytest.mark.warm
-def test_spawned_workers_train(run_cli, quick):
-    few = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"]
-    spawned = [*COMMON, *digit_commands.served(start_method="spawn"), *few, "--trainer.logger.init_args.name=run"]
-    code, output = run_cli("fit", *quick, *spawned)
-    assert code == 0, output
-    assert torch.load(checkpoint("run"), weights_only=True)["global_step"] == 2

@@ -287,8 +287,8 @@ class OwnClipping(Module):
     def configure_gradient_clipping(self, *_: Any) -> None: ...
 
 
-def fit_with(callback: Callback, start_method: Any) -> None:
-    strategy = ParameterServerStrategy(start_method=start_method)
+def fit_with(callback: Callback, start_method: Any, **options: Any) -> None:
+    strategy = ParameterServerStrategy(start_method=start_method, **options)
     Trainer(accelerator="cpu", strategy=strategy, logger=False, callbacks=[callback]).fit(Module(), loader(8))
 
 
@@ -309,6 +309,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "StochasticWeightAveraging puts averaged weights": lambda: fit_with(StochasticWeightAveraging(0.1), "fork"),
     "BatchSizeFinder: search on one device": lambda: fit_with(BatchSizeFinder(), "fork"),
     "LearningRateFinder: search on one device": lambda: fit_with(LearningRateFinder(), "popen"),
+    "replication=2 needs as many servers": lambda: fit_with(Callback(), "popen", replication=2),
 }
 
 
