@@ -117,14 +117,14 @@ def test_forked_ranks_equal_one_device(strategy: str, one: Path, tmp_path: Path)
     assert warned != strategy.startswith("ddp")
 
 
-@pytest.mark.parametrize("strategy", ["hybrid_pipeline_fork", "parameter_server_fork"])
-def test_a_checkpoint_without_optimizer_states_is_not_resumed_from(strategy: str, tmp_path: Path) -> None:
-    chain = Chain(*names(strategy), tmp_path)
+def test_a_checkpoint_without_optimizer_states_is_not_resumed_from(tmp_path: Path) -> None:
+    chain = Chain(*names("ddp_fork"), tmp_path)
     trainer = chain.trainer("ddp_fork", 1)
     trainer.fit(chain.model, chain.data)
     trainer.save_checkpoint(tmp_path / "weights.ckpt")
-    with pytest.raises(ProcessRaisedException, match="the states of 0 optimizers, and this run has 1"):
-        chain.trainer(strategy, 2).fit(chain.model, chain.data, ckpt_path=tmp_path / "weights.ckpt")
+    for strategy in ("hybrid_pipeline_fork", "parameter_server_fork"):
+        with pytest.raises(ProcessRaisedException, match="the states of 0 optimizers, and this run has 1"):
+            chain.trainer(strategy, 2).fit(chain.model, chain.data, ckpt_path=tmp_path / "weights.ckpt")
 
 
 @pytest.mark.cluster

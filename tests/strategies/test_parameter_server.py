@@ -1,4 +1,4 @@
-"""The parameter server trains the same model as one process, with what users switch on."""
+"""The parameter server trains the same model as one process, with what users switch on, and goes on from others."""
 
 import json
 from functools import partial
@@ -9,6 +9,7 @@ import pytest
 import torch
 from digit_runs import ADAMW, assert_same_run, load, logged, train
 from lightning.pytorch import Callback, LightningModule, Trainer
+from test_hybrid_pipeline import hybrid
 
 from cnnstrategies.callbacks.traffic import ServerTraffic
 from cnnstrategies.strategies import ParameterServerStrategy
@@ -94,3 +95,26 @@ def test_a_resumed_local_run_equals_an_uninterrupted_one() -> None:
     for before, expected, got in zip(*momenta, strict=True):
         assert (got - expected).norm() <= 1e-5 * expected.norm()
         assert (before - expected).norm() > 1e-2 * expected.norm()
+
+
+def test_resumes_under_any_other_strategy() -> None:
+    """An epoch each under servers, pipelines, DDP and one process, as if one process had not stopped.
+
+    Lightning loads a checkpoint before it converts the module to float64, so each resumption rounds to float32.
+    """
+    options: dict[str, Any] = {
+        "model": {"optimizer": ADAMW, "lr_scheduler": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.7)},
+        "data": {"drop_last": True},
+    }
+    chain: dict[str, tuple[Any, int]] = {
+        "2-1": (hybrid(replicas=[2, 1], cuts=["2"], microbatches=4, schedule="gpipe", placement="replicas"), 3),
+        "two servers": (served(servers=2), 2),
+        "ddp": ("ddp_fork", 2),
+        "one": ("auto", 1),
+    }
+    whole = train("whole", **options, max_epochs=len(chain))
+    previous = None
+    for epochs, (name, (strategy, devices)) in enumerate(chain.items(), start=1):
+        last = train(name, strategy, devices, **options, ckpt_path=previous, max_epochs=epochs)
+        previous = Path(name, "last.ckpt").resolve()
+    assert_same_run(last, whole, rtol=1e-4)

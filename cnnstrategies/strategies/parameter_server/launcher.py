@@ -147,7 +147,7 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
 
         def start_rank(local_rank: int, incarnation: int) -> Handle:
             receiver, sender = context.Pipe(duplex=False)
-            rank_args = (local_rank, incarnation, sender, dispositions, trainer, function, args, kwargs, state)
+            rank_args = (local_rank, incarnation, sender, dispositions, (trainer, function, args, kwargs), state)
             process = context.Process(target=self._run_rank, args=rank_args, name=f"rank {local_rank}")  # type: ignore[attr-defined]
             process.start()
             sender.close()
@@ -171,10 +171,7 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
         incarnation: int,
         pipe: Connection,
         dispositions: dict[int, Any],
-        trainer: Trainer | None,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        call: tuple[Any, ...],
         state: Any,
     ) -> None:
         for signum, handler in dispositions.items():
@@ -186,7 +183,7 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
         try:
             # In the place of the queue into which Lightning puts rank 0's result.
             queue: Any = SimpleNamespace(put=lambda value: pipe.send(("result", local_rank, value)))
-            self._wrapping_function(local_rank, trainer, function, args, kwargs, queue, state)
+            self._wrapping_function(local_rank, *call, queue, state)
         except RunEnded as ended:
             print(f"Rank {local_rank} ends: {ended}", file=sys.stderr, flush=True)
             pipe.send(("ended", local_rank, str(ended)))
