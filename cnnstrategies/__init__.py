@@ -6,11 +6,14 @@ begun shows Python's traceback, so nothing is imported here that takes milliseco
 """
 
 import importlib
-
-from cnnstrategies.runtime.import_hooks import after_import
+import sys
+from collections.abc import Callable, Sequence
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
     from cnnstrategies import strategies
     from cnnstrategies.errors import ConfigurationError
     from cnnstrategies.models.classifier import ImageClassifier
@@ -34,4 +37,39 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-after_import("lightning.pytorch", lambda: importlib.import_module("cnnstrategies.strategies"))
+class AfterImport:
+    """Calls a function as soon as a module has been imported, by finding it, once, where the other finders do."""
+
+    def __init__(self, name: str, action: Callable[[], object]) -> None:
+        self.name = name
+        self._action = action
+
+    def find_spec(
+        self, fullname: str, path: "Sequence[str] | None", target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        if fullname != self.name:
+            return None
+        from importlib.util import find_spec
+
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_act(module: "ModuleType") -> None:
+            execute(module)
+            self._action()
+
+        spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec
+
+
+def _register() -> None:
+    importlib.import_module("cnnstrategies.strategies")
+
+
+if "lightning.pytorch" in sys.modules:
+    _register()
+else:
+    sys.meta_path.insert(0, AfterImport("lightning.pytorch", _register))

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import cnnstrategies
-from cnnstrategies.runtime.import_hooks import after_import
 
 
 def test_an_action_follows_the_import_of_a_module(monkeypatch):
@@ -15,13 +14,12 @@ def test_an_action_follows_the_import_of_a_module(monkeypatch):
     Path("later/__init__.py").write_text("from later import inner\n")
     Path("later/inner.py").write_text("done = True\n")
     seen = []
-    after_import("later.inner", lambda: seen.append(sys.modules["later.inner"].done))
+    finder = cnnstrategies.AfterImport("later.inner", lambda: seen.append(sys.modules["later.inner"].done))
+    sys.meta_path.insert(0, finder)
     assert seen == []
     importlib.import_module("later")
     assert seen == [True]
-    after_import("later.inner", lambda: seen.append("at once"))
-    assert seen == [True, "at once"]
-    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "cnnstrategies.runtime.import_hooks"]
+    assert finder not in sys.meta_path
 
 
 def test_the_package_waits_for_lightning():

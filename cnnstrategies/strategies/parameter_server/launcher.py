@@ -171,7 +171,7 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
         incarnation: int,
         pipe: Connection,
         dispositions: dict[int, Any],
-        call: tuple[Any, ...],
+        call: tuple[Trainer | None, Callable[..., Any], Any, Any],
         state: Any,
     ) -> None:
         for signum, handler in dispositions.items():

@@ -188,8 +188,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
                 "precision 16-mixed scales the loss by a factor that workers would have to agree on in each step: with "
                 "strategy parameter_server use bf16-mixed"
             )
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._clip_elsewhere()
+        if trainer.state.fn == TrainerFn.FITTING and self.options.mode != "local":
+            for name in CLIPPING:  # The servers clip, by the norm of the whole gradient.
+                setattr(self.precision_plugin, name, _leave_alone)
         self.share_metrics(self.module)
 
     # Data
@@ -214,14 +215,16 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     def _stepper_of(self, worker: Worker | CombinedWorker, specification: Specification, own_steps: int) -> Stepper:
         """What connects the module's training to a worker."""
+        local = self.options.mode == "local"  # There weights are the worker's own, and only an average looks at all.
+        average = ["an average of the weights"] * self._averages_weights
         return Stepper(
             self.module,
             worker,
             specification,
             self.optimizers[0],
             early=not who_sees_gradients(self.module, self.callbacks),
-            sees_weights=self._who_sees_weights(),
-            sync_every=self.options.sync_every if self.options.mode == "local" else 0,
+            sees_weights=average if local else who_sees_weights(self.module, self.callbacks),
+            sync_every=self.options.sync_every if local else 0,
             own_steps=own_steps,
         )
 
@@ -232,12 +235,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
             pushed = self._stepper.begun
             figures |= {"pushed": pushed, "needs": max(0, pushed - self.options.staleness)}
         return figures
-
-    def _who_sees_weights(self) -> list[str]:
-        """Who may look at weights between two steps; in mode ``local``, where they are the worker's own, an average."""
-        if self.options.mode == "local":
-            return ["an average of the weights"] * self._averages_weights
-        return who_sees_weights(self.module, self.callbacks)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -296,7 +293,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self._stepper is not None
         self._stepper.after_step(self.trainer.is_last_batch)
-        self._count_processed()
+        self._dispatch.processed = self._dispatch.seen  # What has left need not be done by another if this worker dies.
         if self.options.mode == "ssp" and self.trainer.is_last_batch:
             # Nobody shall wait for a worker that has no more batches in this epoch.
             worker = self._stepper.worker
@@ -304,17 +301,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
             worker.leave()
             self._has_left = True
         return output
-
-    def _count_processed(self) -> None:
-        """What has left this worker need not be done by another if it dies."""
-        if self._stepper is not None:
-            self._dispatch.processed = self._dispatch.seen
-
-    def _clip_elsewhere(self) -> None:
-        """The servers clip, by the norm of the whole gradient; in mode ``local`` the worker does."""
-        if self.options.mode != "local":
-            for name in CLIPPING:
-                setattr(self.precision_plugin, name, _leave_alone)
 
     # Weights and buffers at rest
 
@@ -328,7 +314,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self._stepper.outer_step()
             worker.interrupt()  # It came early.
         worker.wait_all()
-        self._count_processed()
+        self._dispatch.processed = self._dispatch.seen
         if not self._buffers_are_equal:
             average_buffers(self.module, self)
             self._buffers_are_equal = True
