@@ -26,6 +26,7 @@ class ChunkSampler:
         sampler: A batch sampler or sampler over a ``DistributedSampler``, which is asked for the items of all ranks.
 
     Attributes:
+        epoch: That is given out.
         count: Its number of items.
         before: Epoch, number of items, and what had been worked on of them when a checkpoint was saved.
     """
@@ -36,12 +37,8 @@ class ChunkSampler:
         self.epoch = self.count = 0
         self.before = (-1, 0, "")
 
-    def set_epoch(self, epoch: int) -> None:
-        """Give out that epoch from now on."""
-        self.epoch = epoch
-
     def __iter__(self) -> Iterator[Any]:
-        """The items of this worker, while there are some."""
+        """The items of this worker in the epoch that is given out, while there are some."""
         epochs = {self.epoch: items_of(self.sampler, self.epoch)}
         self.count = len(epochs[self.epoch])
         epoch, count, done = self.before
@@ -81,7 +78,7 @@ class BatchDispatch:
             )
         self.has_loader = True
         dispatched = DispatchedLoader(dataloader, self, trainer)
-        check_order(dispatched.sampler.sampler, self._strategy)
+        check_order(dispatched.chunks.sampler, self._strategy)
         return dispatched
 
     def epoch(self, trainer: Trainer) -> int:
@@ -109,8 +106,8 @@ class BatchDispatch:
         return self._strategy.collectives.take(epoch, self.processed)
 
 
-class DispatchedLoader:
-    """A ``DataLoader`` without a length: how many batches a worker gets shows only while they are given out."""
+class DispatchedLoader(DataLoader[Any]):
+    """One without a length: how many batches a worker gets shows only while they are given out."""
 
     def __init__(self, loader: Any, dispatch: BatchDispatch, trainer: Trainer) -> None:
         if not isinstance(loader, DataLoader):
@@ -122,35 +119,25 @@ class DispatchedLoader:
         self.trainer = trainer
         whole = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         distributed(whole)
-        self.sampler = ChunkSampler(whole, dispatch)
+        self.chunks = ChunkSampler(whole, dispatch)
         names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
         names += ["generator", "persistent_workers"]
         if loader.num_workers:
             names.append("prefetch_factor")
         options = {name: getattr(loader, name) for name in names}
-        by = (
-            {"sampler": self.sampler, "batch_size": None}
-            if whole is loader.sampler
-            else {"batch_sampler": self.sampler}
-        )
-        self.loader: DataLoader[Any] = DataLoader(loader.dataset, **by, **options)
-
-    @property
-    def worker_init_fn(self) -> Any:
-        """The loader's own; Lightning sets it to seed the workers."""
-        return self.loader.worker_init_fn
-
-    @worker_init_fn.setter
-    def worker_init_fn(self, function: Any) -> None:
-        self.loader.worker_init_fn = function
+        if whole is loader.sampler:
+            options |= {"sampler": self.chunks, "batch_size": None}
+        else:
+            options["batch_sampler"] = self.chunks
+        super().__init__(loader.dataset, **options)
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint: the epoch, its number of batches, and which of them were worked on by anybody.
 
         What a worker has left behind that died at the end of the epoch before is not told.
         """
-        sampler = self.sampler
-        return {"epoch": sampler.epoch, "batches": sampler.count, "done": self.dispatch.progress(sampler.epoch)}
+        epoch = self.chunks.epoch
+        return {"epoch": epoch, "batches": self.chunks.count, "done": self.dispatch.progress(epoch)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Leave out the batches that were worked on before the checkpoint was saved."""
@@ -159,12 +146,12 @@ class DispatchedLoader:
                 "the checkpoint is from within an epoch that was divided among the ranks, and this run gives its "
                 "batches out one by one: go on with data_dispatch: static, or from the end of an epoch"
             )
-        self.sampler.before = int(state["epoch"]), int(state["batches"]), str(state["done"])
+        self.chunks.before = int(state["epoch"]), int(state["batches"]), str(state["done"])
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The batches of the trainer's epoch that this worker is given."""
-        self.sampler.set_epoch(self.dispatch.epoch(self.trainer))
-        for batch in self.loader:
+        self.chunks.epoch = self.dispatch.epoch(self.trainer)
+        for batch in super().__iter__():
             if isinstance(batch, ConfigurationError):
                 raise ConfigurationError(str(batch))
             yield batch
