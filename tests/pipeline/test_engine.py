@@ -86,13 +86,12 @@ def freeze_norm(module: nn.Module) -> None:
 def train(replicas: tuple[int, ...], **options: Any) -> list[tuple[str, Tensor, Tensor]]:
     """Some steps of a pipeline and of one process: (what, got, expected)."""
     optimizer_name = options.pop("optimizer")
-    sizes = options.pop("sizes", (12,))
-    accumulate = options.pop("accumulate", 1)
+    sizes, accumulate = options.pop("sizes"), options.pop("accumulate")
     reduce_once = options.pop("reduce_once", False)
     network = make_network()
     alone = copy.deepcopy(network)
     pipeline = Pipeline(
-        network, CUTS[len(replicas)], replicas, options.pop("microbatches", 6), bucket_bytes=500, **options
+        network, CUTS[len(replicas)], replicas, 6, bucket_bytes=500, activation_checkpointing="except_last", **options
     )
     optimizer = optimizer_of(optimizer_name, pipeline.module.parameters())
     reference = optimizer_of(optimizer_name, alone.parameters())
@@ -117,9 +116,6 @@ def scenarios() -> dict[str, Any]:
     options: dict[str, dict[str, Any]] = {
         "accumulation, gpipe": {"optimizer": "adamw", "accumulate": 2, "schedule": "gpipe", "sizes": (12, 5)},
         "accumulation, reduced once": {"optimizer": "sgd", "accumulate": 3, "reduce_once": True, "sizes": (12, 7)},
-        "partial batches": {"optimizer": "adamw", "sizes": (12, 7, 3, 1)},
-        "recompute always": {"optimizer": "sgd", "activation_checkpointing": "always", "sizes": (12, 5)},
-        "odd microbatches": {"optimizer": "sgd", "activation_checkpointing": "except_last", "microbatches": 5},
     }
     return {name: train(LAYOUT, **option) for name, option in options.items()}
 

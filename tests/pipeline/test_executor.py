@@ -11,7 +11,6 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cnnstrategies.pipeline import gradients as gradients_module
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.gradients import GradientReducer
 from cnnstrategies.pipeline.timetable import CHECKPOINTING
@@ -107,8 +106,8 @@ def test_replicas_add_up_gradients_while_the_last_backward_runs() -> None:
         assert early.count("reduce") == len(list(make_network().parameters())) + 2, "and targets and loss"
 
 
-def reductions(steps: int) -> tuple[list[str], int, int]:
-    """What a replica reduces in accumulated steps; buckets made after the first step, and hooks left at the end."""
+def reductions(steps: int) -> tuple[int, int]:
+    """How often a replica reduces gradients in accumulated steps after the first ones; hooks left at the end."""
     images, targets = make_batch()
     network = make_network()
     handles, register = [], Tensor.register_post_accumulate_grad_hook
@@ -120,36 +119,27 @@ def reductions(steps: int) -> tuple[list[str], int, int]:
     Tensor.register_post_accumulate_grad_hook = registered  # type: ignore[method-assign]
     pipeline = Pipeline(network, [], (2,), MICROBATCHES)
     part = slice(pipeline.place.replica, None, 2)
-    events: list[str] = []
-    reduce = dist.all_reduce
+    count, reduce = 0, dist.all_reduce
 
-    def noted(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        events.append("gradients" if tensor.ndim and tensor.is_floating_point() else "targets and loss")
+    def counted(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        nonlocal count
+        count += bool(tensor.ndim and tensor.is_floating_point())  # Targets and losses are not.
         return reduce(tensor, *args, **options)
-
-    made, bucket = 0, gradients_module.Bucket
-
-    def counted(*args: Any) -> Any:
-        nonlocal made
-        made += 1
-        return bucket(*args)
 
     for step in range(3 * steps):
         if step == steps:
-            dist.all_reduce = noted
-            gradients_module.Bucket = counted  # type: ignore[assignment,misc]
+            dist.all_reduce = counted
+            hooks = len(handles)
         pipeline.step(images[part], targets[part], F.cross_entropy, more=(step + 1) % steps > 0)
     dist.all_reduce = reduce
     pipeline.close()
-    assert handles
-    left = [handle for handle in handles if handle.id in (handle.hooks_dict_ref() or ())]
-    return events, made, len(left)
+    assert len(handles) == hooks > 0, "they are made once, with the buckets"
+    return count, sum(handle.id in (handle.hooks_dict_ref() or ()) for handle in handles)
 
 
-def test_accumulated_steps_are_reduced_once_in_buckets_that_are_made_once() -> None:
-    for events, made, left in run_ranks(2, reductions, 3):
-        assert events.count("gradients") == 2, "once for each of the two optimizer steps"
-        assert made == 0
+def test_accumulated_steps_are_reduced_once_by_hooks_that_are_made_once() -> None:
+    for reduced, left in run_ranks(2, reductions, 3):
+        assert reduced == 2, "once for each of the two optimizer steps"
         assert left == 0, "parameters outlive their pipeline without its hooks"
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import run_apart, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -62,15 +62,6 @@ class Module(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-class BuiltByOthers(Module):
-    def build(self) -> nn.Module:
-        network = super().build()
-        with torch.no_grad():
-            network[0].bias.copy_(network[5].weight.norm() + torch.zeros(40))
-            network[3].bias.copy_(network[0].bias.norm() + torch.zeros(4))
-        return network
-
-
 class OnMeta(Module):
     def build(self) -> nn.Module:
         with torch.device("meta"):
@@ -91,21 +82,13 @@ class AnotherEachTime(Module):
         return nn.Sequential(*(nn.Conv2d(1, 1, 1) for _ in range(type(self).count + 3)))
 
 
-class Finetuning(BaseFinetuning):
-    def freeze_before_training(self, pl_module: LightningModule) -> None:
-        pass
-
-    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
-        pass
-
-
 def loader() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(32, 1, 6, 6, generator=generator, dtype=torch.float64)
     return DataLoader(TensorDataset(images, torch.randint(3, (32,), generator=generator)), 16)
 
 
-def trainer_of(replicas: list[int], epochs: int, name: str, callbacks: Any = (), **options: Any) -> Trainer:
+def trainer_of(replicas: list[int], epochs: int, name: str, **options: Any) -> Trainer:
     strategy: Any = "auto"
     if dist.is_initialized():  # As a launcher of the cluster's starts them.
         os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": str(sum(replicas))}
@@ -118,7 +101,7 @@ def trainer_of(replicas: list[int], epochs: int, name: str, callbacks: Any = (),
         strategy=strategy,
         max_epochs=epochs,
         precision="64-true",
-        callbacks=[ModelCheckpoint(dirpath=name, filename="last", enable_version_counter=False), *callbacks],
+        callbacks=[ModelCheckpoint(dirpath=name, filename="last", enable_version_counter=False)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -186,8 +169,8 @@ def test_replicas_begin_alike_and_go_on_from_a_checkpoint(tmp_path: Path) -> Non
         assert_same((logged, again), expected[:2])
 
 
-def refused(module: LightningModule, callbacks: Any = (), **options: Any) -> str:
-    trainer = trainer_of([1, 1], 1, "never", callbacks, **options)
+def refused(module: LightningModule, **options: Any) -> str:
+    trainer = trainer_of([1, 1], 1, "never", **options)
     with pytest.raises(ConfigurationError) as caught:
         trainer.fit(module, loader())
     return str(caught.value)
@@ -200,8 +183,7 @@ def test_what_needs_the_whole_network_is_refused_before_the_ranks_start() -> Non
 
 
 def refusals_of_ranks() -> list[str]:
-    said = [refused(module) for module in (BuiltByOthers(), OnMeta(), AnotherEachTime())]
-    said.append(refused(Module(), [Finetuning()]))
+    said = [refused(module) for module in (OnMeta(), AnotherEachTime())]
     module, trainer = Module(), trainer_of([1, 1], 1, "ended")
     trainer.fit(module, loader())
     with pytest.raises(ConfigurationError) as caught:
@@ -210,9 +192,7 @@ def refusals_of_ranks() -> list[str]:
 
 
 def test_what_a_rank_cannot_build_or_give_is_refused_by_name() -> None:
-    for of_others, on_meta, another, finetuning, late in run_ranks(2, refusals_of_ranks):
-        assert " is of another rank's stage" in of_others
+    for on_meta, another, late in run_ranks(2, refusals_of_ranks):
         assert "on the meta device: build it without torch.device('meta')" in on_meta
         assert "AnotherEachTime.configure_model builds another network each time" in another
-        assert "Finetuning sees the whole network" in finetuning
         assert "have ModelCheckpoint save it during fit" in late

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.utilities import grad_norm
 from ranks import run_ranks
 from test_pipeline_ways_to_write import CLASSES, Module, differ, fit
@@ -158,3 +158,6 @@ def test_callbacks_that_need_the_whole_network_are_refused() -> None:
     for callback in (StochasticWeightAveraging(1e-2), Pruning()):
         with pytest.raises(ConfigurationError, match=f"{type(callback).__name__} .* whole network"):
             check_callbacks([callback], whole=True)
+    check_callbacks([BackboneFinetuning()], whole=True)
+    with pytest.raises(ConfigurationError, match="BackboneFinetuning sees the whole network"):
+        check_callbacks([BackboneFinetuning()], whole=False)
