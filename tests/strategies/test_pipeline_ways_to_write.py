@@ -507,13 +507,6 @@ class OwnForward(Module):
         self.encoder[0].weight_is_first = True
 
 
-WAYS = (
-    *(OwnForward, SharesALayer, Probe),
-    *(Classifier, Transfer, Segmentation, MultiTask),
-    *(AutoEncoder, Siamese, DictBatch, Sizes, Finetuned),
-)
-
-
 def fit(
     kind: type[Module], strategy: Any, devices: int, loading: int = 1
 ) -> tuple[Any, dict[str, Tensor], dict[str, Any]]:
@@ -591,7 +584,7 @@ def test_a_last_batch_that_fits_into_a_microbatch_is_normalised_as_on_one_device
 @pytest.mark.parametrize(
     ("kinds", "replicas", "microbatches"),
     [
-        (WAYS, [1, 1], 3),
+        ((OwnForward, SharesALayer, Transfer, Segmentation, AutoEncoder, Sizes, Finetuned), [1, 1], 3),
         ((DictBatch, Siamese, Probe), [2, 1], 4),
         ((Classifier, MultiTask, Thawing, TiedLayers, Probe), [1, 2], 4),
     ],
