@@ -45,6 +45,8 @@ FOLDER = ["--data.init_args.root=images", "--data.init_args.image_size=32", "--m
 RESNET18 = ["--model.init_args.network.class_path=torchvision.models.resnet18"]
 TWO_CLASSES = [*RESNET18, "--model.init_args.network.dict_kwargs.num_classes=2"]
 LARGE = ("experiments/synthetic_", "model/torchvision_vgg16", "model/torchvision_alexnet")
+# Of their layouts the small network trains, and one of these.
+BUILT = tuple(f"experiments/synthetic_{name}" for name in ("efficientnet_b0", "resnet50", "vgg16"))
 HYBRID = "experiments/digits_smallcnn_hybrid"
 ARGS = {
     **dict.fromkeys(
@@ -136,18 +138,22 @@ def with_marks(files):
     return pytest.param(files, marks=[pytest.mark.cluster] * is_dear(files), id="-".join(files))
 
 
+TRAINED = [files for files in RUNS if files != FSDP and not files[0].startswith(BUILT)]
+
+
 @pytest.mark.warm
-@pytest.mark.parametrize("files", [with_marks(files) for files in RUNS if files != FSDP])
+@pytest.mark.parametrize("files", map(with_marks, TRAINED))
 def test_configs_train(run_cli, downloads, files):
     code, output = run_cli(*words_of(files))
     assert code == 0, output
 
 
-def test_what_takes_several_processes_is_built(downloads, monkeypatch, capfd):
-    """Up to the first process that would be started. Large networks are left to those that train."""
+@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.cluster)])
+def test_what_takes_several_processes_is_built(downloads, monkeypatch, capfd, large):
+    """Up to the first process that would be started."""
     built = []
     monkeypatch.setattr(Trainer, "fit", lambda trainer, *args, **kwargs: built.append(trainer))
-    dear = [files for files in RUNS if is_dear(files) and not files[0].startswith(LARGE)]
+    dear = [files for files in RUNS if is_dear(files) and files[0].startswith(BUILT if large else LARGE) == large]
     for files in dear:
         main(words_of(files))
     assert len(built) == len(dear)
@@ -193,7 +199,7 @@ def downloads(monkeypatch, request):
             for index in range(4):
                 Image.fromarray(random.integers(256, size=(50, 40, 3), dtype=np.uint8)).save(folder / f"{index}.jpg")
     callspec = getattr(request.node, "callspec", None)
-    files = FILES if callspec is None else callspec.params["files"]
+    files = FILES if callspec is None else callspec.params.get("files", FILES)
     if any("_segmentation_" in file for file in files):
         write_masked_images(Path("masks/train"), count=5)
     if any(file.endswith("_finetune_gpu") for file in files):
