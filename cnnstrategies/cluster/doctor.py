@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from cnnstrategies.cluster.addresses import Interface, choose_interface, resolve
 from cnnstrategies.cluster.doctor_host import Place, gpu_problems, shared_memory, versions
+from cnnstrategies.cluster.hosts import own_interface
 from cnnstrategies.cluster.probe import Probe, measure
 from cnnstrategies.cluster.stores import POLL, missing_after, open_store
 from cnnstrategies.errors import ConfigurationError
@@ -100,7 +100,13 @@ def examine(place: Place, directory: Path, interface: str | None, wait: float) -
         On the first host, what all of them found out; None on the others.
     """
     store = open_store(place.main_address, place.main_port, place.node == 0, wait)
-    mine = _choose(store, place, interface, wait)
+    if place.node == 0 and missing_after(store, ["source"], wait):
+        raise ConfigurationError(
+            f"no other host has come to {socket.gethostname()}, port {place.main_port}, within {wait:g} s: is the "
+            f"doctor started on all {place.nodes} hosts, do they resolve {place.main_address}, and does a firewall "
+            "block the port?"
+        )
+    mine = own_interface(store, place.node, place.main_address, interface)
     probe = Probe(mine.address)
     me = _facts(place.node, mine.name, mine.address, probe.port)
     store.set(f"facts/{me.node}", json.dumps(asdict(me)))
@@ -124,21 +130,6 @@ def examine(place: Place, directory: Path, interface: str | None, wait: float) -
     together.wait_for("end", [node for node in present if node != 0])
     probe.close()
     return Report(place.nodes, hosts, everything, str(directory))
-
-
-def _choose(store: Store, place: Place, interface: str | None, wait: float) -> Interface:
-    if place.node != 0:
-        mine = choose_interface(interface, resolve(place.main_address))
-        store.set("source", mine.address)
-        return mine
-    # The route to its own address would be the loopback's.
-    if missing_after(store, ["source"], wait):
-        raise ConfigurationError(
-            f"no other host has come to {socket.gethostname()}, port {place.main_port}, within {wait:g} s: is the "
-            f"doctor started on all {place.nodes} hosts, do they resolve {place.main_address}, and does a firewall "
-            "block the port?"
-        )
-    return choose_interface(interface, store.get("source").decode())
 
 
 def _present(store: Store, place: Place, wait: float) -> list[int]:

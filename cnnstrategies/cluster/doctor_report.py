@@ -1,5 +1,7 @@
 """What the doctor prints: tables, and what to mend."""
 
+from collections.abc import Iterator
+
 from rich.table import Table
 
 from cnnstrategies.cluster.doctor import Report
@@ -44,77 +46,58 @@ def links_table(report: Report) -> Table:
 
 def mends(report: Report) -> list[str]:
     """What is wrong and what to do about it; empty if all is well."""
-    checks = (_missing, _versions, _links, _shared, _clocks, _memory, _gpus)
-    return [line for check in checks for line in check(report)]
+    return [*_of_hosts(report), *_of_connections(report), *_of_each_host(report)]
 
 
-def _missing(report: Report) -> list[str]:
+def _of_hosts(report: Report) -> Iterator[str]:
+    first = report.hosts[0]
     here = ", ".join(f"{facts.host} ({facts.address})" for facts in report.hosts.values())
-    return [
-        f"node {node} has not come; here are {here}: is the doctor started there, and does it reach "
-        f"{report.hosts[0].host}? Look at its output"
-        for node in range(report.nodes)
-        if node not in report.hosts
-    ]
-
-
-def _versions(report: Report) -> list[str]:
-    lines = []
-    for name in report.hosts[0].versions:
+    for node in range(report.nodes):
+        if node not in report.hosts:
+            yield (
+                f"node {node} has not come; here are {here}: is the doctor started there, and does it reach "
+                f"{first.host}? Look at its output"
+            )
+    for name in first.versions:
         found = {facts.host: facts.versions[name] for facts in report.hosts.values()}
         if len(set(found.values())) > 1:
             listed = ", ".join(f"{version} on {host}" for host, version in found.items())
-            lines.append(f"{name} differs: {listed}: install the same version everywhere, best one shared environment")
-    return lines
-
-
-def _links(report: Report) -> list[str]:
-    lines = []
-    for node, findings in report.findings.items():
-        here = report.hosts[node]
-        for other, reason in findings.failures.items():
-            there = report.hosts[other]
-            lines.append(
-                f"{here.host} cannot reach {there.host} at {there.address} port {there.port} ({reason}): allow TCP "
-                "connections on all ports between the machines, or choose another network with --interface (and "
-                "--network.interface in training)"
-            )
-    return lines
-
-
-def _shared(report: Report) -> list[str]:
-    return [
-        f"{report.directory}: {report.hosts[node].host} {problem}: checkpoints need a directory that all hosts share "
-        "and may write to, such as an NFS mount; name it with --shared"
-        for node, findings in report.findings.items()
-        for problem in findings.shared
-    ]
-
-
-def _clocks(report: Report) -> list[str]:
-    lines = []
+            yield f"{name} differs: {listed}: install the same version everywhere, best one shared environment"
     for other, (_, _, ahead) in report.findings[0].links.items():
         if abs(ahead) > CLOCK_SECONDS:
-            direction = "ahead of" if ahead > 0 else "behind"
-            lines.append(
-                f"the clock of {report.hosts[other].host} is {abs(ahead):.1f} s {direction} "
-                f"that of {report.hosts[0].host}: keep both in step with NTP, for example with chrony"
+            yield (
+                f"the clock of {report.hosts[other].host} is {abs(ahead):.1f} s "
+                f"{'ahead of' if ahead > 0 else 'behind'} that of {first.host}: keep both in step with NTP, for "
+                "example with chrony"
             )
-    return lines
 
 
-def _memory(report: Report) -> list[str]:
-    return [
-        f"{facts.host} has {facts.shared_memory / 2**20:.0f} MiB of shared memory, through which data workers and NCCL "
-        "hand over what they have: mount an emptyDir with `medium: Memory` at /dev/shm in a pod, or start the "
-        "container with --shm-size=8g; data.init_args.num_workers=0 does without"
-        for facts in report.hosts.values()
-        if facts.shared_memory is not None and facts.shared_memory < SHARED_MEMORY
-    ]
+def _of_connections(report: Report) -> Iterator[str]:
+    for node, findings in report.findings.items():
+        for other, reason in findings.failures.items():
+            there = report.hosts[other]
+            yield (
+                f"{report.hosts[node].host} cannot reach {there.host} at {there.address} port {there.port} ({reason}): "
+                "allow TCP connections on all ports between the machines, or choose another network with --interface "
+                "(and --network.interface in training)"
+            )
 
 
-def _gpus(report: Report) -> list[str]:
-    return [f"{facts.host}: {problem}" for facts in report.hosts.values() for problem in facts.gpus]
+def _of_each_host(report: Report) -> Iterator[str]:
+    for node, facts in report.hosts.items():
+        for problem in report.findings[node].shared:
+            yield (
+                f"{report.directory}: {facts.host} {problem}: checkpoints need a directory that all hosts share and "
+                "may write to, such as an NFS mount; name it with --shared"
+            )
+        if facts.shared_memory is not None and facts.shared_memory < SHARED_MEMORY:
+            yield (
+                f"{facts.host} has {facts.shared_memory / 2**20:.0f} MiB of shared memory, through which data workers "
+                "and NCCL hand over what they have: mount an emptyDir with `medium: Memory` at /dev/shm in a pod, or "
+                "start the container with --shm-size=8g; data.init_args.num_workers=0 does without"
+            )
+        for problem in facts.gpus:
+            yield f"{facts.host}: {problem}"
 
 
 def _clock(report: Report, node: int) -> str:

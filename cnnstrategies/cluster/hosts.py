@@ -61,12 +61,8 @@ def meet(
     """
     me = socket.gethostname()
     if node == 0:
-        # The route to its own address would be the loopback's.
         _wait_for(store, ["source"], node, nodes, seconds)
-        mine = choose_interface(interface, store.get("source").decode())
-    else:
-        mine = choose_interface(interface, resolve(main_address))
-        store.set("source", mine.address)
+    mine = own_interface(store, node, main_address, interface)
     probe = Probe(mine.address)
     store.set(f"host/{node}", json.dumps([me, mine.address, probe.port]))
     keys = [f"host/{number}" for number in range(nodes)]
@@ -93,6 +89,16 @@ def meet(
         )
     store.set(f"interface/{node}", mine.name)
     return mine, probe, others
+
+
+def own_interface(store: Store, node: int, main_address: str, wanted: str | None) -> Interface:
+    """That which leads to the other hosts; the first one has been told of another's address, by the key ``source``."""
+    if node == 0:
+        # The route to its own address would be the loopback's.
+        return choose_interface(wanted, store.get("source").decode())
+    mine = choose_interface(wanted, resolve(main_address))
+    store.set("source", mine.address)
+    return mine
 
 
 def interface_of(store: Store, node: int, nodes: int, seconds: float) -> str:

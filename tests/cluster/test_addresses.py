@@ -12,22 +12,14 @@ pytestmark = pytest.mark.light
 LOOPBACK = Interface("lo", "127.0.0.1")
 
 
-def test_the_route_to_the_loopback_is_the_loopback() -> None:
-    assert interface_to("127.0.0.1") == LOOPBACK
-    assert interface_to("127.0.1.1").name == "lo"
-
-
-def test_an_interface_is_found_by_name_and_by_subnet() -> None:
-    assert find_interface("lo") == find_interface("127.0.0.0/8") == LOOPBACK
-
-
-def test_gloos_own_variable_comes_after_the_users_choice_and_before_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interface_is_the_users_then_gloos_and_then_that_of_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
-    assert choose_interface("lo", "127.0.0.1") == LOOPBACK
+    assert choose_interface("lo", "127.0.0.1") == choose_interface("127.0.0.0/8", "127.0.0.1") == LOOPBACK
     with pytest.raises(ConfigurationError, match="none0"):
         choose_interface(None, "127.0.0.1")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     assert choose_interface(None, "127.0.0.1") == LOOPBACK
+    assert interface_to("127.0.1.1").name == "lo"
 
 
 def test_what_is_not_there_is_named_with_what_is() -> None:
@@ -35,8 +27,5 @@ def test_what_is_not_there_is_named_with_what_is() -> None:
         find_interface("none0")
     with pytest.raises(ConfigurationError, match=r"'10\.0\.0\.0/99' is no subnet"):
         find_interface("10.0.0.0/99")
-
-
-def test_an_unknown_host_name_is_named() -> None:
     with pytest.raises(ConfigurationError, match=r"cannot resolve the host name 'nowhere\.invalid'"):
         resolve("nowhere.invalid")
