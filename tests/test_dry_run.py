@@ -44,8 +44,7 @@ STAGES = (
 
 
 @pytest.mark.warm
-@pytest.mark.parametrize("strategy", [("--trainer.strategy=ddp",), STAGES], ids=["ddp", "hybrid_pipeline"])
-def test_the_first_step_refuses_with_one_line_from_all_ranks(tmp_path, strategy):
+def test_the_first_step_refuses_with_one_line_from_all_ranks(tmp_path):
     Path("mine.py").write_text(MINE)
     options = (
         "--model.init_args.network=mine.network",
@@ -53,7 +52,7 @@ def test_the_first_step_refuses_with_one_line_from_all_ranks(tmp_path, strategy)
         "--trainer.num_sanity_val_steps=0",
         "--trainer.max_epochs=1",
     )
-    program = Program([PYTHON, *fit(*strategy, *options)], tmp_path / "log")
+    program = Program([PYTHON, *fit(*STAGES, *options)], tmp_path / "log")
     assert program.wait() == 2, program.output()
     lines = [line for line in program.output().splitlines() if LINE in line]
     assert len(lines) == 1, program.output()

@@ -41,7 +41,7 @@ trainer:
   accelerator: cpu
   devices: 2
   precision: 64-true
-  max_epochs: 2
+  max_epochs: 1
   enable_progress_bar: false
   logger: {class_path: CSVLogger, init_args: {save_dir: runs}}
 model:
@@ -78,7 +78,7 @@ def test_strategies_train_what_one_device_trains_and_masks_become_pictures(run_c
     for name in states:
         for key, value in states["one"].items():
             torch.testing.assert_close(states[name][key], value, rtol=1e-9, atol=1e-12)
-        assert len(metrics[name]) == 2
+        assert len(metrics[name]) == 1
         torch.testing.assert_close(torch.tensor(metrics[name]), torch.tensor(metrics["one"]), rtol=1e-5, atol=0.0)
     checkpoint = "runs/one/version_0/checkpoints/best.ckpt"
     code, output = run_cli("predict", "--config=masks.yaml", *LINES["parameter_server"], f"--ckpt_path={checkpoint}")

@@ -7,11 +7,11 @@ from cnnstrategies.callbacks.first_batch import FirstBatch
 from cnnstrategies.callbacks.from_configuration import FromConfiguration
 from cnnstrategies.callbacks.graceful_stop import GracefulStop
 from cnnstrategies.callbacks.predictions import PredictionWriter
-from cnnstrategies.callbacks.progress_bar import ProgressBar
 from cnnstrategies.callbacks.pruning import Pruning
 from cnnstrategies.callbacks.start_panel import StartPanel
 from cnnstrategies.callbacks.step_profile import StepProfile
 from cnnstrategies.callbacks.summary import TrainingSummary
+from cnnstrategies.callbacks.tables import ProgressBar
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.callbacks.traffic import RunMembers, ServerTraffic
 

@@ -1,11 +1,17 @@
-"""Tables of names and texts on the terminal."""
+"""What a run shows on the terminal: tables of names and texts, and a progress bar."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks.progress.rich_progress import BatchesProcessedColumn, ProcessingSpeedColumn
 from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import override
 
 BORDERS = 7  # Columns of lines and spaces beside the two columns.
 
@@ -50,3 +56,22 @@ def relative(path: str) -> Whole:
 
 def _words(text: str) -> list[str]:
     return [text] if isinstance(text, Whole) else text.split()
+
+
+class ProgressBar(RichProgressBar):
+    """Lightning's, so narrow that a line of 80 columns has room for the metrics, and without a version's number."""
+
+    @override
+    def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
+        style = self.theme
+        return [
+            TextColumn("[progress.description]{task.description}"),
+            BarColumn(8, complete_style=style.progress_bar, finished_style=style.progress_bar_finished),
+            BatchesProcessedColumn(style=style.batch_progress),
+            ProcessingSpeedColumn(style=style.processing_speed),
+            TimeRemainingColumn(compact=True),
+        ]
+
+    @override
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        return {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
