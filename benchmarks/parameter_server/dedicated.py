@@ -29,7 +29,7 @@ from torch import nn
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.drivers.server import ServerService
-from cnnstrategies.paramserver.file_views import FileViews
+from cnnstrategies.paramserver.membership import Views, unchanging
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.strategies.parameter_server.options import PIPELINED_BYTES
 
@@ -70,7 +70,7 @@ def all_reduce() -> list[float]:
 def serve(folder: Path, workers: int, rank: int, name: str) -> None:
     """A server, until the workers are through."""
     made, _ = specification(name, workers)
-    own = ServerService(made, views(folder, workers, rank), rank - workers, endpoint(rank), insecure=True)
+    own = ServerService(made, views(workers), rank - workers, endpoint(rank), insecure=True)
     thread = threading.Thread(target=own.run)
     thread.start()
     while len(list(folder.glob("through-*"))) < workers:
@@ -84,7 +84,7 @@ def push_and_pull(folder: Path, workers: int, rank: int, name: str) -> list[floa
     made, optimizer = specification(name, workers)
     values = [torch.zeros(NUMBERS) for _ in range(TENSORS)]
     gradients = [torch.ones(NUMBERS) for _ in range(TENSORS)]
-    worker = Worker(made, values, views(folder, workers, rank), rank)
+    worker = Worker(made, values, views(workers), rank)
     if rank == 0:
         worker.initialise()
     worker.join()
@@ -108,12 +108,10 @@ def endpoint(rank: int) -> str:
     return f"tcp://10.77.0.{rank + 1}:7700"
 
 
-def views(folder: Path, workers: int, rank: int) -> FileViews:
+def views(workers: int) -> Views:
     """What a role is told of all the others."""
     servers = tuple(ServerInfo(number, endpoint(workers + number)) for number in range(workers))
-    made = FileViews(folder / f"{rank}")
-    made.publish(View(1, servers, tuple(WorkerInfo(number) for number in range(workers))))
-    return made
+    return unchanging(View(1, servers, tuple(WorkerInfo(number) for number in range(workers))))
 
 
 def host(folder: Path, name: str, workers: int) -> None:

@@ -28,7 +28,7 @@ from cnnstrategies.networks import SmallCNN
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.drivers.server import ServerService
-from cnnstrategies.paramserver.file_views import FileViews
+from cnnstrategies.paramserver.membership import unchanging
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 
 WORKERS, EPOCHS, SEEDS, BATCH = 2, 20, 5, 64
@@ -70,14 +70,14 @@ def task(seed: int) -> tuple[Tensor, Tensor]:
 def connected(specification: Specification, replicas: list[nn.Module]) -> Iterator[list[Worker]]:
     """A server in a thread, and a worker for each replica."""
     with tempfile.TemporaryDirectory() as folder:
-        endpoint, views = f"ipc://{folder}/server", FileViews(Path(folder) / "view")
+        endpoint = f"ipc://{folder}/server"
         members = tuple(WorkerInfo(number) for number in range(specification.workers))
-        views.publish(View(1, (ServerInfo(0, endpoint),), members))
-        server = ServerService(specification, FileViews(Path(folder) / "view"), 0, endpoint)
+        view = View(1, (ServerInfo(0, endpoint),), members)
+        server = ServerService(specification, unchanging(view), 0, endpoint)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         workers = [
-            Worker(specification, [p.data for p in replica.parameters()], FileViews(Path(folder) / "view"), number)
+            Worker(specification, [p.data for p in replica.parameters()], unchanging(view), number)
             for number, replica in enumerate(replicas)
         ]
         workers[0].initialise()

@@ -24,7 +24,7 @@ from torch import nn
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.drivers.server import ServerService
-from cnnstrategies.paramserver.file_views import FileViews
+from cnnstrategies.paramserver.membership import unchanging
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 
 WORKERS = SERVERS = 2
@@ -34,12 +34,18 @@ CLASSES = 100
 def serve(specification: Specification, folder: Path, id: int) -> None:
     """A server; it is ended from outside."""
     torch.set_num_threads(1)
-    ServerService(specification, FileViews(folder / "view"), id, endpoint(folder, id)).run()
+    ServerService(specification, unchanging(members(folder)), id, endpoint(folder, id)).run()
 
 
 def endpoint(folder: Path, id: int) -> str:
     """Where a server listens."""
     return f"ipc://{folder}/server-{id}"
+
+
+def members(folder: Path) -> View:
+    """Who takes part."""
+    servers = tuple(ServerInfo(id, endpoint(folder, id)) for id in range(SERVERS))
+    return View(1, servers, tuple(WorkerInfo(id) for id in range(WORKERS)))
 
 
 def work(specification: Specification, folder: Path, id: int, steps: int, batch_size: int) -> None:
@@ -63,7 +69,7 @@ def work(specification: Specification, folder: Path, id: int, steps: int, batch_
         note("push", index[parameter])
         worker.push(index[parameter], parameter.grad)
 
-    views = FileViews(folder / "view")
+    views = unchanging(members(folder))
     worker = Worker(
         specification, [p.data for p in parameters], views, id, came=lambda number, _: note("arrived", number)
     )
@@ -104,8 +110,6 @@ def measure(steps: int, batch_size: int) -> tuple[list[dict[str, float]], list[t
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        servers = tuple(ServerInfo(id, endpoint(folder, id)) for id in range(SERVERS))
-        FileViews(folder / "view").publish(View(1, servers, tuple(WorkerInfo(id, 0) for id in range(WORKERS))))
         running = [context.Process(target=serve, args=(specification, folder, id)) for id in range(SERVERS)]
         workers = [
             context.Process(target=work, args=(specification, folder, id, steps, batch_size)) for id in range(WORKERS)

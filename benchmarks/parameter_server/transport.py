@@ -42,7 +42,8 @@ import zmq
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.drivers.server import ServerService
-from cnnstrategies.paramserver.file_views import FileViews
+from cnnstrategies.paramserver.drivers.sockets import Listener
+from cnnstrategies.paramserver.membership import unchanging
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 
@@ -64,25 +65,26 @@ def our_server(
     id: int, specification: Specification, scheme: str, keys: list[KeyPair] | None, rounds: int, directory: Path
 ) -> None:
     """A server of this package; runs until it is killed."""
-    views = FileViews(directory / "view")
     endpoint = "tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{directory}/socket-{id}"
-    server = ServerService(specification, views, id, endpoint, keys[id] if keys else None, insecure=True)
-    peers.publish(directory / f"server-{id}", server.endpoint)
-    server.run()
+    listener = Listener(endpoint, keys is not None, insecure=True)
+    peers.publish(directory / f"server-{id}", listener.endpoint)
+    views = unchanging(members(keys, directory))
+    ServerService(specification, views, id, listener, keys[id] if keys else None, insecure=True).run()
+
+
+def members(keys: list[KeyPair] | None, directory: Path) -> View:
+    """Who takes part, as soon as all servers listen."""
+    endpoints = [peers.wait_for(directory / f"server-{server}") for server in range(SERVERS)]
+    public = [key.public for key in keys] if keys else [""] * (SERVERS + WORKERS)
+    servers = tuple(ServerInfo(server, endpoints[server], public[server]) for server in range(SERVERS))
+    return View(1, servers, tuple(WorkerInfo(worker, 0, public[SERVERS + worker]) for worker in range(WORKERS)))
 
 
 def our_worker(
     id: int, specification: Specification, scheme: str, keys: list[KeyPair] | None, rounds: int, directory: Path
 ) -> list[float]:
     """A worker of this package."""
-    views = FileViews(directory / "view")
-    if id == 0:
-        endpoints = [peers.wait_for(directory / f"server-{server}") for server in range(SERVERS)]
-        public = [key.public for key in keys] if keys else [""] * (SERVERS + WORKERS)
-        servers = tuple(ServerInfo(server, endpoints[server], public[server]) for server in range(SERVERS))
-        workers = tuple(WorkerInfo(worker, 0, public[SERVERS + worker]) for worker in range(WORKERS))
-        views.publish(View(1, servers, workers))
-    views.wait_newer(0, 60)
+    views = unchanging(members(keys, directory))
     parameters = parameters_of(sum(info.numel for info in specification.parameters))
     optimizer = optimizer_of(parameters)
     own = keys[SERVERS + id] if keys else None

@@ -24,7 +24,7 @@ from cnnstrategies.networks import SmallCNN
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.drivers.server import ServerService
-from cnnstrategies.paramserver.file_views import FileViews
+from cnnstrategies.paramserver.membership import unchanging
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.pipeline.engine import Pipeline
@@ -191,20 +191,18 @@ def _server(title: str, own: Tensor, wanted: Tensor, folder: Path, stack: ExitSt
     agreed = [specification]
     dist.broadcast_object_list(agreed)  # Its session is that of one run.
     specification = agreed[0]
-    file = folder / "view.json"
     endpoints = [f"tcp://10.77.0.{number + 1}:{PORT}" for number in range(world)]
-    if rank == 0:
-        servers = tuple(ServerInfo(number, endpoint) for number, endpoint in enumerate(endpoints))
-        FileViews(file).publish(View(1, servers, tuple(WorkerInfo(number, 0) for number in range(world))))
+    servers = tuple(ServerInfo(number, endpoint) for number, endpoint in enumerate(endpoints))
+    view = View(1, servers, tuple(WorkerInfo(number) for number in range(world)))
 
     def serve() -> None:
         torch.set_num_threads(1)
-        ServerService(specification, FileViews(file), rank, endpoints[rank], insecure=True).run()
+        ServerService(specification, unchanging(view), rank, endpoints[rank], insecure=True).run()
 
     process = multiprocessing.get_context("fork").Process(target=serve, daemon=True)
     process.start()
     stack.callback(process.terminate)
-    worker = Worker(specification, [one.data for one in model.parameters()], FileViews(file), rank)
+    worker = Worker(specification, [one.data for one in model.parameters()], unchanging(view), rank)
     if rank == 0:
         worker.initialise()
     worker.join()

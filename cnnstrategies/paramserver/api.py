@@ -10,8 +10,8 @@ from torch import Tensor
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import ViewSource
 from cnnstrategies.paramserver.drivers.links import POLL_SECONDS, Links
+from cnnstrategies.paramserver.drivers.sockets import allow_files, files_of_worker
 from cnnstrategies.paramserver.drivers.staging import staging_for
-from cnnstrategies.paramserver.limits import allow_files, files_of_worker
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification

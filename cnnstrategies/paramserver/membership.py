@@ -94,6 +94,11 @@ class Views(Bell):
         return view
 
 
+def unchanging(view: View) -> Views:
+    """One view for ever, for scripts without a coordinator."""
+    return Views(lambda: (view, None), lambda: None)
+
+
 class Membership:
     """Runs a :class:`Participant` in a thread, and keeps the newest view.
 

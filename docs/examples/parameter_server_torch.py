@@ -14,7 +14,7 @@ from torch import nn
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.drivers.server import ServerService
-from cnnstrategies.paramserver.file_views import FileViews
+from cnnstrategies.paramserver.membership import unchanging
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 
 WORKERS, BATCH, STEPS = 2, 16, 20
@@ -34,14 +34,15 @@ def specify() -> Specification:
     return Specification.of(network.named_parameters(), optimizer, WORKERS, servers=1, mode="async")
 
 
+def members(folder: Path) -> View:
+    """Who takes part, and where the server listens."""
+    return View(1, (ServerInfo(0, f"ipc://{folder}/server"),), tuple(WorkerInfo(id) for id in range(WORKERS)))
+
+
 def serve(specification: Specification, folder: Path) -> None:
     """Hold the parameters and make the optimizer's steps, until the process is ended."""
     torch.set_num_threads(1)
-    views = FileViews(folder / "view.json")
-    server = ServerService(specification, views, 0, f"ipc://{folder}/server")
-    workers = tuple(WorkerInfo(id, 0) for id in range(WORKERS))
-    views.publish(View(1, (ServerInfo(0, server.endpoint),), workers))
-    server.run()
+    ServerService(specification, unchanging(members(folder)), 0, f"ipc://{folder}/server").run()
 
 
 def work(specification: Specification, folder: Path, id: int) -> None:
@@ -50,7 +51,7 @@ def work(specification: Specification, folder: Path, id: int) -> None:
     network, optimizer = make()
     parameters = list(network.parameters())
     values = [parameter.data for parameter in parameters]
-    worker = Worker(specification, values, FileViews(folder / "view.json"), id)
+    worker = Worker(specification, values, unchanging(members(folder)), id)
     worker.initialise()  # The servers take the first values that come.
     worker.join()
     for index, parameter in enumerate(parameters):

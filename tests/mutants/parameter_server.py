@@ -27,7 +27,7 @@ from cnnstrategies.paramserver.compression import Encoder
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.drivers.control import parse, parse_checked
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
-from cnnstrategies.paramserver.limits import allow_files, allow_threads
+from cnnstrategies.paramserver.drivers.sockets import allow_files, allow_threads
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair, check_endpoint, prove
 from cnnstrategies.paramserver.services import pass_on_termination
 from cnnstrategies.paramserver.slicing import Slice

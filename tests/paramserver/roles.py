@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.drivers.server import ServerService
-from cnnstrategies.paramserver.file_views import FileViews
+from cnnstrategies.paramserver.membership import Views
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.paramserver.worker.worker import Wait
@@ -38,6 +38,8 @@ class Roles:
         self._encrypted = encrypted
         self._threads: dict[str, threading.Thread] = {}
         self._workers: list[Worker] = []
+        self._shown: dict[str, View] = {}
+        self._views: list[tuple[str, Views]] = []
         self._results: dict[str, Any] = {}
         numbers = range(specification.servers)
         servers = tuple(ServerInfo(one, f"ipc://{directory}/{one}", self._public(f"server-{one}")) for one in numbers)
@@ -53,13 +55,18 @@ class Roles:
 
     # Membership
 
-    def views(self, who: str) -> FileViews:
+    def views(self, who: str) -> Views:
         """What one role is told."""
-        return FileViews(self.directory / f"view-{who}")
+        views = Views(lambda: (self._shown.get(who, View(-1, (), ())), None), lambda: None)
+        self._views.append((who, views))
+        return views
 
     def show(self, who: str, view: View) -> None:
         """Tell one role of a view."""
-        self.views(who).publish(view)
+        self._shown[who] = view
+        for listens, views in self._views:
+            if listens == who:
+                views.ring()
 
     def publish(self, **changes: Any) -> None:
         """Tell all of another view; servers that others have copies of may be lost."""
@@ -67,8 +74,8 @@ class Roles:
         gone = set(range(self.specification.servers)) - {info.id for info in view.servers}
         lost = tuple(sorted(gone)) if len(gone) < self.specification.replication else ()
         self.view = replace(view, lost=lost)
-        for path in self.directory.glob("view-*"):
-            FileViews(path).publish(self.view)
+        for who in list(self._shown):
+            self.show(who, self.view)
 
     def lose(self, number: int) -> None:
         """A server dies, and all hear of it."""

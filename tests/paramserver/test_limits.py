@@ -15,7 +15,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
-from cnnstrategies.paramserver.limits import (
+from cnnstrategies.paramserver.drivers.sockets import (
     allow_threads,
     files_of_coordinator,
     files_of_server,

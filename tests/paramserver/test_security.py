@@ -106,7 +106,7 @@ def test_only_who_is_admitted_gets_a_message_through() -> None:
 def test_a_key_that_is_not_the_members_own_gets_nowhere(tmp_path: Path) -> None:
     """Neither a stranger's key, nor that of worker 1 in worker 0's name."""
     with Roles(tmp_path, specify(SGD, 2), encrypted=True) as run:
-        impatient = replace(run.specification, timeout=1.0)
+        impatient = replace(run.specification, timeout=0.3)
         worker, values = run.worker()
         for keys in (KeyPair.create(), run.keys["worker-1"]):
             intruder = Worker(impatient, values, run.views("worker-0"), 0, keys=keys)

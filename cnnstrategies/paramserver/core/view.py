@@ -129,11 +129,8 @@ class ViewSource(Protocol):
             TimeoutError: None came.
         """
 
-    def fileno(self) -> int | None:
-        """A file descriptor that is readable while :meth:`current` would return a view not yet returned.
-
-        None if there is no such descriptor: then the caller asks :meth:`current` several times a second.
-        """
+    def fileno(self) -> int:
+        """A file descriptor that is readable while :meth:`current` would return a view not yet returned."""
 
 
 class ServersUnreachableError(RuntimeError):

@@ -18,8 +18,7 @@ from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.window import WATCHER
 from cnnstrategies.paramserver.core.node import Call, ControlError, End, Message, Peer
 from cnnstrategies.paramserver.drivers.control import DESK, LARGEST_MESSAGE, Loop, encode, parse, parse_checked
-from cnnstrategies.paramserver.drivers.sockets import DRAIN_MS, secure, take
-from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator
+from cnnstrategies.paramserver.drivers.sockets import DRAIN_MS, allow_files, files_of_coordinator, secure, take
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 
 BIND_SECONDS = 60.0  # for a coordinator of an earlier session to make room

@@ -60,16 +60,14 @@ class Links:
         self._links: dict[int, Link] = {}
         self._arrived: deque[tuple[int, Header, memoryview]] = deque()
         self._poller = zmq.Poller()
-        self._descriptor = views.fileno()
-        if self._descriptor is not None:
-            self._poller.register(self._descriptor, zmq.POLLIN)
+        self._poller.register(views.fileno(), zmq.POLLIN)
         self._news = True  # The views have to be asked.
 
     def news(self) -> View | None:
         """The newest view, if there may be one that was not given yet."""
         if not self._news:
             return None
-        self._news = self._descriptor is None
+        self._news = False
         return self._views.current()
 
     def connect(self, view: View) -> None:
@@ -117,7 +115,7 @@ class Links:
             for link in self._links.values():
                 link.bundle.flush()
             ready = dict(self._poller.poll(int(1000 * seconds)))
-            self._news = self._news or self._descriptor in ready
+            self._news = self._news or self._views.fileno() in ready
             for server, link in self._links.items():
                 if link.socket in ready:
                     self._read(server, link.inbox)

@@ -21,12 +21,13 @@ from cnnstrategies.paramserver.drivers.sockets import (
     Listener,
     Received,
     Socket,
+    allow_files,
     client_socket,
+    files_of_server,
     largest_frame,
     reconnect,
     server_socket,
 )
-from cnnstrategies.paramserver.limits import allow_files, files_of_server
 from cnnstrategies.paramserver.messages import (
     HEADER_BYTES,
     LARGEST_JSON,
@@ -46,7 +47,6 @@ from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.runtime.allocation import keep_freed_memory
 
 _LOG = logging.getLogger(__name__)
-POLL_MS = 50  # how often a view source without a descriptor is asked
 MESSAGES_AT_ONCE = 32  # between two looks at the view and at the work that waits
 WORK_SECONDS = 0.002  # on slices, between two looks at the messages
 
@@ -119,16 +119,13 @@ class ServerService:
         poller.register(self._wake, zmq.POLLIN)
         if self._gatekeeper is not None:
             poller.register(self._gatekeeper.socket, zmq.POLLIN)
-        descriptor = self._views.fileno()
-        if descriptor is not None:
-            poller.register(descriptor, zmq.POLLIN)
-        role = self.role
+        descriptor, role = self._views.fileno(), self.role
+        poller.register(descriptor, zmq.POLLIN)
         try:
             while not self._stopping.is_set():
-                wait = 0 if role.busy else POLL_MS if descriptor is None else int(1000 * PING_SECONDS)
-                ready = dict(poller.poll(wait))
+                ready = dict(poller.poll(0 if role.busy else int(1000 * PING_SECONDS)))
                 # Always before the messages: those of members of a newer view would be dropped.
-                if descriptor is None or descriptor in ready:
+                if descriptor in ready:
                     self._follow(self._views.current())
                 if self._gatekeeper is not None and self._gatekeeper.socket in ready:
                     self._gatekeeper.answer()

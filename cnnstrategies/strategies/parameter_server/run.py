@@ -14,7 +14,7 @@ from cnnstrategies.cluster.stores import own_store
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.paramserver.limits import allow_files, allow_threads, files_of_coordinator, files_of_server
+from cnnstrategies.paramserver.drivers.sockets import allow_files, allow_threads, files_of_coordinator, files_of_server
 from cnnstrategies.paramserver.private_directory import keys_in, let_go, make_run_directory, shared_directory
 from cnnstrategies.paramserver.security import is_local
 from cnnstrategies.paramserver.services import (
