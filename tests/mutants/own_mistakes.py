@@ -8,7 +8,6 @@ import test_insider_fuzz
 import test_own_mistakes
 from mutants.faulty import replaces
 
-from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.drivers.control import Loop
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
@@ -94,7 +93,6 @@ def what_a_server_takes_for_a_number_may_be_none(
     Message.table,
     killed_by=test_coordinator_fuzz.test_nothing_that_a_peer_says_fails_later,
     noticed_by=(TypeError, ValueError, IndexError),
-    kind=Coordinator,
 )
 def what_a_member_reports_may_have_any_form(
     right: Callable[..., list[tuple[Any, ...]]], self: Message, name: str, *columns: type

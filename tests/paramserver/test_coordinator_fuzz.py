@@ -132,12 +132,11 @@ def wrong(message: Message, chance: random.Random) -> Message:
     return Message(message.kind, fields | some, frames, chance.choice([message.request, chance.randrange(9)]))
 
 
-@pytest.mark.parametrize("kind", [Coordinator, Participant])
-def test_nothing_that_a_peer_says_fails_later(kind: type) -> None:
+def test_nothing_that_a_peer_says_fails_later() -> None:
     """What runs with deaths and restarts of the coordinator have told a role, with changed messages among it."""
     chance = random.Random(0)
     lives: list[Life] = []
-    with noting(kind, lives):
+    with noting(Coordinator, lives), noting(Participant, lives):
         for seed in range(RUNS):
             control.simulate(seed)
     for make, calls in lives:

@@ -233,11 +233,14 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
     keys = KeyPair.create()
     watch = Supervision(Address("", "supervision", 0), keys)
     settings = CoordinatorSettings("tcp://127.0.0.1:*", 1, 1, 60.0, supervisor=watch.process)
-    with CoordinatorService(settings, keys) as service, zmq.Context() as context:
+    over = threading.Event()
+    with CoordinatorService(settings, keys) as service, contextlib.ExitStack() as at_last, zmq.Context() as context:
         role = service.loop.role
         assert isinstance(role, Coordinator)
-        thread = threading.Thread(target=service.run, daemon=True)
+        thread = threading.Thread(target=service.run, args=(over.is_set,), daemon=True)
         thread.start()
+        at_last.callback(thread.join)
+        at_last.callback(over.set)
         membership = Membership(Address(service.endpoint, "worker", 0, 0, 0.1, 60.0), keys=keys)
         membership.wait_registered()
         (victim,) = role.members
