@@ -64,29 +64,33 @@ class Player:
         self._cues = Cues([cue for cue in cues if cue.who == who])
         self._directory = directory
 
-    def passes(self, kind: str, to: str, cut: Callable[[], None], last: Callable[[], None]) -> bool:
-        """Whether a message is sent.
+    def play(
+        self, kind: str, to: str, send: Callable[[], None], cut: Callable[[], None], drain: Callable[[], None]
+    ) -> None:
+        """Send a message, or do what is to happen when it is sent.
 
         Args:
             kind: Its kind.
             to: Its receiver.
+            send: Sends it.
             cut: Makes the connection to the receiver anew, without what was sent.
-            last: Sends the message, and waits until all that was sent has left this process.
+            drain: Waits until all that was sent has left this process.
         """
         cue = self._cues.sends(self._who, kind, to)
-        if cue is None:
-            return True
-        (self._directory / f"met {self._all.index(cue)}").touch()
-        fate = cue.moment.kind
+        fate = "" if cue is None else cue.moment.kind
+        if cue is not None:
+            (self._directory / f"met {self._all.index(cue)}").touch()
         if fate == "last":
-            last()
+            send()
+            drain()
         if fate in ("kill", "last"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif fate == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fate == "cut":
             cut()
-        return fate not in ("lost", "cut")
+        if fate not in ("lost", "cut"):
+            send()
 
     # Where messages leave
 
@@ -94,73 +98,31 @@ class Player:
         """Stand between the roles of this process and its sockets."""
         # As at any other interval, but a test need not wait for it.
         worker_role.PROBE_SECONDS = 0.1
-        self._watch_servers()
-        self._watch_workers()
-        self._watch_members()
-        self._watch_coordinator()
+        act, send, say, tell = ServerService.act, Links.send, Line.send, CoordinatorService.send
 
-    def _watch_servers(self) -> None:
-        act, player = ServerService.act, self
-
-        def played(service: ServerService, effects: Any) -> None:
+        def of_server(service: ServerService, effects: Any) -> None:
             for effect in effects:
+                one = partial(act, service, [effect])
                 if isinstance(effect, Parcel):
                     to = _server(effect.to) if isinstance(effect.to, int) else _worker(service, effect.to)
-                    kind = effect.header.kind.name
+                    cut: Any = partial(service.cut, effect.to)  # type: ignore[arg-type]
+                    self.play(effect.header.kind.name, to, one, cut, service.drain)
                 else:
-                    act(service, [effect])
-                    continue
+                    one()
 
-                def last(effect: Any = effect) -> None:
-                    act(service, [effect])
-                    service.drain()
-
-                if player.passes(kind, to, lambda effect=effect: service.cut(effect.to), last):
-                    act(service, [effect])
-
-        ServerService.act = played  # type: ignore[method-assign]
-
-    def _watch_workers(self) -> None:
-        send, player = Links.send, self
-
-        def played(links: Links, parcels: Any) -> None:
+        def of_worker(links: Links, parcels: Any) -> None:
             for parcel in parcels:
+                one, cut = partial(send, links, [parcel]), partial(links.cut, parcel.to)
+                self.play(parcel.header.kind.name, _server(parcel.to), one, cut, links.drain)
 
-                def last(parcel: Parcel = parcel) -> None:
-                    send(links, [parcel])
-                    links.drain()
+        def of_member(line: Line, message: Any) -> None:
+            self.play(message.kind, COORDINATOR, partial(say, line, message), line.cut, line.drain)
 
-                to, kind = _server(parcel.to), parcel.header.kind.name
-                if player.passes(kind, to, lambda parcel=parcel: links.cut(parcel.to), last):
-                    send(links, [parcel])
+        def of_coordinator(service: CoordinatorService, peer: Any, message: Any) -> None:
+            self.play(message.kind, name(peer), partial(tell, service, peer, message), _no_cut, service.drain)
 
-        Links.send = played  # type: ignore[method-assign]
-
-    def _watch_members(self) -> None:
-        send, player = Line.send, self
-
-        def played(line: Line, message: Any) -> None:
-            def last() -> None:
-                send(line, message)
-                line.drain()
-
-            if player.passes(message.kind, COORDINATOR, line.cut, last):
-                send(line, message)
-
-        Line.send = played  # type: ignore[method-assign]
-
-    def _watch_coordinator(self) -> None:
-        send, player = CoordinatorService.send, self
-
-        def played(service: CoordinatorService, peer: Any, message: Any) -> None:
-            def last() -> None:
-                send(service, peer, message)
-                service.drain()
-
-            if player.passes(message.kind, name(peer), _no_cut, last):
-                send(service, peer, message)
-
-        CoordinatorService.send = played  # type: ignore[method-assign]
+        ServerService.act, Links.send = of_server, of_worker  # type: ignore[method-assign]
+        Line.send, CoordinatorService.send = of_member, of_coordinator  # type: ignore[method-assign]
 
 
 def _server(number: int | bytes) -> str:

@@ -31,38 +31,23 @@ def test_a_newcomer_counts_from_its_first_step_on() -> None:
     assert clock.step == 3, "the same decision twice counts once"
 
 
-@pytest.mark.parametrize("staleness", [0, 3])
-def test_a_worker_may_be_as_far_ahead_as_the_staleness_says_and_no_farther(staleness: int) -> None:
-    clock = StaleClock(staleness)
-    clock.join(0)
-    clock.join(1)
-    clock.finished(0, staleness)
-    assert clock.may_start(staleness)
-    clock.finished(0, staleness + 1)
-    assert not clock.may_start(staleness + 1)
-    clock.finished(1, 1)
-    assert clock.may_start(staleness + 1)
-
-
-def test_workers_that_have_not_come_yet_are_waited_for() -> None:
-    clock = StaleClock(1, expected=3)
-    clock.join(0)
-    clock.join(1)
-    clock.finished(0, 2)
-    clock.finished(1, 2)
-    assert not clock.may_start(2)
-    clock.leave(2)
-    assert clock.may_start(2)
-
-
-def test_clocks_go_on_after_all_workers_have_left_for_a_while() -> None:
-    clock = StaleClock(2, expected=2)
-    for worker in range(2):
-        clock.join(worker)
-        clock.finished(worker, 7)
-    clock.leave(0)
-    clock.leave(1)
-    assert clock.join(0) == clock.join(1) == 7
+def test_a_worker_may_be_as_far_ahead_as_the_staleness_says_and_no_farther() -> None:
+    for staleness in (0, 3):
+        clock = StaleClock(staleness, expected=3)
+        clock.join(0)
+        clock.join(1)
+        clock.finished(0, staleness)
+        clock.finished(1, staleness + 1)
+        assert clock.may_start(staleness)
+        assert not clock.may_start(staleness + 1), "one has not come"
+        clock.leave(2)
+        assert clock.may_start(2 * staleness)
+        assert not clock.may_start(2 * staleness + 1)
+        clock.finished(0, 7)
+        clock.finished(1, 7)
+        clock.leave(0)
+        clock.leave(1)
+        assert clock.join(0) == clock.join(1) == 7, "all have left for a while"
 
 
 def test_who_is_called_is_waited_for_but_not_for_ever() -> None:

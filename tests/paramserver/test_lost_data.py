@@ -71,12 +71,12 @@ def test_training_is_the_same_when_messages_are_lost(tmp_path: Path, monkeypatch
 
 def test_who_sends_for_long_is_not_taken_for_one_that_hears_nothing(tmp_path: Path) -> None:
     """As on a slow link that is full of gradients: what a server answers last of all it has not read yet."""
-    with PlainRoles(tmp_path, timeout=4.0) as run:
+    with PlainRoles(tmp_path, timeout=2.0) as run:
         worker, _ = run.joined()
         connections = worker.role.connections
         handle = connections.send
         connections.send = lambda server, kind, *a, **k: 0 if kind == Kind.HELLO else handle(server, kind, *a, **k)  # type: ignore
-        ends = time.monotonic() + 5.0
+        ends = time.monotonic() + 3.0
 
         def waiting() -> bool:
             return time.monotonic() < ends

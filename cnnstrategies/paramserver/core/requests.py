@@ -157,11 +157,7 @@ class _Side:
 
 
 class Answering:
-    """The answering end, for any number of peers; what is kept of one ends with its life.
-
-    Args:
-        kept: How many answers to keep for each peer.
-    """
+    """The answering end, for any number of peers; what is kept of one ends with its life."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._kept = kept
@@ -203,13 +199,7 @@ class Answering:
     def probe(self, sender: Peer, message: Message, blames: Callable[[Peer, int], Sequence[str]]) -> Effects:
         """Say of each request that a peer has open what became of it.
 
-        Args:
-            sender: Who asks.
-            message: The probe.
-            blames: Who is waited for before a request that is held is answered.
-
-        Raises:
-            ControlError: The probe has other fields.
+        `blames` tells who is waited for before a request that is held is answered.
         """
         numbers, floor = message.integers("ids"), message.integer("floor")
         side = self._sides.get(sender, _Side())

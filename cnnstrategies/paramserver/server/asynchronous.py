@@ -20,17 +20,11 @@ from cnnstrategies.paramserver.specification import Specification
 
 
 class Asynchronous:
-    """One server's part in steps that workers make on their own.
-
-    Attributes:
-        clock: The workers' clocks.
-        roll: The workers that have not said yet where they are, if this server has come later than they.
-        updates: Updates of single slices so far.
-    """
+    """One server's part in steps that workers make on their own."""
 
     def __init__(self, specification: Specification, shard: Shard) -> None:
         self.clock = StaleClock(specification.staleness if specification.mode == "ssp" else None, specification.workers)
-        self.roll = RollCall(specification.workers)
+        self.roll = RollCall(specification.workers)  # held by a server that has come later than the workers
         self._free = specification.mode == "async"
         self.updates = 0
         self._shard = shard
@@ -97,11 +91,7 @@ class Asynchronous:
         self._begun[who[0]] = step, begin
 
     def push(self, who: tuple[int, int], header: Header, payload: memoryview) -> bool:
-        """Apply a worker's gradient, or keep it until :meth:`settle`; whether it is new.
-
-        Raises:
-            InvalidMessageError: No step was begun for it, or the payload does not fit.
-        """
+        """Apply a worker's gradient, or keep it until :meth:`settle`; whether it is new."""
         key, store = header.key, self._shard.store
         slice_ = store.slices[key]
         check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)

@@ -11,9 +11,7 @@ PATIENCE_SECONDS = 2.0  # for workers that do not say where they are: those that
 class SyncClock:
     """Steps that all members make together.
 
-    Attributes:
-        step: The step that is not decided yet.
-        members: The workers of the present step.
+    The present one, `step`, is not decided yet.
     """
 
     def __init__(self, expected: int) -> None:

@@ -177,11 +177,7 @@ class Copies:
         self._relayed_options.pop(primary, None)
 
     def relayed(self, primary: int, header: Header, payload: memoryview) -> None:
-        """Apply an update that the slice's primary has applied.
-
-        Raises:
-            InvalidMessageError: It is not the primary, or the payload does not fit.
-        """
+        """Apply an update that the slice's primary has applied."""
         self._from_primary(primary, header.key)
         slice_, changes = self._store.slices[header.key], self._store.changes
         absent = fields_of(payload, header).integer("absent") if header.meta else 0
@@ -207,11 +203,7 @@ class Copies:
             self.acknowledge(header.key)
 
     def copied_state(self, primary: int, header: Header, payload: memoryview) -> None:
-        """Keep an entry of a slice's optimizer state until its values come.
-
-        Raises:
-            InvalidMessageError: It is not the primary, or the payload does not fit.
-        """
+        """Keep an entry of a slice's optimizer state until its values come."""
         self._from_primary(primary, header.key)
         state = self._state_of(header)
         name, value = unpack_state(unpack_json(payload, header), payload[header.meta :])

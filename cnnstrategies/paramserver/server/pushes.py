@@ -33,9 +33,7 @@ class Begin:
 class Pushes:
     """The pushes of one step, a message of each worker for each slice.
 
-    Attributes:
-        begun: The workers whose pushes may come. What one that dies has pushed stays: the leader may have decided that
-            it takes part.
+    What one of the `begun` that dies has pushed stays: the leader may have decided that it takes part.
     """
 
     def __init__(self) -> None:
@@ -71,12 +69,9 @@ class Pushes:
     def mean(self, slice_: Slice, workers: Iterable[Who], buffer: Tensor) -> Tensor | None:
         """The mean over all samples of the workers' gradients; None if none of them has one.
 
-        A worker without a gradient counts as zeros if another has one, as under DDP.
-
-        Args:
-            slice_: The slice.
-            workers: Who makes up the step; only those who pushed the slice count.
-            buffer: Flat; the mean is written to it, unless it is one worker's gradient, which stays where it is.
+        A worker without a gradient counts as zeros if another has one, as under DDP. Of `workers`, who make up a step,
+        only those who pushed the slice count. The mean is written to the flat `buffer`, unless it is one worker's
+        gradient, which stays where it is.
         """
         pieces = self._pieces.get(slice_.key, {})
         members = frozenset(workers).intersection(pieces)
@@ -120,16 +115,11 @@ class Pushes:
 
 
 class Backlog:
-    """The workers' pushes of the present step and the next.
-
-    Attributes:
-        steps: Their pushes.
-        uneven: Whether some own slices may have had the present step and others not, after a server's death.
-    """
+    """The workers' pushes of the present step and the next."""
 
     def __init__(self, shard: Shard) -> None:
         self.steps: dict[int, Pushes] = {}
-        self.uneven = False
+        self.uneven = False  # Some own slices have had the present step and others not, after a server's death.
         self._shard = shard
 
     def lowest(self, default: int) -> int:
@@ -141,11 +131,7 @@ class Backlog:
         return self.steps.setdefault(step, Pushes())
 
     def add(self, worker: Who, header: Header, payload: memoryview) -> bool:
-        """Keep a worker's push; whether it is new.
-
-        Raises:
-            InvalidMessageError: No step was begun for it, or the payload does not fit.
-        """
+        """Keep a worker's push; whether it is new."""
         key, step = header.key, header.step
         version = self._shard.store.versions[key]
         if version > step:

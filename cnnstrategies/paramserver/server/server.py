@@ -1,4 +1,7 @@
-"""A server: holds slices of the parameters, applies the optimizer to them, and answers pulls."""
+"""A server: holds slices of the parameters, applies the optimizer to them, and answers pulls.
+
+Whatever finds that a message does not fit raises an ``InvalidMessageError``; the message is dropped then, as a whole.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -204,11 +207,7 @@ class Server:
         return peer
 
     def handle(self, peer: int, header: Header, payload: memoryview) -> None:
-        """Act on a message of a worker or a server, by its number, that was checked.
-
-        Raises:
-            InvalidMessageError: Its contents do not fit.
-        """
+        """Act on a message of a worker or a server, by its number, that was checked."""
         if header.kind != Kind.PUSH:
             self.mode.settle()
         handler = self._handlers.get(header.kind)

@@ -94,12 +94,8 @@ class Changes:
     def make(self, key: int, pulled: Collection[Encoding] = ()) -> memoryview:
         """The change that brings workers nearer to a slice's values, which have just had an update.
 
-        Args:
-            key: The slice.
-            pulled: How workers will pull what comes of that, where they may choose.
-
-        Returns:
-            What a copy must be told: the change, or the encoding of the values that workers will have, or nothing.
+        `pulled` is how workers will pull what comes of that, where they may choose. A copy must be told what is
+        returned: the change, or the encoding of the values that workers will have, or nothing.
         """
         wanted = self._whole is None or self.encoding in pulled
         if wanted and key not in self._behind:
@@ -141,14 +137,8 @@ class Changes:
 
         Who wants values gets the change, too, if it can: in a step in which others want it all have the same.
 
-        Args:
-            key: The slice.
-            mark: Of what the worker has; 0 for nothing.
-            next_version: Whether the slice's version comes next after the one that it has.
-            asked: The encoding that it asks for; `NOTHING` for what the specification says.
-
-        Returns:
-            With its encoding and mark; None if it is to be sent the values as it asks for them.
+        It has something with a mark, 0 for nothing, of the version before or of another, and asks for an encoding,
+        `NOTHING` for what the specification says. With encoding and mark; None for the values as it asks for them.
         """
         last = self._last.get(key)
         if last is not None and next_version and mark == self.mark(key):
@@ -247,10 +237,8 @@ class Store:
     def apply(self, updates: Mapping[int, Tensor | None], options: Options, absent: Mapping[int, int]) -> None:
         """One update of some slices.
 
-        Args:
-            updates: By slice the gradient, which in mode local is the mean difference; None leaves the values alone.
-            options: Each parameter group's hyper-parameters.
-            absent: The parts of slices that have no gradient, as bits: their values are left alone, too.
+        By slice the gradient, which in mode local is the mean difference; None leaves the values alone. So are those of
+        the parts of slices that have no gradient, `absent`, as bits.
         """
         together: dict[tuple[FusedOptimizer, int], list[tuple[nn.Parameter, Tensor]]] = {}
         for key, update in updates.items():

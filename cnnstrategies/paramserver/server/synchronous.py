@@ -29,17 +29,11 @@ from cnnstrategies.paramserver.specification import Specification
 
 
 class Synchronous:
-    """One server's part in common steps.
-
-    Attributes:
-        clock: Counts the steps and members.
-        leader: The server that decides: the one that has been there longest.
-        roll: The workers that have not said yet where they are, as this server begins to lead.
-    """
+    """One server's part in common steps."""
 
     def __init__(self, specification: Specification, shard: Shard, server: int, outbox: Outbox) -> None:
         self.clock = SyncClock(specification.workers)
-        self.roll = RollCall(specification.workers)
+        self.roll = RollCall(specification.workers)  # held as this server begins to lead
         self._specification = specification
         self._pipelined = specification.pipelined
         self._server = server
@@ -49,7 +43,7 @@ class Synchronous:
         self._servers: frozenset[int] = frozenset()
         self._homes = {frozenset(slice_.servers) for slice_ in cut(specification)}
         self._lacks_a_home = False  # A slice does: asked for each vote, so not looked for each time.
-        self.leader = server
+        self.leader = server  # that decides: the one that has been there longest
         self._backlog = Backlog(shard)
         self._updater = Updater(specification, shard, self._backlog)
         self._squares: dict[int, float] = {}  # as leader: the norms that servers have told
@@ -179,11 +173,7 @@ class Synchronous:
                 self._vote_if_complete(step, who)
 
     def push(self, who: Who, header: Header, payload: memoryview) -> bool:
-        """Keep a worker's push; whether it is new.
-
-        Raises:
-            InvalidMessageError: No step was begun for it, or the payload does not fit.
-        """
+        """Keep a worker's push; whether it is new."""
         if not self._backlog.add(who, header, payload):
             return False
         if not self._pipelined:

@@ -155,10 +155,7 @@ class Connections:
     def send(self, server: int, kind: Kind, payload: Any = b"", **fields: Any) -> int:
         """Send a message, which begins with a JSON object if one is given; nothing if the server is not in the view.
 
-        Small pushes may wait for each other.
-
-        Returns:
-            Bytes sent.
+        Small pushes may wait for each other. Returns how many bytes.
         """
         if server not in self._servers:
             return 0

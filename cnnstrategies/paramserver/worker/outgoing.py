@@ -24,13 +24,8 @@ class Outgoing:
     Where every gradient is an update of its own, it is clipped here.
 
     Args:
-        counters: Its bytes sent are counted.
         began_with: In mode ``local`` the parameters' values before the worker's own steps.
         answers: Where each push asks for its answer: what waits for that.
-
-    Attributes:
-        unanswered: The pushes, by slice, that are not answered.
-        options: The hyper-parameters of each parameter group, as last begun with.
     """
 
     def __init__(

@@ -17,7 +17,6 @@ class Pulls:
     """Asks for the parameters, in the order in which they were used last time, and writes what comes into them.
 
     Args:
-        parameters: The parameters in the specification's order.
         copies: Further tensors, one for each parameter, that the same is written to.
         changes: Whether what comes may be changes of what came before.
 

@@ -35,11 +35,7 @@ def send_first_values(
 
 
 class StateReceipt:
-    """The optimizer's state as it comes from the servers.
-
-    Attributes:
-        states: What has come, by slice.
-    """
+    """The optimizer's state as it comes from the servers."""
 
     def __init__(self, slices: Sequence[Slice]) -> None:
         self.states: dict[int, dict[str, StateValue]] = {slice_.key: {} for slice_ in slices}

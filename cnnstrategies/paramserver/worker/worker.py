@@ -31,12 +31,7 @@ STOPPED_SECONDS = 1.0  # between two looks at the time: then this process was st
 
 
 class Wait(NamedTuple):
-    """A procedure waits.
-
-    Attributes:
-        waiting: Whether it still does.
-        repeat: Called at once, and again several times a second.
-    """
+    """A procedure waits as long as `waiting`; `repeat` is called at once, and again several times a second."""
 
     waiting: Callable[[], bool]
     repeat: Callable[[], object] | None = None
@@ -57,16 +52,8 @@ class WorkerRole:
     is over. While it waits, its driver hands over messages and views, calls :meth:`on_time`, and sends what
     :attr:`connections` give.
 
-    Args:
-        parameters: The parameters in the specification's order.
-        arrived: Called with the index of each parameter that has come.
-
-    Attributes:
-        counters: What was sent and received.
-        first_rung: The place in the ladder that the first of the workers has used in the last step, if they have it in
-            common.
-        connections: Its connections to the servers.
-        pulls: The parameters that are under way to it.
+    `arrived` is called with the index of each parameter that has come. `first_rung` is the place in the ladder that the
+    first of the workers has used in the last step, if they have it in common.
     """
 
     def __init__(
