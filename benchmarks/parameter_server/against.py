@@ -82,7 +82,7 @@ def train(name: str) -> None:
 
     make, classes = next(network for title, network in step_time.NETWORKS.items() if title.startswith(name))
     samples = WORKERS * BATCH * (TRAININGS[name] + WARM_UP + 2)
-    strategy = step_time.STRATEGIES["parameter_server"]
+    strategy, _ = step_time.WAYS["parameter_server"]
     fits.fit(strategy, make, classes, lambda: fits.data(32, classes, samples, BATCH), callbacks=[Wait()])
 
 
