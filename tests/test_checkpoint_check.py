@@ -28,6 +28,7 @@ def saved(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.light
 def test_the_same_network_is_accepted_and_its_weights_stay_as_they_are(saved):
     model = ImageClassifier(PlainCNN(), 10)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -50,6 +51,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.light
 @pytest.mark.parametrize(("network", "message"), OTHERS.values(), ids=OTHERS.keys())
 def test_another_network_is_refused_and_the_configuration_of_its_run_named(saved, network, message):
     whole = rf"best.ckpt is of another network .*: {message}; take `model` as it is in \S+/run0/config.yaml"
@@ -57,6 +59,7 @@ def test_another_network_is_refused_and_the_configuration_of_its_run_named(saved
         check_weights(ImageClassifier(network(), 10), saved)
 
 
+@pytest.mark.light
 def test_what_only_the_module_knows_is_left_to_it(saved):
     class Renames(ImageClassifier):
         def on_load_checkpoint(self, checkpoint):
@@ -68,6 +71,7 @@ def test_what_only_the_module_knows_is_left_to_it(saved):
     check_weights(lenient, saved)
 
 
+@pytest.mark.light
 def test_a_file_of_weights_alone_is_no_checkpoint_of_a_run(tmp_path):
     torch.save(PlainCNN().state_dict(), tmp_path / "weights.pt")
     with pytest.raises(

@@ -53,21 +53,22 @@ class FirstBatch(Callback):
         batches = trainer.num_training_batches
         own = [_fingerprint(batch), -1 if batches == float("inf") else int(batches)]
         of_all = strategy.all_gather(torch.tensor(own, device=strategy.root_device)).reshape(-1, 2)
-        alike = _first_pair(of_all[:, 0].tolist())
+        marks = of_all[:, 0].tolist()
+        alike = next((rank for rank, mark in enumerate(marks) if mark and mark in marks[:rank]), None)
         check_lengths(of_all[:, 1].tolist())
         # A pipeline shares its batches, and a parameter server names who waits for whom.
         if -1 in of_all[:, 1] and dist.is_initialized():
             self._streams = dist.new_group(backend="gloo")  # type: ignore[assignment]  # -100 is for those outside
-        if expected is not None and found != expected and _is_full(trainer):
+        if expected is not None and found != expected and batches > 1:  # The last one may be smaller.
             rank_zero_warn(
                 f"The first global batch has {found} samples, and not {expected} ({loading(trainer)} processes x "
                 f"{size}): look at the loader's sampler, which may deal to another number of processes"
             )
         if alike is not None:
             rank_zero_warn(
-                f"Processes {alike[0]} and {alike[1]} have loaded the same first batch, so each may train on all the "
-                "data: an IterableDataset must give each process its own part (torch.distributed.get_rank()), a "
-                "loader's own sampler likewise (DistributedSampler)"
+                f"Processes {marks.index(marks[alike])} and {alike} have loaded the same first batch, so each may "
+                "train on all the data: an IterableDataset must give each process its own part "
+                "(torch.distributed.get_rank()), a loader's own sampler likewise (DistributedSampler)"
             )
 
     @override
@@ -107,15 +108,3 @@ def _fingerprint(batch: Any) -> int:
                 return 0
             mark = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), mark)
     return mark
-
-
-def _first_pair(marks: list[int]) -> tuple[int, int] | None:
-    for rank, mark in enumerate(marks):
-        if mark and mark in marks[:rank]:
-            return marks.index(mark), rank
-    return None
-
-
-def _is_full(trainer: Trainer) -> bool:
-    """Whether the first batch is not the last one as well, which may be smaller."""
-    return trainer.num_training_batches > 1

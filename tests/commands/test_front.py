@@ -124,6 +124,7 @@ def test_classes_beside_the_user_are_found(run_cli):
     assert "class_path: mine.Mine" in output
 
 
+@pytest.mark.light
 def test_the_reference_has_every_command():
     headings = re.findall(r"^## (.*)$", (ROOT / "docs/reference/cli.md").read_text(), re.MULTILINE)
     assert set(COMMANDS) <= {name for heading in headings for name in heading.split(", ")}
