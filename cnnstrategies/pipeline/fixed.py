@@ -2,7 +2,8 @@
 
 import inspect
 import random
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,38 +23,27 @@ SHAPE_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "is_cuda")
 SAMPLES = 3  # with which decisions are made, and with one less
 
 
-class Contexts:
-    """The contexts in which tracing began: operations inside of others would be traced without them."""
+def check_contexts(began: Mapping[str, Any], where: str) -> None:
+    """Refuse an operation in a context of the network's own, without which it would be traced.
 
-    def __init__(self) -> None:
-        self._began = _contexts()
-
-    def check(self, where: str) -> None:
-        """Refuse an operation in a context of the network's own."""
-        for name, now in _contexts().items():
-            if now != self._began[name]:
-                raise ConfigurationError(
-                    f"{where} computes under {name}, which a network that is cut into stages loses: use "
-                    ".detach() on the values, set the precision for the whole run, or use strategy ddp"
-                )
-        if _is_checkpointed():
+    Those in which tracing began are what :func:`contexts` returned then.
+    """
+    for name, now in contexts().items():
+        if now != began[name]:
             raise ConfigurationError(
-                f"{where} is under torch.utils.checkpoint, which a network that is cut into stages loses: leave it out "
-                "(set_grad_checkpointing(False) in timm) and set the pipeline's activation_checkpointing"
+                f"{where} computes under {name}, which a network that is cut into stages loses: use "
+                ".detach() on the values, set the precision for the whole run, or use strategy ddp"
             )
+    callers = traceback.walk_stack(inspect.currentframe())
+    if any(frame.f_code.co_filename == torch.utils.checkpoint.__file__ for frame, _ in callers):
+        raise ConfigurationError(
+            f"{where} is under torch.utils.checkpoint, which a network that is cut into stages loses: leave it out "
+            "(set_grad_checkpointing(False) in timm) and set the pipeline's activation_checkpointing"
+        )
 
 
-def _is_checkpointed() -> bool:
-    """Whether torch.utils.checkpoint is among the callers."""
-    frame: Any = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _contexts() -> dict[str, Any]:
+def contexts() -> dict[str, Any]:
+    """The contexts in which operations run now, by their names."""
     return {
         "torch.no_grad or torch.enable_grad": torch.is_grad_enabled(),
         "torch.inference_mode": torch.is_inference_mode_enabled(),

@@ -16,9 +16,10 @@ from torch import Tensor, fx, nn
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.fixed import (
     SAMPLES,
-    Contexts,
     Decided,
     UndecidedError,
+    check_contexts,
+    contexts,
     hold_to,
     is_of_shapes,
     known,
@@ -63,7 +64,7 @@ class LeafTracer(fx.Tracer):
     def __init__(self, whole: Collection[nn.Module], numbers: Sequence[Any]) -> None:
         # Functions of einops look at the types of what they are given, and a stand-in has none.
         super().__init__(autowrap_modules=(math, *([sys.modules["einops"]] if "einops" in sys.modules else [])))
-        self._contexts = Contexts()
+        self._contexts = contexts()
         self._whole = whole
         self._numbers = iter(numbers)
 
@@ -81,7 +82,7 @@ class LeafTracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """A node of the graph, which runs in the context of a whole step."""
         inside = [path for path, _ in self.module_stack.values()]
-        self._contexts.check(inside[-1] if inside else "the network's forward")
+        check_contexts(self._contexts, inside[-1] if inside else "the network's forward")
         return super().create_node(*args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:

@@ -36,10 +36,6 @@ class Form:
         """Whether the step computes what it gives the network."""
         return any(kind == "source" for kind, _ in self.leaves)
 
-    def whole(self, fill: Callable[[Kind, Any], Any]) -> Any:
-        """A batch of this form, from what stands for each leaf."""
-        return tree_unflatten([fill(kind, value) for kind, value in self.leaves], self.tree)
-
 
 def flatten(batch: Any) -> tuple[list[Any], TreeSpec]:
     """The leaves of a batch and how they are nested; a list without tensors, such as names of files, is one leaf."""
@@ -100,7 +96,7 @@ def seen(batch: Batch, microbatch: int | None, device: Any, none: bool = False) 
             return type(value)(items[place] for place in places)
         return value.to(device) if isinstance(value, Tensor) else value
 
-    return form.whole(fill)
+    return tree_unflatten([fill(kind, value) for kind, value in form.leaves], form.tree)
 
 
 def form_of(batch: Batch) -> Form:

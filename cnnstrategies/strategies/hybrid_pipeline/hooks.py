@@ -230,11 +230,8 @@ def summarise_whole(trainer: Trainer, module: LightningModule, callbacks: Iterab
             example, module.example_input_array = module.example_input_array, None
             callback.on_fit_start(trainer, module)
             module.example_input_array = example
-            _skip_next(callback)
+            vars(callback)["on_fit_start"] = partial(_skip, callback)
 
 
-def _skip_next(callback: Any) -> None:
-    def skip(trainer: Trainer, module: LightningModule) -> None:
-        del callback.on_fit_start  # This function, which hides the method.
-
-    callback.on_fit_start = skip
+def _skip(callback: Callback, trainer: Trainer, module: LightningModule) -> None:
+    del vars(callback)["on_fit_start"]  # This function, which hides the method.

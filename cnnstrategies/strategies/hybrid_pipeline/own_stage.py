@@ -107,27 +107,27 @@ def own_stage_alone(
         known[network] = known[planned]
 
 
-@torch.no_grad()
 def broadcast_weights(network: nn.Module, timeout: timedelta) -> None:
     """Start from rank 0's weights on every rank; a collective."""
     if dist.get_world_size() == 1:
         return
     with cpu_group(timeout) as group:
-        for tensor in (*network.parameters(), *network.buffers()):
-            whole = tensor.detach().cpu().contiguous()
-            dist.broadcast(whole, 0, group=group)
-            tensor.copy_(whole)
+        _share(network, 0, group, torch.device("cpu"))
 
 
-@torch.no_grad()
 def share_stage(pipeline: Pipeline) -> None:
     """Start from the state of the first replica on every replica of a stage; a collective of these."""
     if pipeline.reducer.group is None:
         return
     source = pipeline.placement.ranks(pipeline.place.stage)[0]
-    for tensor in (*pipeline.module.parameters(), *pipeline.module.buffers()):
-        whole = tensor.detach().contiguous()
-        dist.broadcast(whole, source, group=pipeline.reducer.group)
+    _share(pipeline.module, source, pipeline.reducer.group, pipeline.device)
+
+
+@torch.no_grad()
+def _share(module: nn.Module, source: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    for tensor in (*module.parameters(), *module.buffers()):
+        whole = tensor.detach().to(device).contiguous()
+        dist.broadcast(whole, source, group=group)
         tensor.copy_(whole)
 
 
