@@ -9,6 +9,7 @@ import functools
 import heapq
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from cnnstrategies.pipeline.layout import Layout
@@ -16,11 +17,11 @@ from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.problem import Problem
 
 ALL = 800  # layouts: so few are all looked at
-STARTS = 400  # layouts at most that the search by the model can begin at, for each number of stages
+STARTS = 6400  # sets of cuts at most that the search by the model can begin at, for all numbers of stages
 STAGES = 16  # at most where it is free
 PROPOSALS = 24  # that the simulator ranks
-REFINED = 10  # of the ranked that a local search starts from
-FIRST = 4  # of these the best; the others have other replicas each
+VARIED = 12  # of the ranked, unlike each other, that a local search starts from
+TOGETHER = 3  # cuts at most that a local search moves at once
 STEPS = 50  # of a local search at most
 SMALL = 8  # devices up to which all is simulated that may be the best
 LIKELY = 12  # of some layouts for a larger cluster that are simulated
@@ -44,10 +45,14 @@ def best_layout(problem: Problem, cost: Callable[[Layout], Cost], model: Callabl
         search.look_at(search.likeliest(layouts, PROPOSALS))
         search.look_at(layouts)
     else:
-        starts = _varied(search.likeliest(_starts(problem), STARTS))
+        free = problem.job.replicas is None
+        starts = search.varied(search.likeliest(_starts(problem), STARTS), VARIED // 2 if free else VARIED)
+        if free:
+            # The model underrates what a stage on parts of two machines costs.
+            starts += search.varied(search.likeliest(_on_whole_machines(problem), STARTS), VARIED // 2)
         ends = [search.descend(start, search.by_model) for start in starts]
         search.look_at(search.likeliest({*starts, *ends}, PROPOSALS))
-        for start in _varied(sorted(search.costs, key=search.costs.__getitem__)):
+        for start in search.varied(sorted(search.costs, key=search.costs.__getitem__), VARIED // 2):
             search.descend(start, search.by_simulation)
     return min(search.costs, key=search.costs.__getitem__, default=None)
 
@@ -67,6 +72,22 @@ class _Search:
         """Those that the model likes most."""
         found = heapq.nsmallest(count, ((self.model(one), one.cuts, one.replicas, one) for one in layouts))
         return [layout for *_, layout in found]
+
+    def varied(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
+        """Of layouts in order the first few that no local search goes through on its way from one before."""
+        found: dict[tuple[int, ...], list[list[int]]] = {}
+        chosen: list[Layout] = []
+        for layout in layouts:
+            places = [bisect.bisect_left(self.problem.costs.cut_positions, cut) for cut in layout.cuts]
+            others = found.setdefault(layout.replicas, [])
+            if not others or all(
+                max(map(abs, map(operator.sub, places, one)), default=0) > MOVES[-1] for one in others
+            ):
+                others.append(places)
+                chosen.append(layout)
+                if len(chosen) == count:
+                    break
+        return chosen
 
     def look_at(self, layouts: Iterable[Layout]) -> None:
         """Simulate the layouts, the likeliest first, but those that cannot be better than the best."""
@@ -102,14 +123,6 @@ class _Search:
         return here
 
 
-def _varied(layouts: Sequence[Layout]) -> list[Layout]:
-    """Of layouts in order the first few, and the first with each replicas."""
-    found: dict[tuple[int, ...], Layout] = {}
-    for layout in layouts:
-        found.setdefault(layout.replicas, layout)
-    return list(dict.fromkeys((*layouts[:FIRST], *found.values())))[:REFINED]
-
-
 def _counts(problem: Problem) -> Sequence[int]:
     """The numbers of stages that are asked for, as far as there are devices and places to cut."""
     job, most = problem.job, min(problem.cluster.devices, len(problem.costs.cut_positions) + 1)
@@ -140,18 +153,29 @@ def _layouts(problem: Problem) -> Iterator[Layout]:
 
 def _starts(problem: Problem) -> Iterator[Layout]:
     """Layouts whose cuts are everywhere in the network; where replicas are free, as many as their stages need."""
-    devices = problem.cluster.devices
     for count in _counts(problem):
-        places = next(most for most in itertools.count(STARTS, -1) if math.comb(most, count - 1) <= STARTS)
-        for cuts in itertools.combinations(thin(problem.costs, places), count - 1):
-            if problem.job.replicas is not None:
-                yield Layout(cuts, problem.job.replicas)
-                continue
-            filled = problem.filled(cuts)
-            if filled.devices == devices:
-                yield filled
-            if devices % count == 0 and devices // count <= problem.microbatches:
-                yield Layout(cuts, (devices // count,) * count)
+        for cuts in _cuts(problem, count):
+            layout = problem.filled(cuts) if problem.job.replicas is None else Layout(cuts, problem.job.replicas)
+            if layout.devices == problem.cluster.devices:
+                yield layout
+
+
+def _on_whole_machines(problem: Problem) -> Iterator[Layout]:
+    """Layouts with as many replicas of each stage, or with as many machines as each needs."""
+    cluster = problem.cluster
+    for count in _counts(problem):
+        units = {cluster.devices // count, *(host.devices for host in cluster.hosts)}
+        for cuts, unit in itertools.product(_cuts(problem, count), units):
+            layout = problem.filled(cuts, unit)
+            if layout.devices == cluster.devices:
+                yield layout
+
+
+def _cuts(problem: Problem, count: int) -> Iterator[tuple[int, ...]]:
+    """As many cuts as may be for so many stages, far apart."""
+    most = STARTS // len(_counts(problem))
+    places = next(places for places in itertools.count(most, -1) if math.comb(places, count - 1) <= most)
+    return itertools.combinations(thin(problem.costs, places), count - 1)
 
 
 def thin(costs: GraphCosts, most: int) -> list[int]:
@@ -173,11 +197,12 @@ def thin(costs: GraphCosts, most: int) -> list[int]:
 
 
 def _neighbours(layout: Layout, problem: Problem) -> Iterator[Layout]:
-    """Layouts with a run of cuts moved by some places, pushing others ahead, or with replicas moved."""
+    """Layouts with a run of cuts moved by some places, pushing others ahead, with replicas moved, or a stage more."""
     positions = problem.costs.cut_positions
     places = [bisect.bisect_left(positions, cut) for cut in layout.cuts]
-    for first, last in itertools.combinations(range(len(places) + 1), 2):
-        for step in MOVES:
+    runs = itertools.combinations(range(len(places) + 1), 2)
+    for (first, last), step in itertools.product(runs, MOVES):
+        if last - first <= TOGETHER:
             moved = [place + step if first <= number < last else place for number, place in enumerate(places)]
             for number in range(last, len(moved)) if step > 0 else ():
                 moved[number] = max(moved[number], moved[number - 1] + 1)
@@ -197,3 +222,15 @@ def _neighbours(layout: Layout, problem: Problem) -> Iterator[Layout]:
                 replicas[giver] -= count
                 replicas[taker] += count
                 yield Layout(layout.cuts, tuple(replicas))
+    if problem.job.stages is None:
+        yield from _with_a_stage_split(layout, problem)
+
+
+def _with_a_stage_split(layout: Layout, problem: Problem) -> Iterator[Layout]:
+    """Layouts with a stage cut in two, at up to four places, and its replicas divided."""
+    for stage, (start, end, count) in enumerate(problem.stages(layout)):
+        places = [cut for cut in problem.costs.cut_positions if start < cut < end]
+        for cut in places[len(places) // 8 :: max(1, len(places) // 4)]:
+            for first in range(1, count, 1 + count // SMALL):
+                replicas = (*layout.replicas[:stage], first, count - first, *layout.replicas[stage + 1 :])
+                yield Layout(tuple(sorted((*layout.cuts, cut))), replicas)

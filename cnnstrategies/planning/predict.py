@@ -25,6 +25,7 @@ class Predictor:
         self.job = job
         self.problem = Problem(job)
         self.costs = self.problem.costs
+        self._known: dict[tuple[int, ...], list[StageCost]] = {}
 
     def fixed_layout(self) -> Layout | None:
         """The layout that the user named, if so."""
@@ -35,21 +36,24 @@ class Predictor:
 
     def search(self) -> Layout | None:
         """The layout with the least predicted time that was found; where none fits into memory, that needs least."""
-        return best_layout(self.problem, self._cost, lambda layout: (self._excess(layout), self.problem.model(layout)))
+        return best_layout(self.problem, self._cost, self._model)
+
+    def _model(self, layout: Layout) -> Cost:
+        return self._excess(self.problem.memory(layout)), self.problem.model(layout)
 
     def time(self, layout: Layout) -> float:
         """Predicted step time in seconds, infinite where the layout does not fit into memory."""
         return self._cost(layout)[1]
 
     def _cost(self, layout: Layout) -> Cost:
-        excess = self._excess(layout)
+        excess = self._excess(self.memory(layout))
         if excess:
             return excess, float("inf")
         return 0.0, self._time_of(layout, self._may_run_ahead(layout))
 
-    def _excess(self, layout: Layout) -> float:
-        """Bytes that the fullest device needs beyond what it may hold."""
-        return 0.0 if self.job.memory is None else max(0.0, self.memory(layout) - self.job.memory)
+    def _excess(self, memory: float) -> float:
+        """Bytes beyond those that a device may hold."""
+        return 0.0 if self.job.memory is None else max(0.0, memory - self.job.memory)
 
     def memory(self, layout: Layout) -> float:
         """Bytes that the fullest device holds at least."""
@@ -76,15 +80,20 @@ class Predictor:
         """Bytes that a device of each stage holds at most: training state and activations in flight."""
         memory = []
         problem = self.problem
-        for index, cost in enumerate(stage_costs(self.costs, layout.cuts)):
+        for index, cost in enumerate(self._costs_of(layout.cuts)):
             state = self.job.state_copies * cost.parameter_bytes
             peak = problem.flights(layout.replicas, index, run_ahead)
             kept = 1 if problem.recomputes else peak
             memory.append(state + peak * cost.received_bytes + kept * cost.saved_bytes)
         return memory
 
+    def _costs_of(self, cuts: tuple[int, ...]) -> list[StageCost]:
+        if cuts not in self._known:
+            self._known[cuts] = stage_costs(self.costs, cuts)
+        return self._known[cuts]
+
     def _stages(self, layout: Layout) -> list[StageCost]:
-        stages = stage_costs(self.costs, layout.cuts)
+        stages = self._costs_of(layout.cuts)
         if self.job.activation_checkpointing == "never":
             return stages
         return [replace(stage, backward=stage.forward + stage.backward) for stage in stages]

@@ -37,6 +37,7 @@ class Problem:
         self._time = self._sums(lambda node: forwards * node.forward + node.backward)
         self._drain = self._sums(lambda node: node.backward)
         self._parameters = self._sums(lambda node: node.parameter_bytes)
+        self._saved = self._sums(lambda node: node.saved_bytes)
         self._known: dict[tuple[int, int, int, int], tuple[float, float]] = {}
 
     def _sums(self, of: Callable[[NodeCost], float]) -> list[float]:
@@ -55,6 +56,17 @@ class Problem:
         """Most microbatches that a replica of a stage holds at once."""
         rounds = -(-self.microbatches // replicas[stage])
         return min(in_flight(replicas, stage, run_ahead), rounds) if self.job.schedule == "1f1b" else rounds
+
+    def memory(self, layout: Layout) -> float:
+        """Bytes that the fullest device holds at most, since what only passes a stage is counted there, too."""
+        most = 0.0
+        for stage, (start, end, _) in enumerate(self.stages(layout)):
+            peak = self.flights(layout.replicas, stage, self.job.run_ahead or False)
+            received = self.costs.sent_bytes[start] if start else self.costs.input_bytes
+            kept = (1 if self.recomputes else peak) * (self._saved[end] - self._saved[start])
+            state = self.job.state_copies * (self._parameters[end] - self._parameters[start])
+            most = max(most, state + peak * received + kept)
+        return most
 
     def model(self, layout: Layout) -> float:
         """Step time in seconds."""
@@ -109,18 +121,18 @@ class Problem:
             first += replicas
         return longest
 
-    def filled(self, cuts: tuple[int, ...]) -> Layout:
-        """The cuts with all devices, each given to the stage that is slowest then."""
+    def filled(self, cuts: tuple[int, ...], unit: int = 1) -> Layout:
+        """The cuts with all devices, so many at a time given to the stage that is slowest then."""
         bounds = (0, *cuts, len(self.costs.nodes))
         times = [self.time(start, end) for start, end in itertools.pairwise(bounds)]
-        replicas = [1] * len(times)
+        replicas = [unit] * len(times)
         queue = [(-time, stage) for stage, time in enumerate(times)]
         heapq.heapify(queue)
-        spare = self.cluster.devices - len(times)
-        while spare and queue:
+        spare = self.cluster.devices - unit * len(times)
+        while spare >= unit and queue:
             _, stage = heapq.heappop(queue)
-            if replicas[stage] < self.microbatches:
-                replicas[stage] += 1
-                spare -= 1
+            if replicas[stage] + unit <= self.microbatches:
+                replicas[stage] += unit
+                spare -= unit
                 heapq.heappush(queue, (-times[stage] / replicas[stage], stage))
         return Layout(cuts, tuple(replicas))
