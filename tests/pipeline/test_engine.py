@@ -2,12 +2,10 @@
 
 import copy
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -301,59 +299,3 @@ def test_impossible_layouts_and_cuts_are_refused() -> None:
     for check, arguments, message in refused:
         with pytest.raises(ConfigurationError, match=message):
             check(*arguments)
-
-
-def one_after_another() -> tuple[list[Tensor], tuple[int, int], list[str]]:
-    """Two pipelines of a network in turn: the weights after each, groups before and after its end, and threads then.
-
-    The pipelines are still there when the threads are counted: a script's variables are, when the interpreter ends.
-    """
-    network = make_network()
-    states, pipelines = [], []
-    groups, new_group = [], dist.new_group
-    dist.new_group = lambda *args, **options: (groups.append(new_group(*args, **options)), groups[-1])[1]
-    for replicas in ((2, 1), (1, 2)):
-        pipeline = Pipeline(network, CUTS[2], replicas, 6)
-        freeze_norm(pipeline.module)
-        optimizer = optimizer_of("sgd", pipeline.module.parameters())
-        ((images, targets),) = global_batches(1, (12,))
-        pipeline.step(part(pipeline, images), part(pipeline, targets), F.cross_entropy)
-        optimizer.step()
-        network.load_state_dict(pipeline.merge(), strict=False)
-        had = sum(map(is_there, groups))
-        pipeline.close()
-        pipelines.append(pipeline)
-        states.append(network.head.weight.detach().clone())
-    left = sum(map(is_there, groups))
-    groups.clear()  # Their threads end with them.
-    dist.destroy_process_group()
-    return states, (had, left), [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
-
-
-def is_there(group: Any) -> bool:
-    """Whether this process is a member of a group that was not destroyed."""
-    try:
-        dist.get_global_rank(group, 0)
-    except ValueError:
-        return False
-    return isinstance(group, dist.ProcessGroup)
-
-
-def test_a_closed_pipeline_leaves_no_group_or_thread_and_another_can_follow() -> None:
-    alone = make_network()
-    freeze_norm(alone)
-    ((images, targets),) = global_batches(1, (12,))
-    expected = []
-    for _ in range(2):
-        optimizer = optimizer_of("sgd", alone.parameters())
-        optimizer.zero_grad()
-        F.cross_entropy(alone(images), targets).backward()
-        optimizer.step()
-        expected.append(alone.head.weight.detach().clone())
-    results = run_ranks(3, one_after_another)
-    assert any(had for _, (had, _), _ in results)
-    for got, (_, left), threads in results:
-        assert left == 0
-        assert len(threads) == 1, f"of a group that has ended: {threads}"
-        for weights, wanted in zip(got, expected, strict=True):
-            torch.testing.assert_close(weights, wanted)

@@ -33,12 +33,6 @@ def test_with_it_as_many_as_leave_each_eight_images():
             assert smallest(replicas, samples, chosen + widest) < 8, case
 
 
-def test_the_quickstart_has_eight_of_eight():
-    assert default_microbatches((1, 1), 64) == 8
-    assert default_microbatches((1, 1), 32) == 4
-    assert default_microbatches((2, 2), 32) == 8
-
-
 def test_a_smaller_last_batch_fills_fewer_microbatches_of_at_most_the_usual_size():
     assert Split((16,), 4, usual=16).sizes == (4, 4, 4, 4)
     assert Split((5,), 4, usual=16).sizes == (3, 2, 0, 0)
