@@ -18,7 +18,7 @@ from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.window import WATCHER
 from cnnstrategies.paramserver.core.node import Call, ControlError, End, Message, Peer
 from cnnstrategies.paramserver.drivers.control import DESK, LARGEST_MESSAGE, Loop, encode, parse, parse_checked
-from cnnstrategies.paramserver.drivers.sockets import DRAIN_MS, allow_files, files_of_coordinator, secure, take
+from cnnstrategies.paramserver.drivers.sockets import DRAIN_MS, allow_files, files_of_coordinator, key_of, secure, take
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 
 BIND_SECONDS = 60.0  # for a coordinator of an earlier session to make room
@@ -130,7 +130,7 @@ class CoordinatorService:
             if self._keys is None:
                 sender, message = parse(frame.buffer)
             else:
-                sender, message = parse_checked(frame.buffer, str(frame.get("User-Id")), self._keys)
+                sender, message = parse_checked(frame.buffer, key_of(frame), self._keys)
             self.routes[sender] = route  # Another one after a cut.
             self.routes.move_to_end(sender)
             if len(self.routes) > ROUTES:

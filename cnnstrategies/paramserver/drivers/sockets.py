@@ -223,8 +223,13 @@ def take(socket: Socket, routed: bool) -> tuple[bytes, zmq.Frame]:
     return route, zmq.Frame()
 
 
+def key_of(frame: zmq.Frame) -> str:
+    """The CURVE key with which a frame has come, in Z85 form, as the gatekeeper admitted it; of an empty one none."""
+    return str(frame.get("User-Id")) if len(frame) else ""  # Libzmq tells nothing of one that has not come.
+
+
 class Received(NamedTuple):
-    """One message, not checked yet; `user` is the sender's CURVE key in Z85 form, as the gatekeeper admitted it."""
+    """One message, not checked yet; `user` is the sender's CURVE key."""
 
     route: bytes
     header: bytes
@@ -249,7 +254,7 @@ class Inbox:
             zmq.Again: Nothing is waiting.
         """
         route, frame = take(self._socket, self._routed)
-        user = str(frame.get("User-Id")) if self._names else ""
+        user = key_of(frame) if self._names else ""
         header, rest = self._open.pop(route, None), frame.buffer
         # If the connection was lost between the two, this is no payload.
         if header is not None and not begins(rest, self._session):
