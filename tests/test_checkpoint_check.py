@@ -29,7 +29,7 @@ def saved(tmp_path_factory) -> Path:
 
 
 @pytest.mark.light
-def test_the_same_network_is_accepted_and_its_weights_stay_as_they_are(saved):
+def test_the_same_network_is_accepted_with_its_weights(saved):
     model = ImageClassifier(PlainCNN(), 10)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     check_weights(model, saved)
@@ -53,7 +53,7 @@ OTHERS = {
 
 @pytest.mark.light
 @pytest.mark.parametrize(("network", "message"), OTHERS.values(), ids=OTHERS.keys())
-def test_another_network_is_refused_and_the_configuration_of_its_run_named(saved, network, message):
+def test_another_network_is_refused_naming_its_configuration(saved, network, message):
     whole = rf"best.ckpt is of another network .*: {message}; take `model` as it is in \S+/run0/config.yaml"
     with pytest.raises(ConfigurationError, match=whole):
         check_weights(ImageClassifier(network(), 10), saved)

@@ -107,7 +107,7 @@ class RunsCode:
         return Path.touch, (Path("it has run"),)
 
 
-def test_what_comes_from_a_url_runs_no_code_and_is_not_kept_by_its_name(tmp_path, monkeypatch):
+def test_what_comes_from_a_url_runs_no_code(tmp_path, monkeypatch):
     """A server on the loopback, whose folders have files of the same name."""
     monkeypatch.chdir(tmp_path)
     for folder, content in (("one", {"step": 1}), ("two", {"step": 2}), ("bad", {"step": RunsCode()})):

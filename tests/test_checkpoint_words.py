@@ -61,7 +61,7 @@ def test_without_a_checkpoint_no_process_starts(run_cli, quick):
     assert expected in output.splitlines()[-1]
 
 
-def test_the_newest_is_looked_for_where_the_runs_of_this_name_write():
+def test_the_newest_is_sought_where_runs_of_this_name_write():
     for version, seconds in (("version_9", 100), ("version_10", 300), ("torchrun_a", 200)):
         for name in ("best", "last"):
             write(f"runs/mine/{version}/checkpoints/{name}.ckpt", seconds)
@@ -101,7 +101,7 @@ class OtherOnRank1(SameCheckpoint):
         super().setup(trainer, pl_module, stage)
 
 
-def test_ranks_that_have_found_different_checkpoints_do_not_start():
+def test_ranks_with_different_checkpoints_do_not_start():
     run = Trainer(
         accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, max_epochs=1, callbacks=[OtherOnRank1("")]
     )

@@ -36,7 +36,7 @@ def trainer(**options):
 
 
 @pytest.mark.light
-def test_loss_is_the_mean_cross_entropy_for_classes_and_for_probabilities():
+def test_loss_is_mean_cross_entropy_for_classes_and_mixtures():
     model = ImageClassifier(nn.Identity(), num_classes=4, label_smoothing=0.1)
     logits, targets = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
     expected = F.cross_entropy(logits, targets, label_smoothing=0.1)
@@ -47,7 +47,7 @@ def test_loss_is_the_mean_cross_entropy_for_classes_and_for_probabilities():
 
 
 @pytest.mark.light
-def test_weights_of_classes_do_not_depend_on_how_images_are_divided():
+def test_class_weights_do_not_depend_on_the_division():
     weights = [1.0, 0.0, 2.0, 5.0]
     model = ImageClassifier(nn.Identity(), num_classes=4, class_weights=weights, label_smoothing=0.1)
     logits, targets = torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 3, 3])
@@ -181,7 +181,7 @@ def a_checkpoint_made_in_python_loads_with_weights_only(model, run, tmp_path):
 
 
 @pytest.mark.light
-def test_schedulers_advance_by_step_or_epoch_and_a_plateau_watches_its_metric():
+def test_schedulers_advance_by_step_epoch_or_metric():
     def scheduled(schedule, *interval):
         return ImageClassifier(PlainCNN(), 10, SGD, schedule, *interval).configure_optimizers()["lr_scheduler"]
 

@@ -179,7 +179,7 @@ def test_a_mistake_is_one_line_with_exit_code_2(monkeypatch, quick, capfd):
         assert all(word in said for word in words), (name, said)
 
 
-def test_a_global_batch_that_does_not_divide_is_refused_before_processes_start(monkeypatch, quick, capsys):
+def test_an_indivisible_global_batch_is_refused_before_processes(monkeypatch, quick, capsys):
     """What it says is parsed once for that, which is a tenth of a start."""
     parsed, parse = [], LightningCLI.parse_arguments
     monkeypatch.setattr(LightningCLI, "parse_arguments", lambda *args: parsed.append(parse(*args)))
@@ -213,7 +213,7 @@ MASKS = ["--model=ImageSegmenter", "--data=SegmentationFolderDataModule"]
         ([*MODEL, *FOLDER, "--print_config"], False),
     ],
 )
-def test_the_number_of_classes_is_the_datas_where_a_configuration_has_none(words, left_out):
+def test_the_number_of_classes_comes_from_the_data(words, left_out):
     Path("given.yaml").write_text("model: {class_path: mine.Model, init_args: {num_classes: 3}}")
     assert leaves_out_classes(["fit", *words]) == left_out
 

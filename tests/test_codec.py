@@ -85,7 +85,7 @@ def test_what_torch_and_numpy_have_arrives():
     assert (row.shape, row.dtype, row.is_meta) == ((3, 2), torch.float16, True)
 
 
-def test_records_arrive_by_their_class_and_none_of_their_code_runs():
+def test_records_arrive_by_class_and_none_of_their_code_runs():
     sent = Sample("a", [Box(3, torch.ones(2))])
     made.clear()
     back = from_bytes(to_bytes({"sample": sent}))["sample"]

@@ -117,7 +117,7 @@ def test_what_a_factory_holds_of_the_command_line_is_not_copied():
         assert other(complex, 1, applied_instantiation_links={}, imag=2) == 1 + 2j
 
 
-def test_an_average_that_cannot_be_sent_to_a_spawned_process_is_refused(run_cli, quick):
+def test_an_average_that_cannot_be_sent_to_a_process_is_refused(run_cli, quick):
     """It holds a function inside a function of torch's."""
     average = ["--trainer.callbacks+=EMAWeightAveraging", "--trainer.strategy=ddp_spawn"]
     code, output = run_cli("fit", *quick, *average)

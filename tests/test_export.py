@@ -49,7 +49,7 @@ def use(folder, *flags, **environment):
 
 @pytest.mark.warm
 @pytest.mark.parametrize("kind", ["torch_export", ONNX])
-def test_what_is_exported_is_the_network_and_is_used_without_this_package(kind):
+def test_what_is_exported_needs_no_package(kind):
     model, data = parts()
     with torch.no_grad():
         model.network(torch.randn(8, 1, 8, 8))  # Running statistics that are not those of a new network.

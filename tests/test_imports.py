@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 
-def test_what_would_hold_the_default_group_is_imported_before_there_is_one():
+def test_what_would_hold_the_default_group_is_imported_first():
     """torch imports it in an optimizer's first step; in this process Lightning has done so already."""
     held, ours = "torch.distributed.nn.functional", "cnnstrategies.pipeline.transport"
     for name in (held, ours):

@@ -50,7 +50,7 @@ def data():
     return SyntheticDataModule(num_samples=100, num_classes=3, image_size=8, channels=1, batch_size=6)
 
 
-def test_a_module_with_a_forward_of_its_own_is_exported_under_its_own_names():
+def test_an_own_forward_is_exported_under_its_own_names():
     module = Own()
     found = export.export(module, data(), Path("out"), "torch_export")
     assert found.agreement == 1
@@ -62,7 +62,7 @@ def test_a_module_with_a_forward_of_its_own_is_exported_under_its_own_names():
 
 
 @pytest.mark.light
-def test_probabilities_are_those_of_the_forward_be_it_logits_or_them():
+def test_probabilities_are_those_of_the_forward():
     images, indices = torch.randn(5, 1, 8, 8), torch.arange(5)
     logits, probabilities = Own(), Own(probabilities=True)
     for module in (logits, probabilities):

@@ -76,7 +76,7 @@ def test_nothing_is_left(tmp_path, temporary, strategy, end):
     assert [str(path) for path in Path("runs").rglob("*.partial")] == []
 
 
-def test_the_temporary_folder_goes_though_a_rank_still_writes_there_when_it_is_killed(monkeypatch, temporary):
+def test_the_temporary_folder_goes_after_a_killed_rank_writes(monkeypatch, temporary):
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
     launcher = MultiProcessingLauncher(DDPStrategy(), "fork")
@@ -95,7 +95,7 @@ def test_the_temporary_folder_goes_though_a_rank_still_writes_there_when_it_is_k
     assert [str(path) for path in temporary.rglob("*")] == []
 
 
-def test_sockets_find_a_place_where_the_temporary_directory_has_a_long_path(tmp_path, monkeypatch):
+def test_sockets_find_a_place_below_a_long_temporary_path(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 10)))
     folder = make_run_directory()
     assert len(str(folder / "server-10-1000-1000")) < 107

@@ -51,14 +51,14 @@ def test_built_by_cli_is_true_only_in_lightnings_context():
     assert not built_by_cli()
 
 
-def test_the_launchers_that_make_all_ranks_their_children_are_told_from_the_other():
+def test_launchers_whose_ranks_are_children_are_told_apart():
     for start_method, expected in (("fork", True), ("spawn", True), ("popen", False)):
         strategy = DDPStrategy(start_method=start_method, cluster_environment=LightningEnvironment())
         strategy._configure_launcher()
         assert ranks_are_children(strategy.launcher) is expected
 
 
-def test_the_launchers_that_the_parameter_server_replaces_have_their_parts():
+def test_the_launchers_that_are_replaced_have_their_parts():
     for name in ("launch", "kill", "_wrapping_function", "_recover_results_in_main_process"):
         assert callable(getattr(MultiProcessingLauncher, name))
     for name in ("launch", "kill"):
@@ -87,7 +87,7 @@ def test_ranks_are_told_of_a_sigterm_or_not(ask, monkeypatch):
     assert asks_of_sigterm(trainer)
 
 
-def test_the_method_that_overrides_the_configuration_is_still_called_so():
+def test_an_overriding_method_keeps_its_name():
     assert callable(LightningCLI._parse_ckpt_path)
 
 
@@ -101,7 +101,7 @@ def test_a_resumed_run_keeps_the_configuration_it_was_given(run_cli, quick):
         assert "label_smoothing: 0.25" in file.read()
 
 
-def test_the_training_loader_is_known_before_the_trainer_has_made_it():
+def test_the_training_loader_is_known_before_the_trainers():
     class Given(LightningModule):
         def train_dataloader(self):
             return "by a hook"

@@ -30,7 +30,7 @@ def rates_of(scheduler, steps):
 
 
 @pytest.mark.light
-def test_norms_and_biases_are_not_decayed_where_that_is_asked_for():
+def test_norms_and_biases_are_not_decayed_if_asked_for():
     network = SmallCNN(10)
     model = ImageClassifier(network, 10, sgd, decay_norms_and_biases=False)
     groups = model.configure_optimizers().param_groups

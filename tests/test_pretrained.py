@@ -138,7 +138,7 @@ def test_heads_are_all_that_is_new(name, heads):
     assert len(changed) == 2 * heads
 
 
-def test_weights_that_a_module_is_built_with_can_be_evaluated_and_random_ones_not(caplog):
+def test_only_weights_from_somewhere_can_be_evaluated(caplog):
     def with_weights():
         torch.manual_seed(0)
         return ImageClassifier(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)), 2)

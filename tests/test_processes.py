@@ -27,7 +27,7 @@ def ended():
     return program.pid
 
 
-def test_a_process_ends_if_its_parent_has_ended_before_it_could_ask_to():
+def test_a_process_ends_if_its_parent_is_gone_before_it_asks():
     code, _ = run_forked(lambda: end_with_parent(ended()))
     assert code == -signal.SIGKILL
 
@@ -50,7 +50,7 @@ def test_a_rank_that_is_killed_or_stopped_is_named(signum, said):
     assert found == (said and f"rank 2 {said}")
 
 
-def test_a_forked_rank_that_is_killed_is_named_and_not_those_that_torch_ends_then():
+def test_only_the_killed_one_of_forked_ranks_is_named():
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # As in a rank that nothing keeps from ending.
     ranks = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)) for _ in range(2)]
     for rank, signum in zip(ranks, (signal.SIGTERM, signal.SIGKILL), strict=True):
@@ -61,7 +61,7 @@ def test_a_forked_rank_that_is_killed_is_named_and_not_those_that_torch_ends_the
     assert killed_rank(SimpleNamespace(procs=ranks[:1])) is None
 
 
-def test_who_waits_where_nothing_tells_it_of_a_killed_rank_ends_and_names_it(monkeypatch):
+def test_who_waits_untold_of_a_killed_rank_ends_and_names_it(monkeypatch):
     monkeypatch.setattr(outcome, "PATIENCE", 0.1)
 
     def wait():
@@ -76,7 +76,7 @@ def test_who_waits_where_nothing_tells_it_of_a_killed_rank_ends_and_names_it(mon
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_nobody_waits_for_a_spawned_process_that_dies_or_stops_during_its_imports(monkeypatch, signum):
+def test_nobody_waits_for_what_dies_or_stops_in_its_imports(monkeypatch, signum):
     """For the others, and for whoever watches them: what it is sent is more than a pipe takes."""
     spawn = multiprocessing.util.spawnv_passfds
 

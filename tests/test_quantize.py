@@ -44,7 +44,7 @@ def trained(path):
 
 
 @pytest.mark.cluster  # It takes long.
-def test_accuracy_stays_the_weights_are_a_third_and_another_process_loads_them(tmp_path):
+def test_quantised_weights_are_a_third_and_load_elsewhere(tmp_path):
     path = tmp_path / "new" / "digits.pt2"
     network, data, report = trained(path)
     assert report.before.quality >= 0.95

@@ -63,7 +63,7 @@ LINES = {
 }
 
 
-def test_strategies_train_what_one_device_trains_and_masks_become_pictures(run_cli):
+def test_masks_become_pictures_under_every_strategy(run_cli):
     write_masked_images(Path("data/train"), count=8)
     write_masked_images(Path("data/val"), count=4)
     Path("masks.yaml").write_text(CONFIG)
@@ -93,7 +93,7 @@ def test_strategies_train_what_one_device_trains_and_masks_become_pictures(run_c
 
 
 @pytest.mark.light
-def test_the_loss_is_the_mean_of_the_images_means_over_the_pixels_that_count():
+def test_the_loss_is_the_mean_of_images_over_counted_pixels():
     model = ImageSegmenter(nn.Identity(), num_classes=3, aux_weight=0.3)
     logits, auxiliary = torch.randn(3, 3, 4, 5), torch.randn(3, 3, 4, 5)
     masks = torch.randint(3, (3, 4, 5))
@@ -119,7 +119,7 @@ class TwoHeads(nn.Module):
         return OrderedDict(out=self.head(x), aux=self.side(x))
 
 
-def test_a_network_is_exported_and_quantised_and_the_figures_are_those_of_its_masks(monkeypatch):
+def test_pruned_networks_are_exported_and_quantised_as_masked(monkeypatch):
     write_masked_images(Path("data/train"), count=8)
     data = SegmentationFolderDataModule(Path("data"), 2, image_size=16, val_split=0.5, batch_size=3, num_workers=0)
     torch.manual_seed(0)
@@ -147,7 +147,7 @@ def test_a_network_is_exported_and_quantised_and_the_figures_are_those_of_its_ma
 
 
 @pytest.mark.light
-def test_images_of_ones_own_are_fitted_whole_and_masks_have_their_names():
+def test_own_images_are_fitted_whole_and_masks_named():
     write_masked_images(Path("data/train"), count=4)
     data = SegmentationFolderDataModule(Path("data"), 2, image_size=16, val_split=0.5, num_workers=0)
     data.setup("validate")
@@ -189,7 +189,7 @@ def test_images_and_masks_are_cropped_together_and_fitted_whole():
 
 
 @pytest.mark.light
-def test_parts_are_found_by_other_names_and_masks_without_an_image_are_counted():
+def test_parts_have_other_names_and_masks_without_images_count():
     write_masked_images(Path("data/Training"), count=4)
     write_masked_images(Path("data/validation"), count=2)
     Path("data/Training/images/0.png").unlink()

@@ -98,7 +98,7 @@ class Unequal(Small):
         return DataLoader(samples(32 + 4 * dist.get_rank()), 4)
 
 
-def test_processes_with_different_numbers_of_batches_are_refused_before_they_wait_for_each_other(monkeypatch, tmp_path):
+def test_processes_with_unequal_numbers_of_batches_are_refused(monkeypatch, tmp_path):
     refusal = "process 0 has 8 batches an epoch, process 1 has 9: .* --trainer.limit_train_batches=8"
     with pytest.raises(Exception, match=refusal):
         warned(monkeypatch, tmp_path, "ddp_fork", None, Unequal(), use_distributed_sampler=False)
@@ -110,7 +110,7 @@ class Ends(IterableDataset):
         return iter(samples(8 + 4 * (dist.is_initialized() and dist.get_rank())))
 
 
-def test_streams_that_end_at_different_batches_are_refused_when_the_first_ends(monkeypatch, tmp_path):
+def test_streams_of_unequal_length_are_refused_at_the_first_end(monkeypatch, tmp_path):
     with pytest.raises(Exception, match="process 0 has 2 batches an epoch, process 1 has 3 or more: "):
         warned(monkeypatch, tmp_path, "ddp_fork", DataLoader(Ends(), 4), steps=9)
     warned(monkeypatch, tmp_path, "ddp_fork", DataLoader(Ends(), 4), limit_train_batches=2, steps=5)

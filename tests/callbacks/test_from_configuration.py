@@ -99,7 +99,7 @@ def same_rates(found, expected):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_of_another_length_is_that_of_the_configuration_at_the_step_where_the_run_is(name, tmp_path):
+def test_a_schedule_of_another_length_goes_on_at_its_step(name, tmp_path):
     path = saved(tmp_path, lambda: Small(SCHEDULES[name](16)))
     fresh, resumed, unchanged = (Small(SCHEDULES[name](total)) for total in (40, 40, 16))
     train(fresh)
@@ -128,7 +128,7 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize(("before", "now"), OTHERWISE.values(), ids=OTHERWISE)
-def test_what_is_configured_otherwise_follows_and_what_was_learned_stays(before, now, tmp_path, caplog):
+def test_other_settings_follow_and_what_was_learned_stays(before, now, tmp_path, caplog):
     path = saved(tmp_path, lambda: Small(**before))
     fresh, resumed = Small(**{**before, **now}), Small(**{**before, **now})
     train(fresh)
@@ -159,7 +159,7 @@ def test_a_schedule_that_watches_keeps_what_it_has_seen(tmp_path):
     assert scheduler.best == torch.load(path, weights_only=True)["lr_schedulers"][0]["best"]
 
 
-def test_what_a_hook_has_set_stays_where_nothing_is_configured_otherwise(tmp_path):
+def test_what_a_hook_has_set_stays_unless_configured(tmp_path):
     class Halves(Small):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
@@ -170,7 +170,7 @@ def test_what_a_hook_has_set_stays_where_nothing_is_configured_otherwise(tmp_pat
     assert resumed.rates[0][0]["lr"] == pytest.approx(0.1 / 2**SAVED)
 
 
-def test_a_checkpoint_that_does_not_say_how_it_was_configured_goes_on_as_it_is(tmp_path, caplog):
+def test_a_checkpoint_without_configuration_goes_on_as_it_is(tmp_path, caplog):
     path = saved(tmp_path, Small, callback=False)
     resumed = Small(lr=0.3)
     with caplog.at_level(logging.INFO):

@@ -84,7 +84,7 @@ def train_on(run_cli, quick, name, *args):
 @pytest.mark.parametrize(
     "signum", [pytest.param(signal.SIGTERM, marks=pytest.mark.cluster), signal.SIGINT], ids=["SIGTERM", "ctrl-c"]
 )
-def test_a_signal_stops_all_ranks_and_the_run_can_be_resumed_exactly(run_cli, quick, signum):
+def test_a_signal_stops_all_ranks_and_they_resume_exactly(run_cli, quick, signum):
     process = start("stopped", "--stop.grace=100")  # A busy machine is slow.
     path = Path("runs/stopped/version_0/checkpoints/last.ckpt")
     wait_until(path.exists, "stopped", process)

@@ -76,7 +76,7 @@ def test_on_a_full_disk_predictions_are_those_of_before_or_none():
     assert [len(path.read_text().splitlines()) for path in Path().iterdir()] == [1 + 2]
 
 
-def test_images_of_ones_own_are_prepared_as_those_of_the_validation():
+def test_own_images_are_prepared_as_those_of_the_validation():
     """Any depth, size and colour; the files of validation images give what these give."""
     torch.manual_seed(0)
     model = ImageClassifier(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), 10)

@@ -41,7 +41,7 @@ def weights(state_dict):
     return torch.cat([state_dict[f"network.{name}"].flatten() for name in names])
 
 
-def test_checkpoints_hold_plain_weights_with_zeros_and_a_resumed_run_is_the_uninterrupted_one(capsys):
+def test_pruned_checkpoints_are_plain_and_resume_exactly(capsys):
     names = set(classifier().state_dict())
     dense = classifier()
     fit(ModelCheckpoint("dense", filename="{epoch}", save_top_k=-1), max_epochs=2, model=dense)

@@ -92,7 +92,7 @@ def test_mlflow_goes_on_in_its_run(fit):
 
 @pytest.mark.light
 @pytest.mark.parametrize("there", ["metrics.csv", KEPT])
-def test_lines_are_kept_and_those_that_will_be_written_again_are_dropped(there):
+def test_lines_are_kept_except_those_to_be_written_again(there):
     """Also where the process was killed while it was about it."""
     folder = Path("runs/mine/digits")
     folder.mkdir(parents=True)

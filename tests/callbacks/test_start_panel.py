@@ -75,7 +75,7 @@ class RandomStates(Callback):
     on_train_start = on_validation_start = on_test_start = on_predict_start = note
 
 
-def test_in_a_script_each_of_the_trainers_functions_says_what_it_does(capsys):
+def test_each_trainer_function_in_a_script_says_what_it_does(capsys):
     """Plain loaders, no data module, Lightning's own Trainer; nothing random is drawn."""
     loader = DataLoader(TensorDataset(torch.randn(20, 1, 8, 8), torch.randint(10, (20,))), 6)
     before, after = RandomStates(), RandomStates()
@@ -155,7 +155,7 @@ def test_the_global_batch_is_what_a_step_is_made_of():
 
 
 @pytest.mark.light
-def test_images_that_chose_the_checkpoint_are_not_called_those_of_the_test():
+def test_images_that_chose_the_checkpoint_are_no_test_images():
     data = SyntheticDataModule(num_samples=20, num_classes=3)
     data.setup("test")
     data.left_out[".gif"], data.left_out["hidden"] = 2, 0
@@ -177,7 +177,7 @@ def test_images_that_chose_the_checkpoint_are_not_called_those_of_the_test():
 
 
 @pytest.mark.light
-def test_the_size_of_a_batch_is_the_loaders_or_else_the_data_modules():
+def test_a_batchs_size_is_the_loaders_or_the_data_modules():
     images = TensorDataset(torch.zeros(20, 1))
     module = SimpleNamespace(batch_size=7)
     assert start_panel.samples_of(DataLoader(images, 5), module) == 5

@@ -155,7 +155,7 @@ class Waiting(SingleDeviceStrategy):
         self.counters = Counters()
 
 
-def test_waiting_for_servers_is_told_from_the_forward_in_which_it_falls(spend):
+def test_waiting_for_servers_is_told_from_the_forward(spend):
     class Worker(ImageClassifier):
         def training_step(self, batch, batch_idx):
             spend(SPENT["forward"] + 0.006)
@@ -318,7 +318,7 @@ def test_a_slow_stage_computes_and_the_other_one_waits_for_it(ranks, capfd):
     assert waits[1] <= round(100 * 5 / 325), "for training_step of the first stage, at most"
 
 
-def test_a_replica_that_waits_for_the_other_ones_gradients_reduces(ranks):
+def test_a_replica_that_waits_for_the_others_gradients_reduces(ranks):
     # The last stage's outputs leave with its last backward; then Lightning's own broadcast waits.
     slow = Slow(ranks, 0, [{1: "reduce", 2: "gather"}, {1: "reduce", 2: "other"}], backward=0.1)
     first, last = stages_of(ranks, [2, 1], slow_first=slow)
@@ -344,7 +344,7 @@ def reduced(monkeypatch, spend, total, hidden, **options):
     return profile.milliseconds
 
 
-def test_communication_in_the_open_is_told_from_backward_that_hides_the_rest(monkeypatch, spend):
+def test_communication_in_the_open_is_told_from_the_hidden(monkeypatch, spend):
     times = reduced(monkeypatch, spend, total=0.04, hidden=0.03)
     assert times["communication_total"] == pytest.approx(40)
     assert times["communication"] == pytest.approx(10)
@@ -359,7 +359,7 @@ def test_accumulation_counts_an_all_reduce_once(monkeypatch, spend):
     assert times["backward"] == pytest.approx(100 - 80 / 4)
 
 
-def test_a_second_fit_is_profiled_by_itself_and_one_that_is_too_short_says_so(spend, capsys):
+def test_a_second_fit_is_profiled_by_itself_and_a_short_one_told(spend, capsys):
     model, data = spending(spend)
     profile = StepProfile(2, 3)
     trainer = fit(profile, model=model, data=data, max_epochs=1, limit_train_batches=8, logger=False)

@@ -8,7 +8,7 @@ from cnnstrategies.callbacks import throughput
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 
 
-def test_the_first_step_and_validation_are_not_the_trainings_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_step_and_validation_are_not_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(throughput, "time", SimpleNamespace(monotonic=lambda: now[0]))
     two_ranks = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda value, reduce_op: 2 * value)

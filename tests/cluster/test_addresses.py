@@ -12,7 +12,7 @@ pytestmark = pytest.mark.light
 LOOPBACK = Interface("lo", "127.0.0.1")
 
 
-def test_an_interface_is_the_users_then_gloos_and_then_that_of_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interface_is_the_users_then_gloos_then_the_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     assert choose_interface("lo", "127.0.0.1") == choose_interface("127.0.0.0/8", "127.0.0.1") == LOOPBACK
     with pytest.raises(ConfigurationError, match="none0"):

@@ -125,7 +125,7 @@ def test_every_two_hosts_meet_once_and_no_host_twice_at_a_time(count: int) -> No
     assert len(met) == len(set(met)) == count * (count - 1) // 2
 
 
-def test_without_a_launcher_it_checks_this_machine_and_says_how_to_check_several(
+def test_without_a_launcher_it_checks_this_machine(
     run_cli: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor_module, "shared_memory", lambda: None)

@@ -84,7 +84,7 @@ def test_two_tasks_that_would_each_train_alone_are_refused(monkeypatch):
         check_world(Trainer(accelerator="cpu", devices=1, logger=False, strategy="auto"))
 
 
-def test_processes_that_lightning_starts_are_as_many_as_it_is_told(monkeypatch):
+def test_lightning_starts_as_many_processes_as_it_is_told(monkeypatch):
     check_world(trainer("ddp", 4))
     monkeypatch.setenv("LOCAL_RANK", "1")
     check_world(trainer("ddp", 4, nodes=2))

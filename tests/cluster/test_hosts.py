@@ -36,7 +36,7 @@ def train(hosts: TwoHosts, number: int, *arguments: str, address: str = "alpha",
     return hosts.start(number, run)
 
 
-def test_a_short_cut_of_the_link_is_survived_and_a_long_one_ends_both_hosts(hosts: TwoHosts) -> None:
+def test_short_cuts_of_a_link_are_survived_and_long_ones_end_it(hosts: TwoHosts) -> None:
     """Over the interface that is named, and each tells the other's name."""
     network = ("--trainer.strategy=hybrid_pipeline", "--network.interface=10.77.9.0/24", "--network.timeout=10")
     few = ("--trainer.max_epochs=10000", "--trainer.limit_train_batches=5", "--trainer.limit_val_batches=1")

@@ -47,7 +47,7 @@ def train(hosts: TwoHosts, number: int, *arguments: str) -> Run:
     return hosts.start(number, run)
 
 
-def test_encrypted_runs_survive_a_short_cut_of_the_link_and_a_long_one_ends_both_hosts(hosts: TwoHosts) -> None:
+def test_encrypted_runs_survive_short_cuts_and_end_at_long_ones(hosts: TwoHosts) -> None:
     open_network = train(hosts, 0)
     assert open_network.wait() == 2
     assert "--make-keys" in open_network.output()
@@ -64,7 +64,7 @@ def test_encrypted_runs_survive_a_short_cut_of_the_link_and_a_long_one_ends_both
     torch.load(path, weights_only=True)  # It is whole.
 
 
-def test_a_node_that_pushes_once_goes_on_when_its_leader_is_killed(hosts: TwoHosts) -> None:
+def test_a_node_that_pushes_once_survives_its_leader(hosts: TwoHosts) -> None:
     strategy = {"combine": "true", "security": "none"}
     arguments = [
         *(f"--trainer.strategy.init_args.{name}={value}" for name, value in strategy.items()),

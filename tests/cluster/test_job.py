@@ -100,7 +100,7 @@ def test_server_nodes_are_a_second_part_of_the_job() -> None:
     assert text.count('--config "$run/servers.yaml"') == 2
 
 
-def test_only_a_run_that_goes_on_without_a_dead_rank_is_left_to_do_so() -> None:
+def test_only_a_run_that_survives_a_dead_rank_goes_on() -> None:
     arguments = (ClusterOptions(), Size(1, 2, 0), FOLDER, "python", "command")
     assert "--wait=60 " in sbatch_script(*arguments)
     assert "--wait=0 " in sbatch_script(*arguments, goes_on=True)
@@ -165,7 +165,7 @@ def run_as_job(folder: Path, code: int, restarts: int = 0, preempted: str = "Non
     return requeued.read_text().split() if requeued.exists() else []
 
 
-def test_a_job_is_requeued_when_it_was_warned_or_preempted_and_not_when_it_failed(tmp_path: Path) -> None:
+def test_warned_and_preempted_jobs_are_requeued_and_failed_not(tmp_path: Path) -> None:
     warned = 128 + signal.SIGUSR1
     assert run_as_job(tmp_path / "warned", warned) == ["17"]
     assert run_as_job(tmp_path / "finished", 0) == []
@@ -176,7 +176,7 @@ def test_a_job_is_requeued_when_it_was_warned_or_preempted_and_not_when_it_faile
     assert run_as_job(tmp_path / "warned too often", warned, restarts=3) == []
 
 
-def test_the_size_is_the_trainers_and_what_only_the_machine_would_know_is_refused() -> None:
+def test_the_size_is_the_trainers_and_what_it_lacks_is_refused() -> None:
     assert job_size(2, "4", "cuda") == job_size(2, 4, "gpu") == Size(2, 4, 4)
     assert job_size(2, [0, 2], "gpu") == Size(2, 2, 2)
     assert job_size(2, 3, "cpu") == Size(2, 3, 0)
@@ -206,7 +206,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
 ]
 
 
-def test_options_that_cannot_be_right_are_refused_and_others_are_not() -> None:
+def test_options_that_cannot_be_right_are_refused() -> None:
     for arguments, message in REFUSED:
         with pytest.raises(ConfigurationError, match=message):
             ClusterOptions(**arguments)  # type: ignore[arg-type]

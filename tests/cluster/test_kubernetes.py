@@ -71,7 +71,7 @@ def test_the_text_is_the_objects():
     assert "$$" not in text  # Kubernetes makes one of two.
 
 
-def test_pods_have_what_training_needs_and_are_started_again_without_counting_those_that_were_evicted():
+def test_pods_have_what_training_needs_and_may_be_evicted():
     _, service, servers, job = manifests.objects(run())
     assert service["spec"]["selector"] == job["spec"]["template"]["metadata"]["labels"]
     assert [(one["metadata"]["name"], one["spec"]["parallelism"]) for one in (job, servers)] == [
@@ -168,7 +168,7 @@ class Pod:
         Path(f"{self.log}.end").touch()
 
 
-def test_a_pods_script_passes_signals_on_and_ends_as_the_run_does(tmp_path: Path):
+def test_a_pods_script_passes_signals_and_the_runs_exit_code(tmp_path: Path):
     """A trainer's with the run's exit code; a server's when the run has ended well, or has stopped on its signal."""
     folder = tmp_path / "run"
     this = replace(run(key_secret=None), folder=str(folder), goes_on=True)
@@ -312,7 +312,7 @@ needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kube
 
 
 @needs_kubectl
-def test_the_cluster_is_asked_before_the_objects_are_made_in_order_or_none_of_them(api):
+def test_the_cluster_is_asked_and_then_all_objects_made_or_none(api):
     made = ["configmaps", "services", "jobs", "jobs"]
     create(run())
     assert api.seen == [*(("TRY", name) for name in made), *(("POST", name) for name in made)]
@@ -324,7 +324,7 @@ def test_the_cluster_is_asked_before_the_objects_are_made_in_order_or_none_of_th
 
 
 @needs_kubectl
-def test_what_the_cluster_does_not_take_is_said_before_anything_is_made(api, tmp_path, monkeypatch):
+def test_what_the_cluster_refuses_is_said_before_anything(api, tmp_path, monkeypatch):
     cases = [
         ({"gpus": 4}, "trainer.devices=8: no node with pool=a100 has more than 4 nvidia.com/gpu"),
         ({"missing": "persistentvolumeclaims/runs"}, "no claim runs for /runs"),

@@ -86,7 +86,7 @@ def test_a_script_without_the_command_line() -> None:
     check()
 
 
-def test_ranks_that_could_not_be_started_leave_the_next_ones_to_serve_a_store_themselves() -> None:
+def test_ranks_that_could_not_start_leave_the_store_to_others() -> None:
     strategy = Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", logger=False).strategy
 
     @on_loopback(strategy)

@@ -13,7 +13,7 @@ from cnnstrategies.cluster.stores import open_store
 from cnnstrategies.errors import ConfigurationError
 
 
-def test_the_host_with_the_store_ends_after_the_others_have_read_what_is_wrong():
+def test_the_host_with_the_store_ends_after_the_readers():
     """Else they would lose their connection to it, and say that instead."""
     store = HashStore()
     store.set("source", "127.0.0.1")

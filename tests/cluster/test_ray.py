@@ -41,9 +41,7 @@ def submit(cluster: RayCluster, log: Path, *arguments: str) -> Program:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_after_a_node_is_killed_the_run_goes_on_from_its_last_checkpoint_on_another(
-    tmp_path: Path, cluster: RayCluster, strategy: str
-) -> None:
+def test_after_a_nodes_death_the_run_resumes_on_another(tmp_path: Path, cluster: RayCluster, strategy: str) -> None:
     run = submit(cluster, tmp_path / "log", *STRATEGIES[strategy], f"--trainer.max_epochs={EPOCHS}")
     run.wait_until(lambda: bool(list(tmp_path.glob("ray/*/checkpoints/last.ckpt"))))
     (folder,) = tmp_path.glob("ray/*")

@@ -121,7 +121,7 @@ def run(
     return code, capsys.readouterr().out
 
 
-def test_each_node_has_its_rank_and_the_first_ones_address_and_no_other_launchers(monkeypatch, capsys):
+def test_each_node_has_its_rank_and_the_first_ones_address(monkeypatch, capsys):
     monkeypatch.setenv("SLURM_PROCID", "7")
     monkeypatch.setenv("WORLD_SIZE", "9")
     script = 'printf "is $NODE_RANK of $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS $SLURM_PROCID$WORLD_SIZE."'
@@ -132,7 +132,7 @@ def test_each_node_has_its_rank_and_the_first_ones_address_and_no_other_launcher
     assert f"\n[node 1] is 1 of 127.0.0.1:{port} 3 .\n" in log
 
 
-def test_a_failure_is_tried_again_under_the_same_name_as_often_as_allowed_and_a_mistake_is_not(capsys):
+def test_a_failure_is_retried_as_often_as_allowed_and_no_mistake(capsys):
     says = 'echo "$CNNSTRATEGIES_RUN_NAME $CNNSTRATEGIES_RUN_STARTS"; '
     code, log = run(FakeRay(), capsys, says + 'if [ "$NODE_RANK" = 1 ]; then exit 3; fi; exit 1')
     assert code in (1, 3)
@@ -149,7 +149,7 @@ NODE = r"node 1 \(.+, 127\.0\.0\.1\)"
 FAILS = '[ "$CNNSTRATEGIES_RUN_STARTS" = 0 ] || exit 0; [ "$NODE_RANK" = {} ] && exit {}; exec sleep 1000'
 
 
-def test_when_a_node_is_lost_the_others_programs_are_ended_at_once_and_all_starts_again(capsys):
+def test_a_lost_node_ends_the_others_and_all_starts_again(capsys):
     ray = FakeRay(loses=(1,))
     code, log = run(ray, capsys, FAILS.format(1, 0))
     assert code == 0
@@ -157,7 +157,7 @@ def test_when_a_node_is_lost_the_others_programs_are_ended_at_once_and_all_start
     assert ray.actors[0].node.program.wait() == -signal.SIGKILL
 
 
-def test_a_lost_node_is_named_though_another_has_failed_for_it_before_ray_knows(capsys):
+def test_the_lost_node_is_named_though_another_failed_first(capsys):
     """Also where the other says that it was started wrongly, since nobody came; one that answers is not lost."""
     for code in (1, 2):
         ended, log = run(FakeRay(silent=(1,)), capsys, FAILS.format(0, code))
@@ -167,7 +167,7 @@ def test_a_lost_node_is_named_though_another_has_failed_for_it_before_ray_knows(
     assert "(1 of at most 1): node 0 ended with code 7\n" in log, log
 
 
-def test_a_node_without_the_package_and_a_cluster_that_is_not_free_are_told(capsys):
+def test_a_node_without_package_and_a_busy_cluster_are_told(capsys):
     with pytest.raises(ConfigurationError, match=r"has no cnnstrategies \(nothing here\): install it"):
         run(FakeRay(), capsys, "exit 0", probe="echo nothing here; exit 1")
     with pytest.raises(ConfigurationError, match="2 nodes with 1 CPU each were not free for 0 s"):
@@ -177,7 +177,7 @@ def test_a_node_without_the_package_and_a_cluster_that_is_not_free_are_told(caps
         run(FakeRay(), capsys, "exit 0")
 
 
-def test_a_cluster_of_this_machine_that_has_died_is_not_waited_for(tmp_path, monkeypatch):
+def test_a_dead_cluster_of_this_machine_is_not_waited_for(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     (tmp_path / "last").write_text(f"{address}\n")

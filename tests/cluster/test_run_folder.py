@@ -50,7 +50,7 @@ def test_the_folder_is_that_of_the_name_below_the_first_loggers(given, folder):
     assert given.checkpoint.dirpath == folder
 
 
-def test_loggers_with_ids_get_those_of_the_run_that_is_started_again():
+def test_loggers_with_ids_keep_them_when_started_again():
     write_record(HERE, {"run": "digits", "loggers": {"1": "a1", "2": "b2"}})
 
     def placed(run=RUN, fresh=False, **given):
@@ -153,7 +153,7 @@ def test_one_process_sets_aside_what_is_there(monkeypatch):
         assert is_first(several) == (node == local == "0")
 
 
-def test_fresh_is_refused_where_it_would_be_in_vain_or_happen_at_each_restart():
+def test_fresh_is_refused_where_it_would_be_in_vain():
     check_fresh(False, None)
     check_fresh(True, RUN)
     with pytest.raises(ConfigurationError, match="add --run_name"):

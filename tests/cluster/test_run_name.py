@@ -42,11 +42,11 @@ SCRIPT = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"
         (variables("mine", starts=1) | {"TORCHELASTIC_RUN_ID": "digits"}, Run("mine", 1)),
     ],
 )  # fmt: skip
-def test_the_name_is_what_stays_the_same_when_a_launcher_starts_the_run_again(environ, run):
+def test_the_name_stays_when_a_launcher_starts_the_run_again(environ, run):
     assert find_run(None, "hash", environ) == run
 
 
-def test_a_given_name_goes_before_all_others_and_the_launchers_still_count():
+def test_a_given_name_goes_before_all_and_launchers_still_count():
     environ = variables("other") | {"TORCHELASTIC_RUN_ID": "digits", "TORCHELASTIC_RESTART_COUNT": "1"}
     assert find_run("mine", "hash", environ) == Run("mine", 1)
     assert find_run("mine", "hash", POD) == Run("mine", None)

@@ -102,7 +102,7 @@ def test_an_interrupted_job_goes_on_exactly(slurm, run_cli):
     assert all(value.equal(ended["state_dict"][key]) for key, value in whole["state_dict"].items()), job.log
 
 
-def test_dedicated_servers_run_on_nodes_of_their_own_and_a_dead_worker_is_left_out(slurm, run_cli):
+def test_dedicated_servers_have_nodes_and_the_dead_are_left_out(slurm, run_cli):
     """A heterogeneous job: the second node holds the parameters, the workers are on the first one."""
     KeyPair.create().save("run.key")
     few = ("--trainer.num_nodes=1", "--trainer.devices=2", "--trainer.max_epochs=20", "--trainer.limit_train_batches=5")

@@ -43,7 +43,7 @@ class Dies(Callback):
     ],
     ids=["hybrid_pipeline", "parameter_server"],
 )
-def test_after_a_rank_is_killed_the_run_goes_on_from_its_last_checkpoint_in_the_same_folder(
+def test_after_a_ranks_death_the_run_resumes_in_its_folder(
     tmp_path: Path, strategy: tuple[str, ...], launch: tuple[str, ...], folder: str
 ) -> None:
     (tmp_path / "dies.py").write_text(DIES)

@@ -210,7 +210,7 @@ def test_what_cannot_run_is_refused_in_a_line(quick, monkeypatch, capfd):
 
 
 @pytest.mark.light
-def test_trained_weights_with_other_classes_are_told_of_a_new_last_layer():
+def test_weights_of_other_classes_are_told_of_a_new_last_layer():
     error = raised(lambda: resnet18(weights="DEFAULT", num_classes=2))
     assert explain_build_error(error) == (
         "weights: trained for 1000 classes, and num_classes=2: class_path: cnnstrategies.pretrained.pretrained with "
@@ -450,7 +450,7 @@ ENDED = [
 ]
 
 
-def test_why_a_parameter_servers_worker_does_not_go_on_is_one_line(monkeypatch, capsys):
+def test_why_a_server_worker_does_not_go_on_is_one_line(monkeypatch, capsys):
     for error, code, said in ENDED:
 
         def fail(_, error=error):

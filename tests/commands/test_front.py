@@ -93,14 +93,14 @@ def test_what_help_names_is_there_and_full_help_is_the_parsers():
     }  # fmt: skip
 
 
-def test_an_unknown_command_is_refused_with_the_one_that_was_meant(capsys):
+def test_an_unknown_command_is_refused_with_the_one_meant(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["fitt"])
     assert stop.value.code == 2
     assert "no command 'fitt'; did you mean 'fit'?" in capsys.readouterr().err
 
 
-def test_recipes_are_found_by_name_from_anywhere_and_files_come_first(run_cli, capsys):
+def test_recipes_are_found_by_name_and_files_come_first(run_cli, capsys):
     code, output = run_cli("fit", "--config", "quickstart", "--config=strategy/hybrid_pipeline", "--print_config")
     assert code == 0
     assert "DigitsDataModule" in output

@@ -82,7 +82,7 @@ def test_one_that_does_is_left_to_end_by_itself(signum, monkeypatch):
     assert run_forked(run) == (0, "noticed True\n")
 
 
-def test_a_forked_ranks_signals_are_its_own_and_another_handler_has_its_own_grace():
+def test_a_forked_rank_has_signals_and_grace_of_its_own():
     def run() -> None:
         signal.signal(signal.SIGTERM, lambda *_: None)
         with heeds_signals(end, seconds=0.1):
@@ -98,7 +98,7 @@ def test_a_forked_ranks_signals_are_its_own_and_another_handler_has_its_own_grac
     assert run_forked(run) == (0, "told\n")
 
 
-def test_a_signal_to_a_process_that_is_just_forked_does_not_end_the_one_that_forked_it():
+def test_a_signal_to_a_fresh_fork_does_not_end_its_parent():
     """As to a rank whose other one was killed as soon as it was there: the run then ended without a word."""
     run = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=100)
     assert run.stdout == "went on\n"

@@ -38,7 +38,7 @@ def printed(run_cli, *args):
     return code, output
 
 
-def test_references_and_all_and_a_text_that_looks_like_a_number_stays_one(run_cli):
+def test_references_and_texts_that_look_like_numbers_stay(run_cli):
     numbers = ["--run_name=1e3", "--trainer.logger.init_args.name=12E-4", "--model.init_args.num_classes=12"]
     code, output = printed(run_cli, "--model=mine.Mine", "--data=mine.Digits", *numbers)
     assert code == 0, output

@@ -66,9 +66,7 @@ def test_what_is_missing_is_named(files: list[str], without: str | None, extra: 
         main([*words, *extra])
 
 
-def test_a_configuration_is_measured_planned_for_and_can_be_planned_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_configuration_is_measured_and_planned_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     timetable, profile = tmp_path / "plan.png", tmp_path / "own.csv"
     outputs = [f"--timetable={timetable}", f"--write_profile={profile}"]
     main(["plan", "--config", QUICKSTART, "--bandwidth", "1000", *outputs])

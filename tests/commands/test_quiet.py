@@ -47,7 +47,7 @@ def build():
     Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, precision="bf16-mixed")
 
 
-def test_lightnings_talk_about_itself_is_left_out_and_a_library_user_hears_it(said):
+def test_lightnings_talk_is_left_out_except_for_library_users(said):
     seed_everything(1)
     build()
     assert [text.split(":")[0] for text in said][:4] == [
@@ -100,7 +100,7 @@ def test_a_spawned_rank_is_quiet_too(said):
     assert said == []
 
 
-def test_on_a_full_disk_the_thread_that_writes_for_tensorboard_leaves_it_to_who_logs_to_say_so(capsys):
+def test_tensorboards_thread_leaves_a_full_disk_to_the_logger(capsys):
     quieten()
     logger = TensorBoardLogger(".")
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
@@ -129,7 +129,7 @@ def test_what_a_terminal_cannot_show_is_a_question_mark(start, monkeypatch):
     assert terminal.getvalue().endswith(b"0/23 ?\n")
 
 
-def test_srun_is_spoken_of_only_where_a_job_has_more_nodes_than_the_run(said, monkeypatch, tmp_path):
+def test_srun_is_named_only_for_jobs_of_more_nodes(said, monkeypatch, tmp_path):
     program = tmp_path / "srun"
     program.touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")

@@ -18,7 +18,7 @@ ARGUMENTS = [
 ]
 
 
-def test_what_each_node_is_asked_for_is_shown_and_what_cannot_run_is_refused(monkeypatch):
+def test_each_nodes_request_is_shown_and_the_unfit_refused(monkeypatch):
     base = check(ARGUMENTS)
     monkeypatch.setitem(sys.modules, "ray", None)  # As if it were not installed.
 

@@ -78,7 +78,7 @@ def test_what_changes_learning_is_tried_only_when_it_is_allowed():
 
 
 @pytest.mark.light
-def test_what_is_on_is_tried_without_and_other_modules_get_a_callback():
+def test_what_is_on_is_tried_without_and_others_by_callback():
     given = configuration({"channels_last": True, "compile_backend": "inductor"})
     values = [one.values for group in choices(given, ImageClassifier, CPU, []) for one in group]
     assert values == [{"model.init_args.channels_last": False}]
@@ -100,7 +100,7 @@ def given(name: str, **arguments: object) -> Namespace:
 
 
 @pytest.mark.light
-def test_communication_is_tried_by_strategy_and_what_changes_learning_only_when_it_is_allowed():
+def test_lossy_communication_is_tried_only_when_allowed():
     assert exchange("auto", devices=1) == {}
     assert list(exchange("ddp")) == ["buckets of 5 MB", "buckets of 100 MB"]
     allowed = exchange("ddp_fork", ["compression"])
@@ -121,7 +121,7 @@ def test_communication_is_tried_by_strategy_and_what_changes_learning_only_when_
 
 
 @pytest.mark.light
-def test_loading_is_tried_where_the_data_module_has_arguments_for_it(monkeypatch):
+def test_loading_is_tried_where_the_data_module_can(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     config = SimpleNamespace(trainer=SimpleNamespace(devices=2), data=Namespace(init_args=Namespace(num_workers=1)))
     assert [one.name for one in loading(config, DigitsDataModule)] == ["0 workers", "2 workers", "4 workers"]
@@ -129,7 +129,7 @@ def test_loading_is_tried_where_the_data_module_has_arguments_for_it(monkeypatch
 
 
 @pytest.mark.light
-def test_a_run_gets_the_command_line_without_what_tune_alone_takes():
+def test_a_run_gets_the_command_line_without_tunes_own_words():
     words = [
         "fit",
         "--config",

@@ -41,7 +41,7 @@ def test_speeds_are_what_has_changed_between_two_heartbeats(capsys):
 
 
 @pytest.mark.light
-def test_waits_faults_and_who_is_missing_are_shown_and_steer_no_terminal(capsys):
+def test_waits_and_faults_are_shown_and_steer_no_terminal(capsys):
     member = {**MEMBER, "life": 1, "takes_part": False, "silent": 8.0, "measured": 0.0, "figures": {}}
     now = {
         **ANSWER,
@@ -61,7 +61,7 @@ def test_waits_faults_and_who_is_missing_are_shown_and_steer_no_terminal(capsys)
 
 
 @pytest.mark.light
-def test_a_runs_folder_names_the_newest_version_and_is_its_owners_alone(tmp_path):
+def test_a_runs_folder_names_its_newest_version_and_is_private(tmp_path):
     for number in range(2):
         folder = tmp_path / f"version_{number}"
         RunAddress(f"ipc:///{number}", "run.key").save(folder)

@@ -51,7 +51,7 @@ def test_normalising_leaves_its_argument_as_it_was():
     assert torch.allclose(normalised[:, 1], expected, atol=1e-6)
 
 
-def test_a_users_transforms_draw_for_each_image_and_are_tried_before_the_start():
+def test_own_transforms_draw_for_each_image_and_are_tried_first():
     torch.manual_seed(0)
     further = each_image([v2.RandAugment(), v2.RandomErasing(p=1.0, value=7)], (3, 8, 8))
     images = torch.full((16, 3, 8, 8), 100, dtype=torch.uint8)

@@ -26,7 +26,7 @@ def trainer(strategy="auto", devices=1, **options):
     )
 
 
-def test_the_quickstart_makes_the_same_steps_under_every_strategy():
+def test_the_quickstart_makes_the_same_steps_everywhere():
     options = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())["data"]["init_args"]
     runs = {
         "one device": trainer(),
@@ -74,7 +74,7 @@ def test_both_sizes_are_refused():
         DigitsDataModule(global_batch_size=64).batch_size = 16
 
 
-def test_what_does_not_divide_is_refused_with_the_nearest_that_do():
+def test_what_does_not_divide_is_refused_with_the_nearest():
     data = DigitsDataModule(global_batch_size=64)
     with pytest.raises(ConfigurationError, match=r"by 3 processes that load: use 63 or 66, or batch_size"):
         data.check_trainer(trainer("ddp", 3))

@@ -36,7 +36,7 @@ def test_a_column_of_names_has_the_classes():
 
 
 @pytest.mark.light
-def test_columns_of_numbers_are_labels_or_values_and_parts_are_known_by_their_usual_names():
+def test_columns_of_numbers_are_labels_or_values():
     data = table(LABELS, task="multilabel")
     assert (data.class_names, data.num_classes) == (["wet", "cold"], 2)
     assert data.describe("train") == "2 in labels.csv"

@@ -41,7 +41,7 @@ def assert_same(actual, expected):
         assert torch.equal(targets, other_targets)
 
 
-def test_augmentation_depends_on_the_epoch_and_not_on_workers_or_the_global_generator():
+def test_augmentation_depends_on_the_epoch_alone():
     inside, workers = loader(), loader(workers=2)
     for number in range(2):
         for each in (inside, workers):
@@ -54,7 +54,7 @@ def test_augmentation_depends_on_the_epoch_and_not_on_workers_or_the_global_gene
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_resumed_loader_serves_what_is_left_and_then_whole_epochs(workers):
+def test_a_resumed_loader_serves_the_rest_then_whole_epochs(workers):
     first = loader(workers)
     first.sampler.set_epoch(4)
     iterator = iter(first)
@@ -76,7 +76,7 @@ def test_a_resumed_loader_serves_what_is_left_and_then_whole_epochs(workers):
     assert len(epoch(resumed)) == 7
 
 
-def test_a_state_saved_at_the_end_of_an_epoch_skips_nothing_in_the_next():
+def test_a_state_of_an_epochs_end_skips_nothing_in_the_next():
     resumed = loader()
     resumed.load_state_dict({"epoch": 4, "served": 7, **IDENTITY})
     resumed.sampler.set_epoch(5)
@@ -108,7 +108,7 @@ class Unreadable(TensorSource):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_unreadable_sample_is_reported_without_a_workers_traceback(workers):
+def test_an_unreadable_sample_is_told_without_a_traceback(workers):
     each = loader(workers)
     each.dataset.source.__class__ = Unreadable
     with pytest.raises(ConfigurationError, match=r"^sample 17 is broken: repair it$"):

@@ -123,7 +123,7 @@ def ranks(tmp_path_factory):
     return in_fork(run)
 
 
-def test_lightning_evaluates_every_sample_once_in_equally_many_batches(ranks):
+def test_lightning_evaluates_each_sample_once_in_equal_batches(ranks):
     for stage, first in (("validate", 100), ("test", 100), ("predict", 0)):  # Predict gives indices, not targets.
         assert [rank["sampler"] for rank in ranks[stage]] == [OrderedBatches.__name__] * 2, stage
         batches = [rank["seen"] for rank in ranks[stage]]
@@ -132,7 +132,7 @@ def test_lightning_evaluates_every_sample_once_in_equally_many_batches(ranks):
         assert numbers == list(range(first, first + EVALUATION)), stage
 
 
-def test_lightning_leaves_the_training_sampler_in_place_and_sets_its_epoch(ranks):
+def test_lightning_leaves_the_training_sampler_and_sets_epochs(ranks):
     assert [rank["sampler"] for rank in ranks["fit"]] == [ShuffledBatches.__name__] * 2
     alone = ShuffledBatches(TRAINING, 2 * BATCH, 7, num_replicas=1, rank=0, drop_last=False)
     expected = []
@@ -211,7 +211,7 @@ def test_a_resumed_run_sees_the_same_batches_bit_for_bit(uninterrupted, num_work
             assert len(data.train_source.fetched) == len(after), f"{point}: what was served before is not read again"
 
 
-def test_a_resume_within_an_epoch_with_another_global_batch_is_refused(uninterrupted):
+def test_resuming_an_epoch_with_another_batch_size_is_refused(uninterrupted):
     path = uninterrupted[1]["batch", 1, 4]
     with pytest.raises(ConfigurationError, match=r"after 5 batches, .*samples_per_batch was 4 and is 8"):
         trainer(max_epochs=3).fit(Recorder(), datamodule=Numbered(batch_size=8), ckpt_path=path, weights_only=True)

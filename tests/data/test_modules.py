@@ -38,7 +38,7 @@ def test_digits_are_split_by_seed_and_the_test_set_is_fixed():
     assert len(one.class_names) == one.num_classes == 10
 
 
-def test_synthetic_images_are_the_same_for_the_same_seed_and_can_be_learned():
+def test_synthetic_images_follow_the_seed_and_can_be_learned():
     one, same, other = (
         set_up(SyntheticDataModule(num_samples=60, num_classes=7, image_size=33, channels=2, seed=seed))
         for seed in (0, 0, 1)
@@ -89,7 +89,7 @@ def test_image_folder_reads_the_layout_of_imagenet():
     assert len(names) == 6
 
 
-def test_images_are_prepared_as_those_that_weights_were_trained_on():
+def test_images_are_prepared_as_pretrained_weights_expect():
     make_folder("images")
     halves = Preprocessing(32, 40, "bicubic", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
     given = [{}, {"image_size": 16}, {"image_size": 16, "resize": 16}]
@@ -138,7 +138,7 @@ def test_a_broken_image_is_refused_by_its_path_in_one_line():
         list(module.train_dataloader())
 
 
-def test_a_file_name_that_is_not_in_utf8_is_read_and_can_be_written():
+def test_a_file_name_not_in_utf8_is_read_and_written():
     make_folder("images")
     Path("images/val/cat/1.png").rename(os.fsdecode(b"images/val/cat/caf\xe9.png"))
     module = set_up(ImageFolderDataModule(Path("images"), image_size=16, num_workers=0))
@@ -165,7 +165,7 @@ def test_broken_images_are_skipped_and_each_reported_once():
     assert all(report.count(f"images/train/{name}:") == 1 for name in BROKEN)
 
 
-def test_a_broken_image_moves_no_other_between_training_and_validation():
+def test_a_broken_image_moves_no_other_between_the_splits():
     options = make_broken_folder(parts=(".",)) | {"val_split": 1 / 3}
     all_files = set_up(ImageFolderDataModule(Path("images"), on_broken="refuse", **options))
     skipping = set_up(ImageFolderDataModule(Path("images"), on_broken="skip", **options))

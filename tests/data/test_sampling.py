@@ -14,7 +14,7 @@ SIZES = list(itertools.product((1, 2, 3, 7, 16, 63, 64, 65, 1150), (1, 2, 5, 32)
 
 
 # Loops and not parameters: each test is a process of its own.
-def test_evaluation_sees_every_sample_once_in_equally_many_batches():
+def test_evaluation_sees_each_sample_once_in_equal_batches():
     for size, batch_size, world in SIZES:
         case = f"{size} samples, batch_size {batch_size}, {world} ranks"
         if size < world:
@@ -54,7 +54,7 @@ def test_training_cuts_one_permutation_into_global_batches():
                 assert min(lengths) == 1, case
 
 
-def test_balanced_epochs_have_as_many_of_each_class_and_all_samples_in_turn():
+def test_balanced_epochs_have_as_many_of_each_class_in_turn():
     classes = torch.tensor([7] * 90 + [2] * 8 + [5] * 3)[torch.randperm(101)]
 
     def epoch(number, world=1, rank=0):
@@ -76,7 +76,7 @@ def test_balanced_epochs_have_as_many_of_each_class_and_all_samples_in_turn():
     assert [sorted(a + b) for a, b in halves] == [sorted(batch) for batch in first]
 
 
-def test_each_epoch_is_another_permutation_and_each_batch_another_seed():
+def test_each_epoch_is_a_permutation_and_each_batch_has_a_seed():
     sampler = ShuffledBatches(100, 10, 0, 1, 0, drop_last=False)
     first = list(sampler)
     assert list(sampler) == first
@@ -89,7 +89,7 @@ def test_each_epoch_is_another_permutation_and_each_batch_another_seed():
     assert {r.seed for r in other_rank}.isdisjoint(r.seed for r in first)
 
 
-def test_an_epoch_depends_on_the_seed_and_not_on_other_random_numbers():
+def test_an_epoch_depends_on_the_seed_alone():
     def epoch(seed, skip=0):
         sampler = ShuffledBatches(100, 10, seed, 1, 0, drop_last=False)
         sampler.skip = skip

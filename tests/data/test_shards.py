@@ -111,7 +111,7 @@ def test_what_is_neither_jpeg_png_nor_webp_is_packed_as_png():
     assert torch.equal(decode(io.BytesIO(encoded.data)), decode(Path("one.tif")))
 
 
-def test_images_are_prepared_as_those_that_weights_were_trained_on(packed):
+def test_images_are_prepared_as_pretrained_weights_expect(packed):
     halves = Preprocessing(32, 40, "bicubic", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
     data = ShardedImageDataModule(Path("shards"), batch_size=4, num_workers=0)
     data.prepare_as(halves)
@@ -150,7 +150,7 @@ def test_a_crop_is_that_of_the_whole_image(options):
     assert shorter > 20
 
 
-def test_a_large_crop_is_decoded_at_a_fraction_of_its_size_and_looks_the_same(packed, monkeypatch):
+def test_a_large_crop_is_decoded_small_and_looks_the_same(packed, monkeypatch):
     loaded = module(augment=False)
     scales, decode_whole = [], loaded.train_source.decode_jpeg
     loaded.train_source.decode_jpeg = lambda jpeg, scale: scales.append(scale) or decode_whole(jpeg, scale)
@@ -162,7 +162,7 @@ def test_a_large_crop_is_decoded_at_a_fraction_of_its_size_and_looks_the_same(pa
     assert 0 < difference.mean() < 8
 
 
-def test_batch_k_is_the_same_for_any_number_of_processes_and_workers_and_every_image_comes_once(packed):
+def test_batch_k_is_the_same_for_any_processes_and_workers(packed):
     expected = None
     for ranks, workers in ((1, 0), (2, 0), (4, 0), (1, 2)):
         modules = [module(ranks, rank, batch_size=4 // ranks, num_workers=workers) for rank in range(ranks)]
@@ -180,7 +180,7 @@ def test_batch_k_is_the_same_for_any_number_of_processes_and_workers_and_every_i
         assert torch.equal(before, after[0])
 
 
-def test_storage_is_asked_for_all_images_of_a_batch_before_the_first_is_read(packed, monkeypatch):
+def test_storage_is_asked_for_a_whole_batch_before_reading(packed, monkeypatch):
     source, seen, read = module().train_source, [], os.pread
     monkeypatch.setattr(os, "posix_fadvise", lambda file, start, count, advice: seen.append((file, count, start)))
     monkeypatch.setattr(os, "pread", lambda *what: seen.append(what) or read(*what))
@@ -189,7 +189,7 @@ def test_storage_is_asked_for_all_images_of_a_batch_before_the_first_is_read(pac
     assert seen[:3] == seen[3:], "asked for as they are read then"
 
 
-def test_bytes_go_to_the_device_and_are_normalised_there_to_the_same(packed):
+def test_bytes_are_normalised_on_the_device_to_the_same(packed):
     plain, late = module(), module(normalise_on_device=True)
     assert next(iter(late.train_dataloader()))[0].dtype == torch.float32, "without a trainer nobody would do it"
     late.trainer = SimpleNamespace(accelerator=CPUAccelerator(), precision_plugin=DoublePrecision())
@@ -201,7 +201,7 @@ def test_bytes_go_to_the_device_and_are_normalised_there_to_the_same(packed):
         assert torch.equal(moved_targets, targets)
 
 
-def test_an_interrupted_pack_leaves_nothing_under_the_name_and_goes_on(monkeypatch):
+def test_an_interrupted_pack_leaves_no_name_and_goes_on(monkeypatch):
     contents = make_folder()
     whole = pack(contents, Path("whole"), AS_THEY_ARE, workers=1)
     encode, calls = shard_file.encode, []

@@ -89,7 +89,7 @@ def test_what_is_not_dense_and_plain_is_left_to_torch(images):
     [lambda batch: batch, lambda batch: batch[1][1:], lambda batch: batch[0][0, 2],
      lambda batch: batch[0].view(torch.int8), lambda batch: batch[0].numpy()[1:]],
 )  # fmt: skip
-def test_memory_is_taken_again_when_the_last_view_of_its_batch_is_gone(keep):
+def test_memory_is_reused_when_a_batchs_last_view_is_gone(keep):
     shared = SharedBatches(2, 3)
     lent = shared.lend(a_batch(1), 1)
     assert (lent.number, shared.states) == (3, [FREE] * 3 + [UNDER_WAY, FREE, FREE])
@@ -123,7 +123,7 @@ def test_where_none_is_free_batches_go_torchs_way():
 
 
 @pytest.mark.light
-def test_a_batch_lives_on_after_its_loader_and_one_under_way_is_given_up():
+def test_a_batch_outlives_its_loader_and_unfinished_ones_do_not():
     before = descriptors()
     shared = SharedBatches(1, 2)
     kept, under_way = received(shared.lend(a_batch(1), 0)), shared.lend(a_batch(2), 0)
@@ -137,7 +137,7 @@ def test_a_batch_lives_on_after_its_loader_and_one_under_way_is_given_up():
 
 
 @pytest.mark.light
-def test_a_forked_process_that_drops_its_copy_of_a_batch_does_not_free_it(monkeypatch):
+def test_a_fork_that_drops_its_copy_of_a_batch_frees_nothing(monkeypatch):
     shared = SharedBatches(1, 1)
     batch = received(shared.lend(a_batch(1), 0))
     monkeypatch.setattr(os, "getpid", lambda: 0)
@@ -162,7 +162,7 @@ def test_only_workers_that_are_forked_have_it(monkeypatch):
 
 
 @pytest.mark.light
-def test_two_iterators_have_memory_of_their_own_and_persistent_workers_the_same_in_each_epoch():
+def test_two_iterators_have_own_memory_and_workers_the_same():
     once, persistent = loader(2), loader(2, persistent=True)
     assert once.memory_of_workers() is not once.memory_of_workers()
     assert persistent.memory_of_workers() is persistent.memory_of_workers()

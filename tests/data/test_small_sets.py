@@ -11,7 +11,7 @@ from cnnstrategies.data import CIFAR10DataModule, CIFAR100DataModule, FashionMNI
 from cnnstrategies.data.small_sets import tensors
 
 
-def test_a_download_that_fails_names_the_data_set_the_directory_and_the_remedy(tmp_path, monkeypatch):
+def test_a_failed_download_names_data_set_directory_and_remedy(tmp_path, monkeypatch):
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # Refuses every connection, also where there is a network.
         monkeypatch.delenv(name.upper(), raising=False)

@@ -33,7 +33,7 @@ def decoded(monkeypatch):
     return seen
 
 
-def test_broken_files_are_found_and_good_ones_are_not_decoded_again(names, decoded):
+def test_broken_files_are_found_and_good_ones_decoded_once(names, decoded):
     broken = broken_images(Path("."), names)
     assert list(broken) == ["3.jpg", "7.jpg"]
     assert "cannot identify" in broken["3.jpg"]
@@ -64,7 +64,7 @@ def test_a_moved_directory_need_not_be_checked_again(names, decoded):
     assert sorted(decoded) == ["3.jpg", "7.jpg"]
 
 
-def test_the_cache_lies_in_the_directory_and_elsewhere_where_that_is_read_only(tmp_path, monkeypatch):
+def test_the_cache_lies_with_the_data_or_where_one_may_write(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert cache_file(tmp_path) == tmp_path / ".checked_images"
     # What does not exist cannot be written to, not even by root.

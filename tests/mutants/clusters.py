@@ -22,7 +22,7 @@ from cnnstrategies.cluster.stores import LOOPBACK, on_loopback, own_store, serve
 
 @replaces(
     sbatch_script,
-    killed_by=test_job.test_a_job_is_requeued_when_it_was_warned_or_preempted_and_not_when_it_failed,
+    killed_by=test_job.test_warned_and_preempted_jobs_are_requeued_and_failed_not,
 )
 def a_job_is_requeued_more_often_than_was_allowed(
     right: Callable[[ClusterOptions, Size, Path, str, str, bool], str],

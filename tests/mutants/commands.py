@@ -74,7 +74,7 @@ def garbage_is_looked_for_in_all_that_is_imported(
 
 @replaces(
     leaves_out_classes,
-    killed_by=test_cli.test_a_global_batch_that_does_not_divide_is_refused_before_processes_start,
+    killed_by=test_cli.test_an_indivisible_global_batch_is_refused_before_processes,
 )
 def every_configuration_is_parsed_twice(right: Callable[[Sequence[str]], bool], words: Sequence[str]) -> bool:
     return True
@@ -110,7 +110,7 @@ def a_disk_that_is_full_for_a_forked_rank_is_a_traceback(
 
 @replaces(
     show_unless_kept,
-    killed_by=test_quiet.test_on_a_full_disk_the_thread_that_writes_for_tensorboard_leaves_it_to_who_logs_to_say_so,
+    killed_by=test_quiet.test_tensorboards_thread_leaves_a_full_disk_to_the_logger,
 )
 def a_threads_error_is_printed_and_raised_again(
     right: Callable[[threading.ExceptHookArgs], None], failure: threading.ExceptHookArgs
@@ -130,7 +130,7 @@ def a_rank_that_is_stopped_is_not_looked_for(right: Callable[[int], bool], pid: 
 
 @replaces(
     spawned_by_a_thread,
-    killed_by=test_processes.test_nobody_waits_for_a_spawned_process_that_dies_or_stops_during_its_imports,
+    killed_by=test_processes.test_nobody_waits_for_what_dies_or_stops_in_its_imports,
     signum=9,
 )
 @contextlib.contextmanager

@@ -110,7 +110,7 @@ def batches_that_are_asked_for_again_are_others(
     return right(self, worker, number, processed, workers, next(_new))
 
 
-@replaces(Dispatcher.processed, killed_by=test_join.test_a_chunk_that_who_leaves_has_not_worked_on_is_given_to_another)
+@replaces(Dispatcher.processed, killed_by=test_join.test_unfinished_chunks_of_a_leaver_go_to_another)
 def who_leaves_does_not_say_how_far_it_has_come(
     right: Callable[[Dispatcher, int, int, int], None], self: Dispatcher, worker: int, number: int, processed: int
 ) -> None:
@@ -162,7 +162,7 @@ def a_journal_is_written_anew_in_its_place(
     right(self, contents)
 
 
-@replaces(behind, killed_by=test_coordinator.test_a_worker_that_needs_a_step_of_those_who_wait_for_it_ends_the_run)
+@replaces(behind, killed_by=test_coordinator.test_a_worker_that_needs_those_who_wait_for_it_ends_the_run)
 def who_has_ended_its_epoch_is_waited_for_without_end(
     right: Callable[[Collection[int], Collection[int], Mapping[int, Mapping[str, float]]], list[Wait]],
     waiting: Collection[int],
@@ -174,7 +174,7 @@ def who_has_ended_its_epoch_is_waited_for_without_end(
 
 @replaces(
     Roster.admit,
-    killed_by=test_coordinator.test_a_server_that_training_has_begun_without_is_filled_and_one_that_it_has_waited_for_is_not,
+    killed_by=test_coordinator.test_a_server_that_training_did_not_wait_for_is_filled,
     dies=True,
 )
 def a_server_that_training_has_begun_without_counts_as_one_of_the_first(

@@ -23,9 +23,7 @@ from cnnstrategies.errors import ConfigurationError
 # Samples
 
 
-@replaces(
-    ShuffledBatches.__iter__, killed_by=test_sampling.test_each_epoch_is_another_permutation_and_each_batch_another_seed
-)
+@replaces(ShuffledBatches.__iter__, killed_by=test_sampling.test_each_epoch_is_a_permutation_and_each_batch_has_a_seed)
 def every_epoch_has_the_same_order(
     right: Callable[[ShuffledBatches], Iterator[BatchRequest]], self: ShuffledBatches
 ) -> Iterator[BatchRequest]:
@@ -35,7 +33,7 @@ def every_epoch_has_the_same_order(
 
 @replaces(
     ShuffledBatches.__iter__,
-    killed_by=test_loading.test_a_resumed_loader_serves_what_is_left_and_then_whole_epochs,
+    killed_by=test_loading.test_a_resumed_loader_serves_the_rest_then_whole_epochs,
     workers=0,
 )
 def a_run_that_is_resumed_within_an_epoch_begins_the_epoch_anew(
@@ -45,9 +43,7 @@ def a_run_that_is_resumed_within_an_epoch_begins_the_epoch_anew(
     return right(self)
 
 
-@replaces(
-    OrderedBatches.samples, killed_by=test_sampling.test_evaluation_sees_every_sample_once_in_equally_many_batches
-)
+@replaces(OrderedBatches.samples, killed_by=test_sampling.test_evaluation_sees_each_sample_once_in_equal_batches)
 def an_evaluation_counts_samples_twice(
     right: Callable[[OrderedBatches, int, int], list[int]], self: OrderedBatches, batch: int, rank: int
 ) -> list[int]:
@@ -60,7 +56,7 @@ def an_evaluation_counts_samples_twice(
 
 @replaces(
     BatchDataset.__getitem__,
-    killed_by=test_loading.test_augmentation_depends_on_the_epoch_and_not_on_workers_or_the_global_generator,
+    killed_by=test_loading.test_augmentation_depends_on_the_epoch_alone,
 )
 def augmentation_depends_on_the_number_of_workers(
     right: Callable[[BatchDataset, BatchRequest], Batch | Lent | ConfigurationError],
@@ -72,7 +68,7 @@ def augmentation_depends_on_the_number_of_workers(
 
 @replaces(
     SharedBatches.receive,
-    killed_by=test_shared_batches.test_memory_is_taken_again_when_the_last_view_of_its_batch_is_gone,
+    killed_by=test_shared_batches.test_memory_is_reused_when_a_batchs_last_view_is_gone,
     keep=lambda batch: batch[1][1:],
 )
 def memory_is_taken_again_while_its_batch_is_in_use(
@@ -102,7 +98,7 @@ def a_crop_has_other_pixels_at_its_edge_than_the_image(
     return right_cut(data, header, left + MARGIN, top + MARGIN, right - MARGIN, bottom - MARGIN)
 
 
-@replaces(pack, killed_by=test_shards.test_an_interrupted_pack_leaves_nothing_under_the_name_and_goes_on)
+@replaces(pack, killed_by=test_shards.test_an_interrupted_pack_leaves_no_name_and_goes_on)
 def a_packing_goes_on_with_shards_that_were_written_with_other_options(
     right: Callable[[Contents, Path, Options, int], Index],
     contents: Contents,

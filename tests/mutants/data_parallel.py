@@ -13,7 +13,7 @@ from cnnstrategies.strategies import CompressedDDPStrategy
 
 @replaces(
     check_lengths,
-    killed_by=test_first_batch.test_processes_with_different_numbers_of_batches_are_refused_before_they_wait_for_each_other,
+    killed_by=test_first_batch.test_processes_with_unequal_numbers_of_batches_are_refused,
 )
 def epochs_may_have_different_lengths(
     right: Callable[[Sequence[int], str], None], lengths: Sequence[int], others: str = ""

@@ -27,7 +27,7 @@ from cnnstrategies.strategies.hybrid_pipeline.steps import Overflow, clip_by_joi
 
 @replaces(
     clip_by_joint_norm,
-    killed_by=test_hybrid_pipeline_features.test_accumulated_gradients_are_those_of_one_process_and_are_added_up_once,
+    killed_by=test_hybrid_pipeline_features.test_accumulated_gradients_are_those_of_one_process_once,
 )
 def each_stage_is_clipped_by_its_own_norm(
     right: Callable[[Optimizer, int | float, bool, torch.device], None],
@@ -41,7 +41,7 @@ def each_stage_is_clipped_by_its_own_norm(
 
 @replaces(
     Overflow.share,
-    killed_by=test_hybrid_pipeline_features.test_fp16_skips_a_step_on_all_stages_together_and_lowers_the_one_scale,
+    killed_by=test_hybrid_pipeline_features.test_fp16_skips_a_step_on_all_stages_and_lowers_one_scale,
 )
 def a_stage_skips_a_step_for_its_own_overflow_alone(
     right: Callable[[Overflow, Sequence[Tensor | None], bool], None],
@@ -54,7 +54,7 @@ def a_stage_skips_a_step_for_its_own_overflow_alone(
 
 @replaces(
     DividedModule.whole_state,
-    killed_by=test_hybrid_pipeline_features.test_metrics_stopping_averaging_and_best_checkpoint_equal_one_process,
+    killed_by=test_hybrid_pipeline_features.test_metrics_and_best_checkpoint_equal_one_process,
 )
 def a_checkpoint_has_what_the_first_stage_has_learned_alone(
     right: Callable[[DividedModule, dict[str, Any]], dict[str, Any]], self: DividedModule, state: dict[str, Any]
@@ -65,7 +65,7 @@ def a_checkpoint_has_what_the_first_stage_has_learned_alone(
 
 @replaces(
     DividedModule.restore,
-    killed_by=test_hybrid_pipeline_features.test_a_module_of_ones_own_trains_and_the_parent_has_all_weights,
+    killed_by=test_hybrid_pipeline_features.test_an_own_module_trains_and_its_parent_has_all_weights,
 )
 def after_fit_each_rank_has_the_weights_of_its_own_stage_alone(
     right: Callable[[DividedModule, bool], None], self: DividedModule, merge: bool
@@ -90,7 +90,7 @@ def a_sum_over_ranks_counts_the_batch_once_for_each(
 
 @replaces(
     check_loss,
-    killed_by=test_hybrid_pipeline_features.test_after_a_failure_nothing_goes_on_with_a_part_of_the_network,
+    killed_by=test_hybrid_pipeline_features.test_after_a_failure_no_part_of_the_network_goes_on,
 )
 def another_loss_than_the_one_that_is_trained_is_returned_unnoticed(
     right: Callable[[Tensor, float, bool], None], returned: Tensor, trained: float, by_method: bool
@@ -121,7 +121,7 @@ def gradients_that_are_zero_but_for_rounding_must_be_the_same(
 
 @replaces(
     copies,
-    killed_by=test_pipeline_comparison.test_it_runs_in_float64_where_it_will_train_or_as_near_to_that_as_it_can,
+    killed_by=test_pipeline_comparison.test_it_runs_in_float64_or_as_near_as_it_can,
     fails="nowhere",
     tried=["float64 cuda"],
 )

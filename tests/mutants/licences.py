@@ -33,7 +33,7 @@ def gradients_leave_before_the_hooks_have_run(
 
 
 @replaces(
-    who_sees_weights, killed_by=own_code.test_hooks_of_lightning_and_of_this_package_are_known_and_all_others_are_named,
+    who_sees_weights, killed_by=own_code.test_known_hooks_are_known_and_all_others_are_named,
 )  # fmt: skip
 def values_come_after_hooks_have_looked_at_them(
     right: Seen, module: LightningModule, callbacks: Iterable[Callback]
@@ -43,7 +43,7 @@ def values_come_after_hooks_have_looked_at_them(
 
 @replaces(
     Readers.__torch_function__,
-    killed_by=test_step.test_what_cannot_be_done_to_the_servers_parameters_is_refused,
+    killed_by=test_step.test_what_servers_parameters_do_not_allow_is_refused,
     noticed_by=(ConfigurationError,),
 )  # fmt: skip
 def weights_that_no_forward_of_their_own_reads_are_not_waited_for(
@@ -60,7 +60,7 @@ def hooks_take_the_norm_of_one_stage_for_that_of_all(
     yield
 
 
-@replaces(HookWatch.paused, killed_by=stages.test_what_hooks_do_with_each_parameter_by_itself_is_done_as_on_one_device)
+@replaces(HookWatch.paused, killed_by=stages.test_hooks_of_single_parameters_act_as_on_one_device)
 @contextmanager
 def a_hook_may_not_even_ask_for_what_all_stages_do_together(
     right: Callable[..., Any], self: HookWatch
@@ -68,9 +68,7 @@ def a_hook_may_not_even_ask_for_what_all_stages_do_together(
     yield
 
 
-@replaces(
-    Layers.__getitem__, killed_by=stages.test_what_hooks_do_with_each_parameter_by_itself_is_done_as_on_one_device
-)
+@replaces(Layers.__getitem__, killed_by=stages.test_hooks_of_single_parameters_act_as_on_one_device)
 def the_first_layer_is_the_first_one_of_a_stage(right: Callable[..., Any], self: Layers, key: Any) -> Any:
     own = [child for child in self.children() if next(child.parameters(), None) is not None]
     return own[key] if isinstance(key, slice) else own[min(key, len(own) - 1)]
@@ -95,7 +93,7 @@ def parameters_are_added_to_an_optimizer_that_other_stages_do_not_know(
 
 @replaces(
     Linear.__torch_function__,
-    killed_by=own_code.test_only_what_is_linear_may_be_done_to_a_workers_own_gradients,
+    killed_by=own_code.test_own_gradients_may_only_be_changed_linearly,
 )
 def a_hook_clips_each_workers_own_gradient(
     right: Callable[..., Any], self: Linear, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None

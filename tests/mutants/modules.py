@@ -28,7 +28,7 @@ from cnnstrategies.models.network_module import MeanOverSamples
 
 @replaces(
     ImageSegmenter.loss,
-    killed_by=test_segmentation.test_the_loss_is_the_mean_of_the_images_means_over_the_pixels_that_count,
+    killed_by=test_segmentation.test_the_loss_is_the_mean_of_images_over_counted_pixels,
 )
 def the_loss_of_masks_depends_on_how_images_are_divided_over_processes(
     right: Callable[[ImageSegmenter, Any, Tensor], Tensor], self: ImageSegmenter, outputs: Any, targets: Tensor
@@ -51,9 +51,7 @@ def the_old_checkpoint_goes_before_the_new_one_is_whole(
     right(self, checkpoint, path, storage_options)
 
 
-@replaces(
-    SameCheckpoint.setup, killed_by=test_checkpoint_words.test_ranks_that_have_found_different_checkpoints_do_not_start
-)
+@replaces(SameCheckpoint.setup, killed_by=test_checkpoint_words.test_ranks_with_different_checkpoints_do_not_start)
 def ranks_go_on_from_different_checkpoints(
     right: Callable[[SameCheckpoint, Trainer, LightningModule, str], None],
     self: SameCheckpoint,

@@ -41,7 +41,7 @@ def a_servers_own_mistake_counts_as_a_bad_message(
 
 @replaces(
     Loop.message,
-    killed_by=test_own_mistakes.test_a_coordinator_takes_no_mistake_of_its_own_for_a_bad_message,
+    killed_by=test_own_mistakes.test_a_coordinators_own_mistake_is_no_bad_message,
     noticed_by=(ControlError,),
     mistake=AssertionError,
 )
@@ -56,7 +56,7 @@ def a_coordinators_own_mistake_counts_as_a_bad_message(
 
 @replaces(
     Membership.end,
-    killed_by=test_own_mistakes.test_a_server_that_cannot_import_the_optimizer_ends_the_run_and_names_the_class,
+    killed_by=test_own_mistakes.test_a_server_without_the_optimizers_class_ends_and_names_it,
     noticed_by=(TimeoutError,),
 )
 def a_server_that_fails_leaves_like_one_that_is_done(
@@ -67,7 +67,7 @@ def a_server_that_fails_leaves_like_one_that_is_done(
 
 @replaces(
     CoordinatorService.send,
-    killed_by=test_own_mistakes.test_a_coordinator_that_fails_ends_with_its_traceback_and_all_are_told,
+    killed_by=test_own_mistakes.test_a_failing_coordinator_shows_its_traceback_and_tells_all,
     noticed_by=(TimeoutError,),
 )
 def a_coordinator_that_fails_tells_nobody(

@@ -44,7 +44,7 @@ def values_that_are_gone_are_computed_with(
 
 @replaces(
     Turns.__torch_dispatch__,
-    killed_by=test_held_in_turn.test_what_is_kept_is_as_in_the_whole_and_the_rest_has_its_shape_alone,
+    killed_by=test_held_in_turn.test_what_is_kept_is_whole_and_the_rest_shape_alone,
     first=True,
 )
 def nothing_is_drawn_for_what_belongs_elsewhere(
@@ -61,7 +61,7 @@ def nothing_is_drawn_for_what_belongs_elsewhere(
 
 @replaces(
     Turns.__torch_dispatch__,
-    killed_by=test_held_in_turn.test_of_a_checkpoint_that_is_loaded_while_it_is_built_what_is_kept_is_read_alone,
+    killed_by=test_held_in_turn.test_what_is_kept_of_a_checkpoint_is_read_alone,
     noticed_by=(RuntimeError,),
 )
 def a_checkpoint_is_read_for_other_ranks_as_well(

@@ -46,7 +46,7 @@ from cnnstrategies.strategies.parameter_server.step import Stepper
 
 @replaces(
     Board.lead,
-    killed_by=test_combiner.test_nothing_of_the_living_is_lost_or_counts_twice_whoever_dies,
+    killed_by=test_combiner.test_nothing_of_the_living_is_lost_or_counts_twice,
     first=50,
 )
 def gradients_that_a_dead_leader_has_not_pushed_are_lost(
@@ -69,9 +69,7 @@ def what_compression_leaves_out_is_lost(
     return right(copy.copy(self), gradient)
 
 
-@replaces(
-    check_range, killed_by=test_compression.test_a_gradient_beyond_the_range_of_fp16_is_refused_by_its_name, width=4
-)
+@replaces(check_range, killed_by=test_compression.test_a_gradient_beyond_fp16_is_refused_by_name, width=4)
 def a_gradient_becomes_infinite_on_its_way(
     right: Callable[[Slice, Tensor, Specification, int], None],
     slice_: Slice,
@@ -115,7 +113,7 @@ def two_loaders_share_the_batches_of_one(
 
 @replaces(
     check_dispatch,
-    killed_by=test_given_out_samples.test_what_counts_steps_is_refused_where_workers_make_different_numbers_of_them,
+    killed_by=test_given_out_samples.test_counters_of_steps_are_refused_where_steps_differ,
 )
 def workers_save_together_at_steps_that_they_make_at_different_times(
     right: Callable[[Trainer, Options], None], trainer: Trainer, options: Options
@@ -139,7 +137,7 @@ def options_that_are_not_finite_go_to_servers(
 
 @replaces(
     check_endpoint,
-    killed_by=test_security.test_a_network_needs_encryption_or_an_explicit_word_the_loopback_too,
+    killed_by=test_security.test_any_network_needs_encryption_or_an_explicit_word,
 )
 def servers_listen_on_the_loopback_without_keys(
     right: Callable[[str, bool, bool], None], endpoint: str, encrypted: bool, insecure: bool = False
@@ -183,7 +181,7 @@ def the_outer_momentum_moves_the_weights_without_own_steps(right: Callable[[Step
     right(self)
 
 
-@replaces(choose_rendezvous, killed_by=test_sessions.test_a_worker_waits_as_long_as_the_network_is_to_be_waited_for)
+@replaces(choose_rendezvous, killed_by=test_sessions.test_a_worker_waits_as_long_as_network_wait_says)
 def nobody_is_told_how_long_to_wait(
     right: Callable[[Options, Layout, int, bool, str | None], Rendezvous],
     options: Options,
@@ -195,7 +193,7 @@ def nobody_is_told_how_long_to_wait(
     return replace(right(options, layout, session, supervised, directory), wait=WAIT)
 
 
-@replaces(allow_files, killed_by=test_limits.test_the_limit_of_files_is_raised_or_the_start_refused_with_the_number)
+@replaces(allow_files, killed_by=test_limits.test_the_limit_of_files_is_raised_or_the_start_refused)
 def the_limit_of_files_stays_as_it_is(right: Callable[[int, str], None], count: int, who: str) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     right(count, who)

@@ -263,7 +263,7 @@ def a_message_has_a_module_imported(right: Callable[[str], type | None], name: s
     return right(name)
 
 
-@replaces(with_fields, killed_by=test_codec.test_records_arrive_by_their_class_and_none_of_their_code_runs)
+@replaces(with_fields, killed_by=test_codec.test_records_arrive_by_class_and_none_of_their_code_runs)
 def the_own_code_of_a_record_runs_where_it_arrives(
     right: Callable[[type, Sequence[str], list[Any]], Any], cls: type, names: Sequence[str], parts: list[Any]
 ) -> Any:

@@ -14,7 +14,7 @@ from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.rank import Ranking, rank
 
 
-@replaces(Predictor.search, killed_by=test_partition.test_memory_limit_is_kept_and_reached_when_only_few_layouts_fit)
+@replaces(Predictor.search, killed_by=test_partition.test_a_memory_limit_is_kept_when_few_layouts_fit)
 def the_memory_limit_is_not_kept(right: Callable[[Predictor], Layout | None], self: Predictor) -> Layout | None:
     return right(Predictor(replace(self.job, memory_limit=None)))
 
@@ -26,7 +26,7 @@ def a_bound_on_a_steps_time_is_too_high(
     return 2 * right(self, layout)
 
 
-@replaces(rank, killed_by=test_rank.test_what_changes_learning_is_never_ranked_with_what_does_not)
+@replaces(rank, killed_by=test_rank.test_what_changes_learning_is_ranked_apart)
 def strategies_that_learn_differently_are_ranked_together(right: Callable[[Job], Ranking], job: Job) -> Ranking:
     ranking = right(job)
     return replace(ranking, same=(*ranking.same, *ranking.changing))

@@ -56,7 +56,7 @@ def a_worker_runs_one_step_further_ahead_than_the_staleness(
 
 @replaces(
     Synchronous.begin,
-    killed_by=test_sync.test_accumulated_gradients_and_ssp_without_staleness_are_sync,
+    killed_by=test_sync.test_accumulated_gradients_and_ssp_of_staleness_0_are_sync,
 )
 def workers_count_alike_whatever_their_number_of_samples(
     right: Callable[[Synchronous, Who, int, Begin], None], self: Synchronous, who: Who, step: int, begin: Begin
@@ -66,7 +66,7 @@ def workers_count_alike_whatever_their_number_of_samples(
 
 @replaces(
     SyncClock.leave,
-    killed_by=test_clocks.test_the_first_step_waits_for_all_expected_workers_even_if_one_of_them_died,
+    killed_by=test_clocks.test_the_first_step_waits_for_all_workers_even_dead_ones,
 )
 def a_dead_worker_is_waited_for(right: Callable[[SyncClock, int], None], self: SyncClock, worker: int) -> None:
     pass

@@ -15,7 +15,7 @@ from cnnstrategies.verifying.batches import joined
 from cnnstrategies.verifying.verdict import differences
 
 
-@replaces(joined, killed_by=test_verdict.test_batches_of_ranks_are_joined_by_samples_in_the_order_of_the_ranks)
+@replaces(joined, killed_by=test_verdict.test_batches_of_ranks_are_joined_by_samples_in_rank_order)
 def one_device_gets_the_batches_of_rank_zero(right: Callable[[Any], Any], parts: Any) -> Any:
     return parts[0]
 
@@ -35,7 +35,7 @@ def each_microbatch_decides_by_its_own_values(
     raise UndecidedError(self.graph, asked.node)
 
 
-@replaces(hold_to, killed_by=test_stage.test_what_a_network_decides_by_the_shape_of_its_images_holds_for_these)
+@replaces(hold_to, killed_by=test_stage.test_what_a_network_decides_by_shape_holds_for_its_images)
 def images_of_other_shapes_are_taken_for_those_of_the_trace(
     right: Callable[..., None], graph: fx.Graph, decided: Decided, name: str
 ) -> None:

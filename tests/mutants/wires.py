@@ -30,7 +30,7 @@ def a_connection_on_which_nothing_comes_is_waited_for(
     pass
 
 
-@replaces(begins, killed_by=test_transport.test_a_header_whose_payload_was_lost_takes_no_other_one_for_it)
+@replaces(begins, killed_by=test_transport.test_a_header_without_payload_takes_no_other_for_it)
 def a_message_is_taken_for_the_payload_that_was_lost(
     right: Callable[[bytes | memoryview, int], bool], data: bytes | memoryview, session: int
 ) -> bool:

@@ -47,9 +47,7 @@ def test_compressed_pushes_are_smaller_and_still_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "compression"), [("sync", "fp16"), ("async", "bf16")])
-def test_compressed_pulls_are_half_as_large_and_the_servers_keep_their_precision(
-    mode: str, compression: str, tmp_path: Path
-) -> None:
+def test_compressed_pulls_are_half_and_servers_stay_precise(mode: str, compression: str, tmp_path: Path) -> None:
     with Roles(tmp_path, specify(PLAIN, 1, mode=mode, pull_compression=compression, servers=2)) as run:
         replica, first, last = fit(run)
         received = replica.worker.counters.bytes_received

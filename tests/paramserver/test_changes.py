@@ -66,7 +66,7 @@ def test_a_worker_adds_a_change_only_to_what_it_was_made_from() -> None:
 
 
 @pytest.mark.light
-def test_who_wants_a_change_that_nobody_else_wants_gets_the_values_alone() -> None:
+def test_who_wants_changes_alone_gets_the_values() -> None:
     """Also from a copy: what was known is that of many steps before."""
     specification = specify(SGD, 1, pull_compression="auto")
     store, other = (Store(specification, cut(specification)) for _ in range(2))
@@ -127,7 +127,7 @@ def encodings_by_step(worker: Worker, rungs: Sequence[int]) -> None:
 
 @pytest.mark.light
 @pytest.mark.parametrize("dies", [4, 6, 9])
-def test_who_changes_from_values_to_changes_and_back_has_what_the_server_counts_with(dies: int, tmp_path: Path) -> None:
+def test_who_changes_encodings_has_what_the_server_counts_with(dies: int, tmp_path: Path) -> None:
     """A change is made from the rounded values of the step before, whose bytes it spares; also by a copy."""
     rungs, sizes = [0, 1, 2, 2, 2, 1, 2, 0, 0, 2, 2, 2], []
     gradients = torch.randn(len(rungs), 40, generator=torch.Generator().manual_seed(0))
@@ -180,7 +180,7 @@ def test_where_one_wants_changes_all_have_the_same_if_they_can(tmp_path: Path) -
 
 
 @pytest.mark.light
-def test_validation_has_the_values_of_the_servers_and_training_goes_on_from_those_of_changes(tmp_path: Path) -> None:
+def test_validation_has_the_servers_values_and_training_goes_on(tmp_path: Path) -> None:
     with PlainRoles(tmp_path, (40,), workers=1, pull_compression="topk", compression_ratio=0.1) as run:
         worker, (value,) = run.joined()
         run.step(worker)

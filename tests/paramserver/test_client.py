@@ -29,7 +29,7 @@ class Reversed(nn.Module):
         return x
 
 
-def test_a_forward_waits_for_its_own_layer_and_pulls_come_in_the_order_of_use(tmp_path: Path) -> None:
+def test_a_forward_waits_for_its_layer_and_pulls_follow_use(tmp_path: Path) -> None:
     network = Reversed()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     specification = Specification.of(network.named_parameters(), optimizer, 1, slice_bytes=1 << 18, servers=2)
@@ -99,7 +99,7 @@ def test_the_timeout_reaches_the_servers() -> None:
     assert options.specification(module, torch.optim.SGD([module.weight], lr=0.1), 1, 2).timeout == 7
 
 
-def test_a_learning_rate_that_servers_refuse_is_an_error_at_its_worker_at_once(tmp_path: Path) -> None:
+def test_a_refused_learning_rate_is_an_error_at_its_worker(tmp_path: Path) -> None:
     with PlainRoles(tmp_path) as run:
         worker, _ = run.joined()
         run.step(worker)

@@ -8,7 +8,7 @@ from cnnstrategies.paramserver.server.decision import Reports
 pytestmark = pytest.mark.light
 
 
-def test_the_first_step_waits_for_all_expected_workers_even_if_one_of_them_died() -> None:
+def test_the_first_step_waits_for_all_workers_even_dead_ones() -> None:
     clock = SyncClock(expected=3)
     assert clock.join(0) == clock.join(1) == 0
     assert clock.ready({0, 1}) is None
@@ -31,7 +31,7 @@ def test_a_newcomer_counts_from_its_first_step_on() -> None:
     assert clock.step == 3, "the same decision twice counts once"
 
 
-def test_a_worker_may_be_as_far_ahead_as_the_staleness_says_and_no_farther() -> None:
+def test_a_worker_is_as_far_ahead_as_staleness_says_at_most() -> None:
     for staleness in (0, 3):
         clock = StaleClock(staleness, expected=3)
         clock.join(0)
@@ -68,7 +68,7 @@ def test_who_is_called_is_waited_for_but_not_for_ever() -> None:
     assert not roll.expire(50.0), "only once"
 
 
-def test_what_a_server_had_under_an_older_view_does_not_count_and_of_a_newer_one_it_counts_then() -> None:
+def test_only_a_servers_state_of_the_present_view_counts() -> None:
     reports = Reports()
     reports.follow(3, [0, 1])
     reports.add(0, 3, {(7, 1)})
@@ -122,7 +122,7 @@ def looks_in_a_step(workers: int, servers: int) -> int:
     return Number.looks
 
 
-def test_a_vote_costs_the_leader_the_same_for_any_number_of_workers() -> None:
+def test_a_vote_costs_the_leader_the_same_for_any_workers() -> None:
     few, many = (looks_in_a_step(workers, 4) for workers in (100, 800))
     assert few >= 100
     assert many < 1.1 * 8 * few, f"{few} looks for 100 workers, {many} for 800"

@@ -57,7 +57,7 @@ class Run:
 
 @pytest.mark.light
 @pytest.mark.parametrize(("workers", "noise", "least"), [(1, 0.0, 0.9), (1, 0.2, 0.8), (3, 0.1, 0.85)])
-def test_each_phase_of_a_link_has_nearly_the_speed_of_its_best_rung(workers: int, noise: float, least: float) -> None:
+def test_each_phase_of_a_link_nears_its_best_rungs_speed(workers: int, noise: float, least: float) -> None:
     for seed in range(2):
         run = Run(workers, noise, seed)
         for seconds in (FAST, SLOW, (0.3, 0.2, 0.25), FAST, SLOW):
@@ -66,7 +66,7 @@ def test_each_phase_of_a_link_has_nearly_the_speed_of_its_best_rung(workers: int
 
 
 @pytest.mark.light
-def test_where_nothing_is_to_be_gained_nothing_lossy_is_used_and_trying_costs_little() -> None:
+def test_without_gain_nothing_lossy_is_used_and_trying_is_cheap() -> None:
     for seconds in ((0.2, 0.2, 0.3), (0.2, 0.21, 0.4), (0.2, 0.29, 0.4), (0.2, 2.0, 2.0)):
         run = Run().steps(1000, seconds)
         assert run.choosers[0].chosen == 0
@@ -103,14 +103,14 @@ def test_what_is_taken_for_a_change_of_the_link() -> None:
 
 
 @pytest.mark.light
-def test_what_differs_all_the_time_is_a_change_no_more_and_a_great_change_still_is() -> None:
+def test_steady_differences_are_no_change_and_great_ones_are() -> None:
     run = Run(noise=0.3).steps(1500, (0.2, 0.24, 0.3))
     assert run.share(1000, (0.2, 0.24, 0.3)) > 0.975
     assert run.steps(100, SLOW).share(70, SLOW) > 0.9
 
 
 @pytest.mark.light
-def test_after_a_change_that_way_is_tried_first_in_which_the_best_will_be() -> None:
+def test_after_a_change_the_likely_best_way_is_tried_first() -> None:
     """Smaller encodings where steps take longer, more exact ones where they take less."""
     for seconds, first in (((0.8, 0.6, 0.4), 2), ((0.1, 0.1, 0.2), 0)):
         run = Run().steps(100, (0.45, 0.3, 0.45))
@@ -164,7 +164,7 @@ def test_the_ladder_has_what_is_left_open() -> None:
 
 @pytest.mark.light
 @pytest.mark.parametrize("seed", range(3))
-def test_what_was_sent_and_what_is_kept_are_all_gradients_whatever_the_encodings(seed: int) -> None:
+def test_sent_and_kept_are_all_gradients_in_any_encoding(seed: int) -> None:
     """Small whole numbers, which bf16 holds as they are."""
     choices: list[Compression] = ["none", "bf16", "topk", "fp16", "onebit"]
     from_here, generator = random.Random(seed), torch.Generator().manual_seed(seed)

@@ -22,7 +22,7 @@ from cnnstrategies.paramserver.worker.codecs import ladder
 from cnnstrategies.strategies.parameter_server.start import Alive
 
 
-def test_each_gradient_is_in_its_step_once_with_its_samples_as_weight() -> None:
+def test_each_gradient_is_once_in_its_step_weighted_by_samples() -> None:
     for seed in range(5):
         world = simulate(seed, faults=False)
         assert all(len(steps) == STEPS for steps in world.worked.values())
@@ -30,7 +30,7 @@ def test_each_gradient_is_in_its_step_once_with_its_samples_as_weight() -> None:
 
 
 @pytest.mark.parametrize("first", range(0, 30, 15))
-def test_nothing_of_the_living_is_lost_or_counts_twice_whoever_dies(first: int) -> None:
+def test_nothing_of_the_living_is_lost_or_counts_twice(first: int) -> None:
     for seed in range(first, first + 15):
         simulate(seed)
 
@@ -99,9 +99,7 @@ class Node:
         worker.wait_all()
 
 
-def test_with_real_servers_the_next_worker_pushes_what_a_dead_leader_has_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_real_servers_a_dead_leaders_rest_is_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "PATIENCE_SECONDS", 1e3)  # For who is in the view, and does not say where it is.
     with PlainRoles(tmp_path, sizes=(40, 7), workers=2, servers=2, pipelined=True) as cluster:
         everyone = tuple(WorkerInfo(rank) for rank in range(4))
@@ -150,7 +148,7 @@ def boards_of(parameters: list[torch.Tensor], ranks: range) -> dict[int, Board]:
     return {rank: Board(memoryview(bytearray(size_of(parameters))), parameters) for rank in ranks}
 
 
-def test_a_step_is_the_mean_weighted_by_samples_of_those_that_live_or_have_given() -> None:
+def test_a_step_is_the_mean_of_those_alive_weighted_by_samples() -> None:
     parameters = [torch.zeros(2), torch.zeros(1), torch.zeros(1)]
     boards = boards_of(parameters, range(1, 4))
     alive = {0, 1, 2, 3}
@@ -179,7 +177,7 @@ def test_a_step_is_the_mean_weighted_by_samples_of_those_that_live_or_have_given
     assert taken.pushed[2] == [0.5]
 
 
-def test_who_was_taken_for_dead_hears_of_it_also_where_all_that_it_waits_for_is_there() -> None:
+def test_who_was_taken_for_dead_hears_of_it_in_any_wait() -> None:
     parameters = [torch.zeros(2)]
     boards = boards_of(parameters, range(2))
     alive = {0, 1}
@@ -193,7 +191,7 @@ def test_who_was_taken_for_dead_hears_of_it_also_where_all_that_it_waits_for_is_
         worker.begin_step((), 1)
 
 
-def test_a_node_does_not_go_on_where_servers_have_forgotten_steps() -> None:
+def test_a_node_stops_where_servers_have_forgotten_steps() -> None:
     parameters = [torch.zeros(2)]
     boards = boards_of(parameters, range(3))
     alive = {0, 1, 2}
@@ -207,6 +205,6 @@ def test_a_node_does_not_go_on_where_servers_have_forgotten_steps() -> None:
         worker.begin_step((), 1)
 
 
-def test_memory_of_a_process_that_is_not_of_this_node_is_refused_by_name() -> None:
+def test_memory_of_another_nodes_process_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match=r"combine: true: worker 3 \(process 1 on other\) counts as one"):
         open_shared([3], {3: ["other", 1, 99]}, 64)

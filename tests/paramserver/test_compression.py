@@ -24,7 +24,7 @@ def sent(encoder: Encoder, gradient: torch.Tensor) -> torch.Tensor:
     return decode(payload, encoder.encoding, gradient.numel(), gradient.dtype)
 
 
-def test_without_compression_no_bit_changes_and_nothing_is_copied() -> None:
+def test_without_compression_no_bit_changes_nor_is_copied() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         gradient = torch.randn(33).to(dtype)
         got = sent(Encoder("none", 0.1), gradient)
@@ -38,13 +38,13 @@ def test_half_precision_rounds(compression: Compression) -> None:
     torch.testing.assert_close(sent(Encoder(compression, 0.1), gradient), gradient, rtol=1e-2, atol=1e-3)
 
 
-def test_parameters_beyond_the_range_of_fp16_become_its_largest_number() -> None:
+def test_parameters_beyond_fp16_become_its_largest_number() -> None:
     payload = as_bytes(rounded(torch.tensor([1e6, -1e6, 0.5]), Encoding.FP16))
     assert decode(payload, Encoding.FP16, 3, torch.float32).tolist() == [65504, -65504, 0.5]
 
 
 @pytest.mark.parametrize("width", [4, 4000])
-def test_a_gradient_beyond_the_range_of_fp16_is_refused_by_its_name(width: int) -> None:
+def test_a_gradient_beyond_fp16_is_refused_by_name(width: int) -> None:
     """In a slice of its own or of several; what is no finite number goes on as it is, as everywhere."""
     network = nn.Sequential(nn.Linear(width, 1), nn.Linear(1, 1))
     optimizer, sink = torch.optim.SGD(network.parameters(), 0.1), lambda *_, **__: 0
@@ -98,9 +98,7 @@ def test_a_selection_by_sample_is_that_among_all(total: int, share: float) -> No
         ([0.0] * 9, [0.0] * 9),
     ],
 )
-def test_onebit_sends_the_means_of_what_is_above_zero_and_of_the_rest(
-    gradient: list[float], expected: list[float]
-) -> None:
+def test_onebit_sends_the_means_above_and_below_zero(gradient: list[float], expected: list[float]) -> None:
     for dtype in (torch.float32, torch.float64):
         assert sent(Encoder("onebit", 0.1), torch.tensor(gradient, dtype=dtype)).tolist() == expected
 

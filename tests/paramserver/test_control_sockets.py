@@ -100,7 +100,7 @@ def test_collectives_give_every_worker_the_same(tmp_path: Path) -> None:
     assert results == [expected] * 3
 
 
-def test_nonsense_neither_stops_the_coordinator_nor_registers_anybody(tmp_path: Path) -> None:
+def test_nonsense_neither_stops_the_coordinator_nor_registers(tmp_path: Path) -> None:
     """See `test_coordinator_fuzz.py` for what messages may hold; here is what no message is."""
     endpoint, chance = f"ipc://{tmp_path}/coordinator", random.Random(0)
     with serving(endpoint, 1) as listens, zmq.Context() as context:
@@ -135,7 +135,7 @@ def test_who_waits_is_told_for_whom(
         together([worker(endpoint, rank) for rank in range(2)], meet)
 
 
-def test_a_worker_that_is_ahead_knocks_until_the_coordinator_of_its_session_is_there() -> None:
+def test_a_worker_ahead_knocks_until_its_coordinator_is_there() -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     with serving(endpoint, 2) as listens:
         listens.wait()  # Else the other coordinator may come first, and this one waits for its end.
@@ -149,7 +149,7 @@ def test_a_worker_that_is_ahead_knocks_until_the_coordinator_of_its_session_is_t
             assert second.is_set()
 
 
-def test_services_start_without_lightning_and_outlive_the_signals_of_job_managers(tmp_path: Path) -> None:
+def test_services_start_without_lightning_and_outlive_signals(tmp_path: Path) -> None:
     """These reach every process of a job; the workers stop after their step, and need the services until then."""
     settings = CoordinatorSettings(f"ipc://{tmp_path}/coordinator", 1, 0)
     coordinator = start(CoordinatorProcess(settings), "program")

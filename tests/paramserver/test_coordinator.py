@@ -42,7 +42,7 @@ def test_who_comes_after_all_have_left_is_told() -> None:
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_a_server_that_training_has_begun_without_is_filled_and_one_that_it_has_waited_for_is_not(dies: bool) -> None:
+def test_a_server_that_training_did_not_wait_for_is_filled(dies: bool) -> None:
     """The first process of its place has never registered."""
     run = Run(1, 2, survivable=1)
     run.member("server", 1)
@@ -68,7 +68,7 @@ def test_a_process_that_nobody_expects_is_not_let_in() -> None:
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_who_was_stopped_misses_a_coordinator_that_is_gone_a_time_out_after_it_goes_on(comes: bool) -> None:
+def test_the_stopped_miss_a_lost_coordinator_after_a_time_out(comes: bool) -> None:
     """No sooner: it could not hear it. And no later, whatever had come while it was stopped."""
     run, (worker,) = trained(1)
     run.links.fate = lambda send: Moment("late", 0.3) if comes and send.message.kind == "done" else None
@@ -98,7 +98,7 @@ def test_few_are_named_of_many():
 
 
 @pytest.mark.parametrize("second", ["get", "nothing"])
-def test_workers_that_wait_for_each_other_end_the_run_and_are_named(second: str) -> None:
+def test_workers_that_wait_for_each_other_are_named(second: str) -> None:
     run = Run(2)
     zero, one = (run.member("worker", number) for number in range(2))
     run.collect(zero, "barrier")
@@ -124,7 +124,7 @@ def end_of_the_run(figures: dict[int, dict[str, float]]) -> str | None:
     return None if ended is None else ended.reason
 
 
-def test_a_worker_that_needs_a_step_of_those_who_wait_for_it_ends_the_run():
+def test_a_worker_that_needs_those_who_wait_for_it_ends_the_run():
     """Who has made as many steps may be on its way, and so may who allows that others are behind."""
     at_five = {"pushed": 5, "needs": 5}
     assert end_of_the_run({0: at_five, 1: at_five, 2: {"pushed": 6, "needs": 6}}) == (
@@ -164,7 +164,7 @@ def test_the_first_of_each_kind_is_lost(restarts: int) -> None:
     assert all(network.sent[kind] > 2 for kind in KINDS), network.sent
 
 
-def test_a_coordinator_that_hears_heartbeats_and_no_requests_is_named() -> None:
+def test_a_coordinator_deaf_to_requests_is_named() -> None:
     run, (worker,) = trained(1)
     with run.loses(lambda send: send.message.kind in ("collect", "probe")):
         waits = run.collect(worker, "end")
@@ -179,7 +179,7 @@ def test_a_coordinator_that_hears_heartbeats_and_no_requests_is_named() -> None:
     )
 
 
-def test_the_silence_of_rank_0_ends_a_run_although_nobody_says_what_becomes_of_it() -> None:
+def test_the_silence_of_rank_0_ends_a_run() -> None:
     """Its supervision may be gone with it: then the promise that it would be replaced is nobody's."""
     run, (zero, one) = trained(2)
     run.strike("pause", zero, 1000.0)

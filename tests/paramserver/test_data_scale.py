@@ -31,9 +31,7 @@ class Counting(Network):
 
 
 @pytest.mark.parametrize(("workers", "servers"), [(2, 2), (4, 3)])
-def test_a_server_gets_a_push_for_each_slice_and_two_messages_more_of_each_worker_in_a_step(
-    workers: int, servers: int
-) -> None:
+def test_a_step_costs_a_push_for_each_slice_and_two_messages(workers: int, servers: int) -> None:
     network, plan = Counting(), run.Plan(workers, servers, parameters=2 * servers)
     assert run.run(plan, network, pace=0).violation is None
     for server in range(servers):
@@ -63,7 +61,7 @@ def kept(thing: object, seen: set[int] | None = None) -> int:
     return len(held) + sum(kept(one, seen) for one in held)
 
 
-def test_nothing_that_a_server_keeps_grows_with_the_number_of_steps() -> None:
+def test_nothing_on_a_server_grows_with_the_steps() -> None:
     world = fresh(specify({"name": "SGD", "lr": 0.5}, 2, servers=2, replication=2), workers=(0, 1))
     counts = []
     for step in range(30):
@@ -74,7 +72,7 @@ def test_nothing_that_a_server_keeps_grows_with_the_number_of_steps() -> None:
     assert max(counts[15:]) <= max(counts[:15])
 
 
-def test_nothing_that_a_worker_keeps_grows_with_the_number_of_steps(tmp_path: Path) -> None:
+def test_nothing_on_a_worker_grows_with_the_steps(tmp_path: Path) -> None:
     with PlainRoles(tmp_path, (40, 30)) as roles:
         worker, _ = roles.joined()
         counts = []

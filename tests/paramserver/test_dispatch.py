@@ -62,7 +62,7 @@ def test_an_epoch_that_is_over_does_not_begin_again():
     assert positions(dispatcher.take(0, 4, processed, (0,)) for processed in (0, 2, 4)) == [(4, i) for i in range(4)]
 
 
-def test_every_worker_gets_a_chunk_though_another_could_do_all_others_meanwhile():
+def test_every_worker_gets_a_chunk_however_slow():
     dispatcher = Dispatcher()
     dispatcher.begin(0, 10, 1)
     assert all(dispatcher.take(0, 0, done, (0, 1)) for done in range(9))
@@ -71,7 +71,7 @@ def test_every_worker_gets_a_chunk_though_another_could_do_all_others_meanwhile(
     assert not dispatcher.take(1, 0, 1, (0, 1))
 
 
-def test_an_epoch_goes_on_without_what_was_worked_on_before_the_checkpoint():
+def test_an_epoch_goes_on_without_what_was_done_before_its_save():
     before, after = Dispatcher(), Dispatcher()
     before.begin(3, 11, 2)
     for worker in (0, 1, 0, 1):

@@ -127,7 +127,7 @@ def test_a_byte_that_changes_on_its_way_costs_a_connection(back: bool, what: str
 
 
 @pytest.mark.light
-def test_the_optimizer_state_is_whole_when_a_server_dies_while_it_is_fetched(tmp_path: Path) -> None:
+def test_the_optimizer_state_is_whole_if_a_server_dies_then(tmp_path: Path) -> None:
     with PlainRoles(tmp_path, (40, 30), servers=2, replication=2) as run:
         worker, _ = run.joined()
         run.step(worker)
@@ -138,7 +138,7 @@ def test_the_optimizer_state_is_whole_when_a_server_dies_while_it_is_fetched(tmp
 
 
 @pytest.mark.light
-def test_a_worker_that_has_left_hears_that_a_server_was_started_again_without_values(tmp_path: Path) -> None:
+def test_a_worker_that_left_hears_of_a_server_without_values(tmp_path: Path) -> None:
     with PlainRoles(tmp_path, mode="ssp", staleness=2) as run:
         worker, _ = run.joined()
         run.step(worker)

@@ -34,7 +34,7 @@ def test_without_elastic_there_is_no_place():
     assert "no worker 2 is expected" in run.ask("hello", Peer("worker", 2), session=0)["message"]
 
 
-def test_nobody_waits_for_who_may_join_before_training_and_its_loss_ends_nothing():
+def test_who_may_join_before_training_is_not_waited_for():
     run = Run(2, 1, elastic=2, supervised=False)
     peer, _ = run.joins()
     members = [run.member("server", 0), *(run.member("worker", one) for one in range(2))]
@@ -45,7 +45,7 @@ def test_nobody_waits_for_who_may_join_before_training_and_its_loss_ends_nothing
     assert run.ask()["losses"] == 1
 
 
-def test_one_is_let_in_after_a_boundary_with_what_the_others_were_told_there():
+def test_one_is_let_in_after_a_boundary_with_what_was_told():
     run, zero, one = in_epoch(elastic=2)
     with run.loses(lambda send: send.message.kind == "view"):
         peer, started = run.joins()
@@ -66,7 +66,7 @@ def test_one_is_let_in_after_a_boundary_with_what_the_others_were_told_there():
     assert [answer.fields["ids"] for answer in gathered] == [[0, 1]] * 2
 
 
-def test_one_is_not_let_in_when_the_others_have_met_since_the_boundary():
+def test_one_is_not_let_in_when_others_met_since_the_boundary():
     run, zero, one = in_epoch(elastic=2)
     for who in (zero, one):
         run.collect(who)
@@ -98,7 +98,7 @@ def test_one_is_not_let_in_for_chunks_that_the_others_need():
     assert started.value is None
 
 
-def test_who_waits_to_join_is_told_of_the_end_and_the_others_of_nothing():
+def test_who_waits_to_join_is_told_of_the_end():
     run, zero, one = in_epoch(elastic=2)
     for who in (zero, one):
         run.collect(who)
@@ -135,7 +135,7 @@ def test_who_joins_gets_what_the_others_can_spare():
     assert dispatcher.take(1, 0, 0, (0, 1), 0)
 
 
-def test_a_chunk_that_who_leaves_has_not_worked_on_is_given_to_another():
+def test_unfinished_chunks_of_a_leaver_go_to_another():
     dispatcher = Dispatcher()
     dispatcher.begin(0, 6, 1)
     taken = [dispatcher.take(5, 0, 0, (0,), ordinal).start for ordinal in range(3)]
@@ -172,7 +172,7 @@ def takes(run: Run, worker: Peer, chunks: int, processed: int = 0) -> None:
         run.call(worker, "take", epoch=0, processed=processed)
 
 
-def test_one_that_comes_back_is_let_in_after_a_boundary_with_what_the_others_were_told_there():
+def test_who_comes_back_is_let_in_with_what_was_told_there():
     run, zero, one = in_epoch()
     again = comes_again(run, one)
     start = starts(run, again).fields
@@ -187,7 +187,7 @@ def test_one_that_comes_back_is_let_in_after_a_boundary_with_what_the_others_wer
     assert gathered.fields["ids"] == [0, 1]
 
 
-def test_one_waits_for_the_next_boundary_if_it_does_not_say_that_it_can_come_before():
+def test_one_waits_for_the_next_boundary_if_it_says_nothing():
     run, zero, one = in_epoch()
     start = starts(run, comes_again(run, one), midway=False)
     assert start.value is None
@@ -197,7 +197,7 @@ def test_one_waits_for_the_next_boundary_if_it_does_not_say_that_it_can_come_bef
     assert MIDWAY not in start.fields
 
 
-def test_one_waits_for_the_next_boundary_when_the_last_has_let_somebody_in():
+def test_one_waits_for_a_boundary_if_the_last_let_one_in():
     run, zero, one = in_epoch(elastic=1)
     for peer in (zero, one):
         run.collect(peer)
@@ -212,13 +212,13 @@ def test_one_waits_for_the_next_boundary_when_the_last_has_let_somebody_in():
     assert starts(run, comes_again(run, one)).value is None
 
 
-def test_one_waits_for_the_next_boundary_if_the_next_epoch_has_begun_for_anybody():
+def test_one_waits_for_a_boundary_if_an_epoch_has_begun():
     run, zero, one = in_epoch()
     run.call(zero, "epoch", epoch=1, samples=10, chunk=1)
     assert starts(run, comes_again(run, one)).value is None
 
 
-def test_one_that_was_told_that_nothing_is_left_of_an_epoch_it_has_begun_to_load_is_not_let_in():
+def test_who_began_an_epoch_with_nothing_left_is_not_let_in():
     dispatcher = Dispatcher()
     dispatcher.begin(0, 2, 1)
     dispatcher.meet()
@@ -232,7 +232,7 @@ def test_one_that_was_told_that_nothing_is_left_of_an_epoch_it_has_begun_to_load
     assert dispatcher.may_come(3)
 
 
-def test_who_comes_back_counts_among_those_for_whom_something_must_be_left():
+def test_who_comes_back_counts_among_those_to_leave_work_for():
     dispatcher = Dispatcher()
     dispatcher.begin(0, 3, 1)
     dispatcher.meet()
@@ -244,7 +244,7 @@ def test_who_comes_back_counts_among_those_for_whom_something_must_be_left():
     assert not dispatcher.can_spare((0, 1), others=True)
 
 
-def test_what_one_leaves_behind_that_dies_when_the_next_epoch_has_begun_comes_in_that():
+def test_what_one_leaves_in_the_next_epoch_comes_in_that():
     dispatcher = Dispatcher()
     dispatcher.begin(0, 2, 1)
     left = dispatcher.take(1, 0, 0, (0, 1), 0)

@@ -37,7 +37,7 @@ def begins(run: Servers) -> list[int]:
     return [step for _, said, step in run.welcomes() if said.get("counted") and said["leader"]]
 
 
-def test_a_newcomer_is_told_where_to_begin_when_all_others_have_said_where_they_are() -> None:
+def test_a_newcomer_is_told_where_to_begin_once_all_have_spoken() -> None:
     run = begins_to_lead(3, workers=2)
     run.say_hello(NEW, NO_STEP, worker=1)
     run.say_hello(NEW, NO_STEP, worker=1)
@@ -47,7 +47,7 @@ def test_a_newcomer_is_told_where_to_begin_when_all_others_have_said_where_they_
     assert begins(run) == [3, 3]
 
 
-def test_a_newcomer_does_not_wait_for_ever_for_workers_that_do_not_say_where_they_are() -> None:
+def test_a_newcomer_waits_a_bounded_time_for_silent_workers() -> None:
     run = begins_to_lead(3, workers=2)
     for waited in (0.0, 1000.0, *[PATIENCE_SECONDS / 4] * 4):  # The machine sleeps: that is no time to say it.
         run.say_hello(NEW, NO_STEP, worker=1)
@@ -57,7 +57,7 @@ def test_a_newcomer_does_not_wait_for_ever_for_workers_that_do_not_say_where_the
     assert begins(run) == [3]
 
 
-def test_a_server_without_slices_learns_from_workers_how_far_they_are() -> None:
+def test_a_server_without_slices_learns_how_far_workers_are() -> None:
     """It has missed the leader's decisions."""
     run = Servers(specify(PLAIN, 1, servers=7, slice_bytes=1 << 20))
     run.serve(6)
@@ -83,7 +83,7 @@ def trained(lost: Collection[Kind] = ()) -> Servers:
 
 
 @pytest.mark.parametrize("lost", [(Kind.DECIDE, Kind.PING), (Kind.DECIDE, Kind.RELAY_BEGIN, Kind.RELAY)])
-def test_a_step_is_made_up_of_the_same_workers_on_all_slices_although_only_updates_or_copies_tell_whose_it_is(
+def test_a_step_has_the_same_workers_on_all_slices_by_any_news(
     lost: tuple[Kind, ...],
 ) -> None:
     """The decision is lost; then the leader dies with one whose pushes it has counted."""

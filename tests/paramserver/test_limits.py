@@ -25,7 +25,7 @@ from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import CoordinatorProcess, start
 
 
-def test_the_limit_of_files_is_raised_or_the_start_refused_with_the_number(tmp_path):
+def test_the_limit_of_files_is_raised_or_the_start_refused(tmp_path):
     resource.setrlimit(resource.RLIMIT_NOFILE, (300, 1000))
     settings = CoordinatorSettings(f"ipc://{tmp_path}/c", 100, 10)
     CoordinatorService(settings).close()
@@ -37,7 +37,7 @@ def test_the_limit_of_files_is_raised_or_the_start_refused_with_the_number(tmp_p
         PlainRoles(tmp_path, workers=500)
 
 
-def test_strangers_that_connect_and_say_nothing_keep_no_member_out(tmp_path):
+def test_silent_strangers_keep_no_member_out(tmp_path):
     port, key = free_port(), tmp_path / "key"
     endpoint = f"tcp://127.0.0.1:{port}"
     KeyPair.create().save(key)

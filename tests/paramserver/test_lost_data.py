@@ -69,7 +69,7 @@ def test_training_is_the_same_when_messages_are_lost(tmp_path: Path, monkeypatch
     assert clock is False, "every server knows that it has left"
 
 
-def test_who_sends_for_long_is_not_taken_for_one_that_hears_nothing(tmp_path: Path) -> None:
+def test_who_sends_for_long_is_not_taken_for_deaf(tmp_path: Path) -> None:
     """As on a slow link that is full of gradients: what a server answers last of all it has not read yet."""
     with PlainRoles(tmp_path, timeout=2.0) as run:
         worker, _ = run.joined()

@@ -85,7 +85,7 @@ def shared(name: str, **options: Any) -> tuple[FusedOptimizer, list[nn.Parameter
     return FusedOptimizer(getattr(torch.optim, name), parameters, {"lr": 0.5, **options}), parameters
 
 
-def test_the_fused_implementation_is_used_where_the_user_leaves_it_open() -> None:
+def test_fused_optimizers_are_used_where_the_user_says_nothing() -> None:
     for name in ("SGD", "Adam", "AdamW", "Adagrad"):
         for options, expected in (({}, True), ({"fused": None, "foreach": None}, True), ({"fused": False}, False)):
             optimizer, (parameter, _) = shared(name, **options)

@@ -51,7 +51,7 @@ def test_a_server_takes_no_mistake_of_its_own_for_a_bad_message(
 
 @pytest.mark.light
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_coordinator_takes_no_mistake_of_its_own_for_a_bad_message(
+def test_a_coordinators_own_mistake_is_no_bad_message(
     mistake: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither one in what any process says, nor one in a request, which it would only refuse."""
@@ -104,7 +104,7 @@ def ends(member: Membership, failed: Handle) -> str:
     return str(ended.value)
 
 
-def test_a_server_that_fails_ends_with_its_traceback_and_its_worker_names_it(
+def test_a_failing_server_shows_its_traceback_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     specification = plain()
@@ -128,7 +128,7 @@ def test_a_server_that_fails_ends_with_its_traceback_and_its_worker_names_it(
     assert "KeyError: 'a slip of ours'" in said
 
 
-def test_a_coordinator_that_fails_ends_with_its_traceback_and_all_are_told(
+def test_a_failing_coordinator_shows_its_traceback_and_tells_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     now, right = tmp_path / "now", Coordinator.on_message
@@ -157,7 +157,7 @@ class OfThisFile(torch.optim.SGD):
     """An optimizer that a server is told of by a name that it cannot import."""
 
 
-def test_a_server_that_cannot_import_the_optimizer_ends_the_run_and_names_the_class(
+def test_a_server_without_the_optimizers_class_ends_and_names_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Whoever watches it: ranks that something else has started watch nobody."""

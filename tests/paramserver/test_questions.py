@@ -56,7 +56,7 @@ class Joining:
         self._go_on()
 
 
-def test_a_server_that_leads_no_more_does_not_say_from_which_step_on_a_worker_counts() -> None:
+def test_who_leads_no_more_does_not_say_where_a_worker_begins() -> None:
     """It has said that it leads; then the view has changed, or it was replaced."""
     joining = Joining()
     joining.answer(joining.hears(0.1)[-1])
@@ -125,7 +125,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("refreshed", [False, True], ids=["after a step", "after present values"])
-def test_a_second_answer_that_comes_late_is_not_taken_for_present_values(refreshed: bool) -> None:
+def test_a_late_second_answer_is_not_taken_for_present_values(refreshed: bool) -> None:
     pair = Pair()
     if refreshed:
         pair.deliver(pair.answers())

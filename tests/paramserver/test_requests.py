@@ -60,7 +60,7 @@ def test_what_is_known_of_large_answers_ends_with_them() -> None:
 
 @pytest.mark.parametrize("answered", [False, True])
 @pytest.mark.parametrize("size", [0, SMALL + 1])
-def test_the_oldest_open_request_is_handled_once_and_its_answer_kept(answered: bool, size: int) -> None:
+def test_the_oldest_open_request_is_handled_once_and_kept(answered: bool, size: int) -> None:
     asking, answering = Asking(THERE, {}), Answering()
     first, second = (asking.ask(0.0, "values", {})[0].message for _ in range(2))
     assert all(answering.take(HERE, message)[0] for message in (first, second))

@@ -121,7 +121,7 @@ sys.stdout.buffer.write(pickle.dumps(role.coordinator))
 # The file
 
 
-def test_a_file_is_its_users_alone_and_is_read_by_whoever_follows(tmp_path: Path) -> None:
+def test_a_file_is_its_users_alone_and_its_follower_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_bytes(b"of a run before")
     role = told(JournalFile(path), most=7)
@@ -144,7 +144,7 @@ def test_a_file_is_written_anew_as_a_whole_or_not_at_all(tmp_path: Path, monkeyp
     assert differing(role.coordinator, follows(JournalFile(path))) is None
 
 
-def test_a_full_disk_ends_no_run_and_nobody_follows_with_half_a_journal(
+def test_a_full_disk_ends_no_run_and_leaves_no_half_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "journal"

@@ -65,7 +65,7 @@ def test_keys_are_for_their_owner_only_and_never_shown(tmp_path: Path) -> None:
         KeyPair.load(tmp_path / "key")
 
 
-def test_a_network_needs_encryption_or_an_explicit_word_the_loopback_too() -> None:
+def test_any_network_needs_encryption_or_an_explicit_word() -> None:
     check_endpoint("ipc:///tmp/x", encrypted=False)
     for host in ("127.0.0.1:*", "[::1]:80", "localhost:80", "0.0.0.0:80", "10.0.0.1:80", "node1:80", "[::]:80"):
         check_endpoint(f"tcp://{host}", encrypted=True)
@@ -126,7 +126,7 @@ TWO_NODES = replace(ONE_NODE, nodes=2)
 
 @pytest.mark.parametrize("layout", [ONE_NODE, TWO_NODES], ids=["one node", "two on the loopback"])
 @pytest.mark.parametrize("started", ["by fit", "by torchrun, mpirun or SLURM"])
-def test_no_launcher_has_an_endpoint_that_a_stranger_reaches_without_a_key(
+def test_no_endpoint_can_be_reached_without_a_key(
     layout: Layout, started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", tempfile.mkdtemp(dir="/tmp"))
@@ -144,7 +144,7 @@ def test_no_launcher_has_an_endpoint_that_a_stranger_reaches_without_a_key(
     assert open_to_all.key_file is None
 
 
-def test_a_place_where_the_coordinator_cannot_listen_is_named_before_anything_starts() -> None:
+def test_an_impossible_address_is_named_before_anything_starts() -> None:
     with pytest.raises(ConfigurationError, match=r"'tcp://127.0.0.1:99999': a port is a number from 1 to 65535"):
         ParameterServerStrategy(coordinator="tcp://127.0.0.1:99999")
     nowhere = ParameterServerStrategy(coordinator="tcp://nowhere.invalid:5000", security="none").options
@@ -176,7 +176,7 @@ def test_a_directory_of_somebody_elses_making_is_not_used(tmp_path: Path, monkey
         hold(path)
 
 
-def test_a_directory_stays_while_a_process_uses_it_that_is_not_visible_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_stays_while_an_unseen_process_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container with the same temporary directory: what tells is the lock."""
     monkeypatch.setattr("tempfile.tempdir", tempfile.mkdtemp(dir="/tmp"))
     used, unused = (temporary_place() / f"{PREFIX}99999999-{name}" for name in ("used", "unused"))
@@ -191,7 +191,7 @@ def test_a_directory_stays_while_a_process_uses_it_that_is_not_visible_here(monk
     let_go(run)
 
 
-def test_a_stranger_does_not_end_the_process_by_the_first_version_of_the_protocol(tmp_path: Path) -> None:
+def test_a_stranger_of_protocol_version_one_ends_no_process(tmp_path: Path) -> None:
     """Where libzmq speaks that version, one in some hundreds of such connections does."""
     words = bytes([128, *[0] * 200])  # a routing id, and what is no frame
     with Roles(tmp_path, specify(SGD, 1, servers=1)):

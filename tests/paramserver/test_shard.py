@@ -73,7 +73,7 @@ def test_a_server_says_when_it_has_filled_another_that_came_late() -> None:
     assert run.said.count(filled) == 1
 
 
-def test_a_copy_is_no_copy_of_its_primary_before_that_has_sent_it() -> None:
+def test_a_copy_counts_only_after_its_primary_has_sent_it() -> None:
     """Its values may be first ones of a worker, which are others of that version."""
     run = fresh(specify(PLAIN, 1, servers=2, replication=2))
     run.without(1)
@@ -117,7 +117,7 @@ def test_a_first_value_is_taken_with_all_of_its_optimizers_state() -> None:
 
 
 @pytest.mark.parametrize("mode", ALONE, ids=["async", "ssp"])
-def test_a_push_is_not_applied_to_values_that_lack_those_before_it(mode: dict[str, Any]) -> None:
+def test_a_push_waits_for_those_before_it(mode: dict[str, Any]) -> None:
     """Those of a start, of a server that was started again: the worker has said, or will, what it has."""
     run = fresh(specify(PLAIN, 1, **mode), workers=())
     dropped = run.roles[0].dropped
@@ -135,7 +135,7 @@ def test_a_push_is_not_applied_to_values_that_lack_those_before_it(mode: dict[st
     assert run.versions(0) == {3}
 
 
-def test_small_slices_that_come_together_cost_one_step_of_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_slices_together_cost_one_optimizer_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Apart from that nothing is different: each worker's is applied in its turn."""
     steps: list[bool] = []
     step = FusedOptimizer.step
@@ -163,7 +163,7 @@ def test_small_slices_that_come_together_cost_one_step_of_the_optimizer(monkeypa
         assert torch.equal(one.values[key], other.values[key])
 
 
-def test_what_is_kept_to_be_applied_together_is_applied_before_anything_else_is_answered() -> None:
+def test_what_waits_to_be_applied_is_applied_before_answers() -> None:
     run = fresh(specify({"name": "SGD", "lr": 0.5, "momentum": 0.9}, 1, mode="async"))
     run.more = True
     run.push(0)
@@ -190,7 +190,7 @@ def test_values_come_in_the_encoding_that_the_worker_asks_for(mode: Any) -> None
     assert run.roles[0].dropped["a pull in an encoding that parameters do not have"] == 4
 
 
-def test_numbers_go_on_over_a_new_connection_and_begin_anew_with_a_new_life() -> None:
+def test_numbers_outlive_a_connection_and_end_with_a_life() -> None:
     outbox = Outbox(0, session=1)
     numbers = []
     for view, info in enumerate(

@@ -67,7 +67,7 @@ def test_training_equals_one_process(tmp_path: Path, options: dict[str, Any]) ->
         torch.testing.assert_close(state["state"][index]["momentum_buffer"], entry["momentum_buffer"], **tolerance)
 
 
-def test_a_part_is_left_alone_only_where_no_worker_has_a_gradient() -> None:
+def test_only_what_has_no_gradient_anywhere_is_left_alone() -> None:
     shared = cut(specify({"name": "SGD", "lr": 0.1}, 2))[0]
     assert len(shared.parts) == 4, "three biases and a small weight"
     payload = memoryview(as_bytes(torch.ones(shared.numel, dtype=torch.float64)))
@@ -117,7 +117,7 @@ def test_slices_cover_every_element_once_and_are_balanced() -> None:
     assert loads(cut(of_shapes([(10,), (10,), (20,)], servers=2)), 2) == [80, 80], "the largest first"
 
 
-def test_small_parameters_share_a_slice_unless_something_is_left_out_of_gradients() -> None:
+def test_small_parameters_share_a_slice_if_none_is_left_out() -> None:
     """What is left out of one that has a gradient now and then waits for its next."""
     shared = cut(of_shapes([(10_000,)] * 100))
     assert all(slice_.numel * 4 <= SHARED_BYTES for slice_ in shared)
@@ -127,7 +127,7 @@ def test_small_parameters_share_a_slice_unless_something_is_left_out_of_gradient
         assert {len(slice_.parts) for slice_ in cut(of_shapes(compression=compression))} == {1}
 
 
-def test_what_shares_a_slice_is_of_one_group_and_has_few_parts_and_bytes() -> None:
+def test_a_shared_slice_has_one_group_and_few_parts_and_bytes() -> None:
     small = [nn.Parameter(torch.zeros(1 + index % 8)) for index in range(400)]
     large = nn.Parameter(torch.zeros(100, 100))
     named = [(str(index), parameter) for index, parameter in enumerate((*small, large))]

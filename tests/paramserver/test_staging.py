@@ -53,7 +53,7 @@ def test_training_on_a_device_equals_training_on_the_host(tmp_path: Path) -> Non
 
 
 @pytest.mark.light
-def test_a_gradient_is_sent_when_its_copy_is_over_and_the_others_are_not_waited_for(tmp_path: Path) -> None:
+def test_a_gradient_is_sent_once_its_own_copy_is_over(tmp_path: Path) -> None:
     parameters = [torch.zeros(3), torch.zeros(2)]
     copies = LateCopies()
     staged = Staging(parameters, copies)
@@ -67,7 +67,7 @@ def test_a_gradient_is_sent_when_its_copy_is_over_and_the_others_are_not_waited_
 
 
 @pytest.mark.light
-def test_the_gpu_copies_after_what_it_was_told_and_uses_after_it_has_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_copies_what_was_told_and_uses_what_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU would be told, in order."""
     told: list[str] = []
 

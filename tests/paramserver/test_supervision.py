@@ -91,14 +91,14 @@ CUT_OFF = [["worker", 1, 0], ["server", 1, 0]]
 
 
 @pytest.mark.parametrize("role", ["worker", "server"])
-def test_who_ends_because_it_was_cut_off_is_started_again_and_ends_nobodys_run(role):
+def test_who_was_cut_off_is_restarted_and_ends_nobodys_run(role):
     node = Node()
     node.missed = CUT_OFF
     assert node.look_at(role, 1).incarnation == 1
     assert node.told == ["died, replaced"]
 
 
-def test_who_ends_while_the_coordinator_is_not_reached_is_started_again_when_it_is():
+def test_who_ends_without_a_coordinator_is_restarted_with_one():
     node = Node()
     node.missed = None
     watched = node.look_at("worker", 1)
@@ -139,7 +139,7 @@ def test_who_is_ended_because_it_was_silent_is_not_called_killed(stopped, second
 
 
 @pytest.mark.parametrize("seconds", [8, 61])
-def test_who_is_stopped_is_named_by_those_whose_workers_have_waited_less(seconds, capsys, monkeypatch):
+def test_the_stopped_are_named_by_those_who_waited_less(seconds, capsys, monkeypatch):
     """Also where its end was not seen any more: the workers have ended before."""
     monkeypatch.setattr(supervision, "is_stopped", lambda pid: True)
     node = Node(timeout=60.0)
@@ -166,7 +166,7 @@ def test_who_ends_with_an_error_ends_the_run(options, reached):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_no_worker_is_started_again_in_a_session_that_another_started(first, capsys, monkeypatch):
+def test_no_worker_is_restarted_in_anothers_session(first, capsys, monkeypatch):
     """And without the first, which starts the services of later sessions, the others end."""
     monkeypatch.setattr(supervision, "GRACE", 0.0)
     node, other = Node(goes_on=0), Runs()
@@ -182,7 +182,7 @@ def test_no_worker_is_started_again_in_a_session_that_another_started(first, cap
     assert other.signals == [signal.SIGKILL] * first
 
 
-def test_services_stay_until_the_workers_of_other_nodes_have_left():
+def test_services_stay_until_other_nodes_workers_have_left():
     node = Node(goes_on=5)
     node.start(Watched(COORDINATOR, 0, lambda life: Service(node)))
     node.stop()

@@ -110,7 +110,7 @@ def test_clipping_is_of_the_mean_gradient_of_all_workers(limit: dict[str, float]
             assert_same(network, expected)
 
 
-def test_accumulated_gradients_and_ssp_without_staleness_are_sync(tmp_path: Path) -> None:
+def test_accumulated_gradients_and_ssp_of_staleness_0_are_sync(tmp_path: Path) -> None:
     expected, _ = run_apart(train_alone, SGD, batches(STEPS, 12))
     with Roles(tmp_path, specify(SGD, 2, mode="ssp", staleness=0)) as run:
         for network, _ in run.train(train, SGD, [slice(0, 4), slice(4, 12)], 12, 2):
@@ -146,7 +146,7 @@ def test_optimizer_state_is_resumed_from_one_process_and_back(tmp_path: Path) ->
 
 
 @pytest.mark.light
-def test_a_parameter_without_gradient_keeps_its_value_and_one_of_some_workers_counts_zeros(tmp_path: Path) -> None:
+def test_missing_gradients_keep_values_and_count_as_zeros(tmp_path: Path) -> None:
     with PlainRoles(tmp_path, (40, 30), workers=2) as run:
         both = run.all_joined()
         for (worker, _), gradients in zip(both, ([None, torch.ones(30)], [None, None]), strict=True):

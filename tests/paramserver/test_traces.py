@@ -57,7 +57,7 @@ def test_what_cannot_be_played_is_refused(text: str, message: str) -> None:
         simulate(*traces.read(text))
 
 
-def test_moments_are_counted_of_a_process_from_the_start_or_from_the_moment_before() -> None:
+def test_moments_count_from_the_start_or_the_moment_before() -> None:
     (trace,) = traces.read(
         "a\n  control:\n  worker 0's 2nd beat to coordinator: lost\n  worker 0's 2nd take after that: late by 0.2 s\n"
         "  worker 0 (life 1)'s 1st beat: kill server 2\n"

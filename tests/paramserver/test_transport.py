@@ -107,7 +107,7 @@ def test_what_is_no_whole_message_is_refused() -> None:
             assert refused(received), frames
 
 
-def test_a_header_whose_payload_was_lost_takes_no_other_one_for_it() -> None:
+def test_a_header_without_payload_takes_no_other_for_it() -> None:
     """The payload may be lost with a connection, and the next message be as long as it was."""
     large = SMALL_BYTES + 1
     with pair() as (near, far):

@@ -37,7 +37,7 @@ def test_members_are_shown_with_what_they_say_of_themselves() -> None:
     assert other["figures"] == {}
 
 
-def test_a_member_that_lies_about_its_figures_is_dropped_and_keeps_what_it_has_said() -> None:
+def test_a_member_with_false_figures_is_dropped_not_its_words() -> None:
     run, (worker,) = trained(1)
     beat = {"session": 0, "here": 9, "seen": 9, "notices": 0}
     run.coordinator.on_message(run.world.now, worker, Message("beat", {**beat, "figures": {"step": 1}}))
@@ -72,7 +72,7 @@ def test_deaths_and_returns_are_shown_with_the_seconds_since() -> None:
     assert answer["losses"] == 2
 
 
-def test_a_process_that_was_silent_and_is_then_ended_is_lost_once() -> None:
+def test_a_process_that_is_silent_and_then_ended_is_lost_once() -> None:
     history = History()
     member = Member(Peer("worker", 1), 1, "here", 0.0)
     history.lost(1.0, member, "was silent for 1 s")
@@ -117,7 +117,7 @@ def test_who_watches_can_ask_nothing_else() -> None:
     assert run.ask() == before
 
 
-def test_a_coordinator_that_was_started_again_says_so_and_members_hear_of_it() -> None:
+def test_members_hear_of_a_restarted_coordinator() -> None:
     run, (worker,) = trained(1)
     run.coordinate(1)
     run.passes(2.0)
@@ -130,7 +130,7 @@ def test_a_coordinator_that_was_started_again_says_so_and_members_hear_of_it() -
     assert role.losses == 1
 
 
-def test_over_sockets_who_has_the_key_is_answered_and_nothing_is_kept(tmp_path: Path) -> None:
+def test_who_has_the_key_is_answered_and_nothing_is_kept(tmp_path: Path) -> None:
     keys, over = KeyPair.create(), threading.Event()
     settings = CoordinatorSettings(f"ipc://{tmp_path}/coordinator", 1, 0)
     service = CoordinatorService(settings, keys)

@@ -46,7 +46,7 @@ def test_gradients_that_a_slow_link_has_not_taken_do_not_pile_up() -> None:
     assert transport.under_way == []
 
 
-def test_a_device_that_a_network_reads_off_its_tensors_is_that_of_each_stage() -> None:
+def test_a_device_read_off_tensors_is_that_of_each_stage() -> None:
     """As for coordinates that it makes with `device=x.device`."""
     header, _ = pack((torch.device("cpu"), 3), ask_for_all=False)
     transport: Any = SlowTransport()

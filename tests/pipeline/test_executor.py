@@ -90,7 +90,7 @@ def events_of_a_step(replicas: tuple[int, ...], cuts: list[str]) -> list[str]:
     return events
 
 
-def test_a_microbatch_is_received_while_the_one_before_it_is_computed() -> None:
+def test_a_microbatch_is_received_during_the_one_before() -> None:
     _, last = run_ranks(2, events_of_a_step, (1, 1), ["2"])
     for microbatch in range(MICROBATCHES - 1):
         expected = last.index(f"expect the activations of microbatch {microbatch + 1}")
@@ -137,7 +137,7 @@ def reductions(steps: int) -> tuple[int, int]:
     return count, sum(handle.id in (handle.hooks_dict_ref() or ()) for handle in handles)
 
 
-def test_accumulated_steps_are_reduced_once_by_hooks_that_are_made_once() -> None:
+def test_accumulated_steps_are_reduced_once_by_hooks_made_once() -> None:
     for reduced, left in run_ranks(2, reductions, 3):
         assert reduced == 2, "once for each of the two optimizer steps"
         assert left == 0, "parameters outlive their pipeline without its hooks"

@@ -68,7 +68,7 @@ def test_a_context_around_the_trace_is_no_context_of_the_network() -> None:
         trace(Changing("nothing"))
 
 
-def test_an_attribute_of_traced_code_cannot_be_changed_afterwards() -> None:
+def test_an_attribute_of_traced_code_cannot_change_afterwards() -> None:
     stage = divide(Changing("nothing"), [2]).build(0)
     with pytest.raises(ConfigurationError, match=r"gain = 5.0 is set on a part of the network that is cut"):
         stage.gain = 5.0

@@ -71,7 +71,7 @@ def test_parts_have_the_gradients_of_the_whole(name: str) -> None:
             torch.testing.assert_close(actual[output], gradient, rtol=1e-13, atol=1e-15)
 
 
-def test_a_mean_over_what_the_targets_count_is_divided_by_their_numbers() -> None:
+def test_a_mean_over_counted_targets_is_divided_by_their_number() -> None:
     loss = LOSSES["ignored"]
     actual = in_parts(loss, MeanLoss(loss, lambda targets: (targets != 3).sum()))["logits"]
     expected = gradients(outputs(), lambda leaves: loss(leaves, TARGETS))["logits"]
@@ -112,7 +112,7 @@ def test_what_microbatches_do_not_tell_is_refused(loss: Any, message: str) -> No
         in_parts(loss)
 
 
-def test_a_loss_that_takes_no_made_up_outputs_is_refused_by_its_own_words() -> None:
+def test_a_loss_without_made_up_outputs_is_refused_in_its_words() -> None:
     def constrained(outputs: Outputs, targets: Tensor) -> Tensor:
         if not torch.isin(outputs["value"].detach(), values).all():
             raise ValueError("value must be one of these\nand is not")

@@ -15,7 +15,7 @@ def smallest(replicas, samples, microbatches):
     return min(Split((samples,) * replicas[0], microbatches).sizes)
 
 
-def test_without_batch_normalisation_four_for_each_stage_and_replica():
+def test_without_batch_normalisation_four_per_stage_and_replica():
     assert [default_microbatches(replicas) for replicas in REPLICAS] == [8, 16, 24, 24, 24, 24, 16, 16]
 
 
@@ -33,7 +33,7 @@ def test_with_it_as_many_as_leave_each_eight_images():
             assert smallest(replicas, samples, chosen + widest) < 8, case
 
 
-def test_a_smaller_last_batch_fills_fewer_microbatches_of_at_most_the_usual_size():
+def test_a_smaller_last_batch_fills_fewer_microbatches():
     assert Split((16,), 4, usual=16).sizes == (4, 4, 4, 4)
     assert Split((5,), 4, usual=16).sizes == (3, 2, 0, 0)
     assert Split((4,), 4, usual=16).sizes == (4, 0, 0, 0)

@@ -58,7 +58,7 @@ def test_what_a_peer_has_pickled_is_not_executed() -> None:
 
 
 @pytest.mark.light
-def test_a_batch_with_what_cannot_be_sent_is_refused_by_its_class() -> None:
+def test_a_batch_that_cannot_be_sent_is_refused_by_class() -> None:
     link: Any = SimpleNamespace(check_peers=lambda: None, place=Place(0, 0))
     form = ("same", SimpleNamespace(crs=4326))
     with pytest.raises(ConfigurationError, match=r"a types.SimpleNamespace cannot be sent .* out in collate_fn"):

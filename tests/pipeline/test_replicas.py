@@ -66,7 +66,7 @@ def share_of_other_sizes() -> str:
     return ""
 
 
-def test_images_of_different_sizes_in_one_step_are_refused_on_every_rank() -> None:
+def test_unequal_image_sizes_are_refused_on_every_rank() -> None:
     for message in run_ranks(3, share_of_other_sizes):
         assert "images of different sizes in one step, [(1, 6, 6), (1, 8, 8)]" in message
 
@@ -84,7 +84,7 @@ def steps_of_replicas() -> tuple[list[bool], dict[str, Tensor]]:
     return [gradient is not None for gradient in gradients], buffers
 
 
-def test_a_replicated_stage_has_no_gradient_where_one_device_has_none_and_one_set_of_buffers() -> None:
+def test_a_replicated_stage_has_gradients_and_buffers_of_one() -> None:
     (first, _), (used, one), (also_used, other) = run_ranks(3, steps_of_replicas)
     assert first == [True, True]
     # bias and weight of the middle and of the head; none of the auxiliary head.

@@ -199,7 +199,7 @@ def test_functions_of_einops_become_nodes(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(trace(Rearranged())(images), Rearranged()(images))
 
 
-def test_what_a_network_decides_by_the_shape_of_its_images_holds_for_these() -> None:
+def test_what_a_network_decides_by_shape_holds_for_its_images() -> None:
     def compared() -> None:
         network = ByShape().double()
         with pytest.raises(ConfigurationError, match=r"cannot trace ByShape \(ByShape, test_stage.py:\d+: 'if hei"):
@@ -239,6 +239,6 @@ class ChangedInPlace(nn.Module):
         return self.second(first) + first
 
 
-def test_there_is_no_cut_between_a_value_and_its_change_in_place_that_is_used_afterwards() -> None:
+def test_there_is_no_cut_before_a_change_in_place() -> None:
     """Behind the cut, one stage would change its own copy, and the next would get the value as it was."""
     assert cut_positions(trace(ChangedInPlace())) == [2, 3]

@@ -84,7 +84,7 @@ def test_the_fastest_wins_and_every_candidate_gets_a_row(pretended):
     assert rows["broken"].trouble == "the compiler failed"
 
 
-def test_what_changes_the_loss_is_refused_unless_it_may_change_what_is_learned(pretended):
+def test_what_changes_the_loss_is_refused_unless_allowed(pretended):
     winner, rows = pretended(setting("wrong"), setting("new", Effect.LEARNING))
     assert "changes the loss: 1.81 for 1.8" in rows["wrong"].trouble
     assert winner is not None
@@ -101,7 +101,7 @@ def test_a_small_gain_must_show_again_in_processes_of_its_own(pretended):
     assert Pretended.started[4:] == [None, "faster"]
 
 
-def test_the_best_of_several_meets_the_default_again_and_who_was_alone_does_not(pretended, monkeypatch):
+def test_the_best_meets_the_default_again_and_a_lone_one_not(pretended, monkeypatch):
     """The fastest of many is in part the luckiest; of one nothing was chosen."""
     fresh: list[str] = []
     orders = Contest.fresh_verdict
@@ -114,7 +114,7 @@ def test_the_best_of_several_meets_the_default_again_and_who_was_alone_does_not(
     assert fresh == ["faster"]
 
 
-def test_a_small_gain_that_is_there_in_each_pair_of_processes_wins(pretended):
+def test_a_small_gain_in_each_pair_of_processes_wins(pretended):
     """And one that is lucky twice does not."""
     winner, rows = pretended(setting("new", Effect.LEARNING))
     assert winner is not None
@@ -135,7 +135,7 @@ def test_when_the_best_was_lucky_the_next_is_tried(pretended):
     assert rows["luckier"].verdict.outcome in ("no difference", "undecided", "behind")
 
 
-def test_a_gain_that_time_does_not_suffice_to_confirm_is_undecided(pretended, monkeypatch):
+def test_a_gain_without_time_to_confirm_is_undecided(pretended, monkeypatch):
     confirm = Contest.fresh_verdicts
 
     def hurried(self, setting):
@@ -168,7 +168,7 @@ def test_settings_are_combined_in_all_ways():
     assert combined[-1] == Setting("last, compiled, bf16", {"a": 1, "b": 2, "c": 3}, Effect.LEARNING)
 
 
-def test_an_overlay_is_nested_yaml_with_one_callback_and_written_whole(tmp_path, monkeypatch):
+def test_an_overlay_is_nested_yaml_and_written_whole(tmp_path, monkeypatch):
     """Programs that write the same one, as those of a sweep do that end at once, do not take each other's file."""
     replace, names = Path.replace, []
 

@@ -14,7 +14,7 @@ def test_loopback_has_a_plausible_latency_and_bandwidth() -> None:
 
 
 @pytest.mark.light
-def test_what_holds_up_small_messages_makes_no_link_of_unlimited_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_up_small_messages_make_no_endless_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_links.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(measure_links.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(measure_links, "round_trips", lambda *_: [0.003, 0.002])

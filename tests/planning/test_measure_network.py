@@ -113,9 +113,7 @@ def test_profiling_leaves_no_trace(microbatch: Tensor) -> None:
     assert torch.equal(gradients["stem.weight"], torch.full_like(network.stem.weight, 3.0))
 
 
-def test_nodes_that_are_measured_apart_have_the_same_bytes_and_leave_no_trace(
-    network: Network, microbatch: Tensor
-) -> None:
+def test_nodes_measured_apart_have_equal_bytes_and_no_trace(network: Network, microbatch: Tensor) -> None:
     state = {name: value.clone() for name, value in network.state_dict().items()}
     whole, apart = (
         profile(trace(network), microbatch, warm_up=0, repeats=1, apart_on=device)
@@ -132,7 +130,7 @@ def test_nodes_that_are_measured_apart_have_the_same_bytes_and_leave_no_trace(
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
-def test_a_network_that_does_not_fit_on_its_device_is_measured_apart(
+def test_a_network_too_large_for_its_device_is_measured_apart(
     network: Network, microbatch: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: Any, apart_on: torch.device | None = None, **options: Any) -> GraphCosts:

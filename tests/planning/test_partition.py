@@ -60,7 +60,7 @@ def test_128_devices_are_planned_in_seconds() -> None:
     assert time.process_time() - start < 30
 
 
-def test_memory_limit_is_kept_and_reached_when_only_few_layouts_fit() -> None:
+def test_a_memory_limit_is_kept_when_few_layouts_fit() -> None:
     rng = random.Random(2)
     tight = 0
     for _ in range(6):
@@ -77,7 +77,7 @@ def test_memory_limit_is_kept_and_reached_when_only_few_layouts_fit() -> None:
     assert tight > 1, "the limit must have changed the choice in some of the graphs"
 
 
-def test_stages_run_ahead_where_messages_take_time_and_memory_permits() -> None:
+def test_stages_run_ahead_where_messages_take_time() -> None:
     """A microbatch takes a stage 12 s and a message 2.4: one more in flight gains a tenth."""
     costs = chain([1.0] * 24, sent=2400)
     costs = replace(costs, nodes=tuple(replace(node, saved_bytes=1000) for node in costs.nodes))
@@ -94,7 +94,7 @@ def test_stages_run_ahead_where_messages_take_time_and_memory_permits() -> None:
     assert predictor(costs, FAST, 2, 8, run_ahead=True).runs_ahead(layout), "the user has said so"
 
 
-def test_what_alone_fits_into_memory_is_found_far_from_what_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_alone_fits_is_found_far_from_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = chain([1.0] * 40, parameters=[0] * 36 + [1000] * 4)
     for least in (partition.ALL, 0):
         monkeypatch.setattr(partition, "ALL", least)

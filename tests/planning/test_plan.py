@@ -52,7 +52,7 @@ def test_stages_times_memory_and_step_by_hand() -> None:
     assert made.sent_bytes == 4 * 2000
 
 
-def test_gpipe_holds_all_microbatches_and_checkpointing_only_their_inputs() -> None:
+def test_gpipe_holds_all_microbatches_or_with_checkpoints_inputs() -> None:
     held = plan(2, 4, schedule="gpipe", stages=2, state_copies=2)
     assert held.stages[0].memory == 2 * 800 + 4 * (700 + 10000)
     light = plan(2, 4, schedule="gpipe", stages=2, state_copies=2, activation_checkpointing="always")

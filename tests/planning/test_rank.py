@@ -57,7 +57,7 @@ def test_ddp_takes_what_its_buckets_leave_open() -> None:
     assert by_name["ddp_bf16"].step == pytest.approx(before + ring / 2, rel=0.01)
 
 
-def test_few_parameters_are_ddps_and_many_in_the_last_layer_the_pipelines() -> None:
+def test_few_parameters_are_ddps_and_many_last_ones_pipelines() -> None:
     assert families(rank(job([100] * 4)))[0] == "ddp"
     ranking = rank(job(VGG))
     assert families(ranking)[0] == "hybrid"
@@ -66,7 +66,7 @@ def test_few_parameters_are_ddps_and_many_in_the_last_layer_the_pipelines() -> N
     assert ranking.price(ranking.best) == pytest.approx(4 / 3600 * 1e6 / ranking.best.rate)
 
 
-def test_what_changes_learning_is_never_ranked_with_what_does_not() -> None:
+def test_what_changes_learning_is_ranked_apart() -> None:
     ranking = rank(job(VGG))
     assert {row.effect for row in ranking.same} <= {Effect.NONE, Effect.ROUNDING}
     assert {row.effect for row in ranking.changing} == {Effect.LEARNING}
@@ -104,7 +104,7 @@ def test_memory_leaves_out_what_does_not_fit_and_says_so() -> None:
     assert any(note.startswith("ddp: needs") for note in ranking.notes)
 
 
-def test_a_synchronous_server_hides_its_transfers_or_waits_for_them() -> None:
+def test_a_synchronous_server_hides_transfers_or_waits() -> None:
     quick = server(job([100] * 4))
     compute = 16 / 8 * 0.093 - 8 * 0.0001
     assert quick.step == pytest.approx(compute, rel=0.05)
@@ -126,7 +126,7 @@ def test_mean_value_analysis_of_known_networks() -> None:
     assert mean_value_analysis(1.0, [0.5], 100) == pytest.approx(2.0, rel=1e-3), "the queue's own rate"
 
 
-def test_asynchronous_workers_do_not_wait_for_a_slow_one_and_ssp_does() -> None:
+def test_async_does_not_wait_for_a_slow_worker_and_ssp_does() -> None:
     hosts = (Host(1, FAST, FAST), Host(1, FAST, FAST, speed=0.25))
     steps = {one.family: one for one in ParameterServer(replace(job([100] * 4), cluster=Cluster(hosts))).candidates()}
     free, capped = steps["parameter_server_async"], steps["parameter_server_ssp"]

@@ -88,7 +88,7 @@ def test_a_value_that_skips_a_stage_is_waited_for() -> None:
     assert step.step_time == pytest.approx(1.0 + 10.0 + 2.0)
 
 
-def test_reduce_overlaps_with_the_last_backward_but_for_its_last_bucket() -> None:
+def test_reduce_overlaps_with_backward_but_for_one_bucket() -> None:
     tasks = [[Task("forward", 0, m), Task("backward", 0, m)] for m in range(2)]
     link = Link(bandwidth=100.0, latency=0.0)
     cost = [stage(1.0, 4.0, parameter_bytes=300)]
@@ -113,7 +113,7 @@ def test_every_timetable_can_be_carried_out() -> None:
             assert len([span for span in step.spans if span.kind == "backward"]) == microbatches * stages
 
 
-def test_1f1b_and_gpipe_take_the_same_time_when_stages_are_equal_and_transfers_free() -> None:
+def test_1f1b_and_gpipe_are_equal_in_time_for_equal_free_stages() -> None:
     times = [
         simulate(timetable([1] * 4, 8, schedule), [stage(1.0, 2.0)] * 4, chain(4), FREE).step_time
         for schedule in ("gpipe", "1f1b")
@@ -131,7 +131,7 @@ def test_1f1b_holds_no_more_microbatches_than_a_stage_needs(run_ahead: bool) -> 
     assert held == ([5, 2, 2, 1] if run_ahead else [4, 2, 2, 1])
 
 
-def test_a_timetable_without_work_or_ranks_or_of_an_unknown_schedule_is_refused() -> None:
+def test_a_timetable_without_work_ranks_or_schedule_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="microbatches=0: a step needs at least 1"):
         timetable([1, 1], 0)
     for replicas in ([], [1, 0]):

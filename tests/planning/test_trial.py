@@ -63,7 +63,7 @@ def lives(pid):
         return False
 
 
-def test_it_runs_with_its_words_and_environment_in_a_session_of_its_own(start):
+def test_it_runs_with_its_words_in_a_session_of_its_own(start):
     """And what Lightning takes for the program is the module."""
     first, second = start("a", "b"), start("c")
     for each in (first, second):

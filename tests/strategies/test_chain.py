@@ -117,7 +117,7 @@ def test_forked_ranks_equal_one_device(strategy: str, one: Path, tmp_path: Path)
     assert warned != strategy.startswith("ddp")
 
 
-def test_a_checkpoint_without_optimizer_states_is_not_resumed_from(tmp_path: Path) -> None:
+def test_a_checkpoint_without_optimizer_is_not_resumed_from(tmp_path: Path) -> None:
     chain = Chain(*names("ddp_fork"), tmp_path)
     trainer = chain.trainer("ddp_fork", 1)
     trainer.fit(chain.model, chain.data)
@@ -175,7 +175,7 @@ class Weights(Callback):
         torch.save(pl_module.state_dict(), f"weights_of_rank_{trainer.global_rank}.pt")
 
 
-def test_asynchronous_training_ends_with_the_average_of_the_weights(tmp_path: Path) -> None:
+def test_asynchronous_training_ends_with_averaged_weights(tmp_path: Path) -> None:
     """The servers have the weights that were averaged, and must not put them back."""
     chain = Chain(*names("parameter_server_async_fork"), tmp_path)
     callbacks = [Leftovers(tmp_path), Weights(), EMAWeightAveraging(decay=0.7)]

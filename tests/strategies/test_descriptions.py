@@ -123,7 +123,7 @@ def test_servers_say_which_share_each_holds():
         assert asked.describe(specification, nodes) == [("mode", "sync"), ("servers", text)]
 
 
-def test_small_microbatches_are_warned_of_where_they_are_normalised():
+def test_small_normalised_microbatches_are_warned_of():
     with pytest.warns(UserWarning, match="BatchNorm normalises over 3 to 4 images: a batch of 28 is cut into 8"):
         warn_of_small_microbatches(NORMALISED, Split((28,), 8))
     with pytest.warns(UserWarning, match="BatchNorm normalises over 1 image: a batch of 3 is cut into 8"):

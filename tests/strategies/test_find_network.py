@@ -23,7 +23,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(1, 1, 1), nn.Linear(1, 1))
 
 
-def test_the_child_that_has_all_parameters_is_divided_whatever_its_name():
+def test_the_child_with_all_parameters_is_divided():
     assert find_network(module(criterion=nn.CrossEntropyLoss(), unet=layers()), None) == "unet"
     frozen = layers().requires_grad_(False)
     assert find_network(module(net=frozen), None) == "net", "it may be unfrozen later"

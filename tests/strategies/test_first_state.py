@@ -41,7 +41,7 @@ def network(seed: int) -> nn.Module:
     return module
 
 
-def test_every_rank_has_the_state_of_rank_zero_and_no_message_is_large() -> None:
+def test_every_rank_has_rank_zeros_state_in_small_messages() -> None:
     first, second, group = network(1), network(2), Group()
     expected = {name: tensor.clone() for name, tensor in first.state_dict().items()}
     take_state_of_rank_zero(first, group)  # type: ignore[arg-type]

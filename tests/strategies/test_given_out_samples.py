@@ -89,7 +89,7 @@ COUNTED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_counts_steps_is_refused_where_workers_make_different_numbers_of_them():
+def test_counters_of_steps_are_refused_where_steps_differ():
     def check(dispatch: str, **more: Any) -> None:
         strategy = ParameterServerStrategy(mode="async", data_dispatch=dispatch)  # type: ignore[arg-type]
         trainer = Trainer(accelerator="cpu", logger=False, **{"max_epochs": 1, "enable_progress_bar": False, **more})

@@ -65,7 +65,7 @@ def built(make: Callable[[], nn.Module], own: Callable[[str], bool]) -> tuple[nn
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_what_is_kept_is_as_in_the_whole_and_the_rest_has_its_shape_alone(first: bool) -> None:
+def test_what_is_kept_is_whole_and_the_rest_shape_alone(first: bool) -> None:
     part, whole = built(Network, lambda name: name.startswith(("layers.0", "layers.2", "layers.5")) == first)
     expected = dict(whole.named_parameters())
     kept = []
@@ -118,7 +118,7 @@ def test_what_needs_values_that_are_gone_is_refused_by_name(way: Callable[[nn.Li
         built(lambda: Copied(way), lambda name: not name.startswith("one"))
 
 
-def test_of_a_checkpoint_that_is_loaded_while_it_is_built_what_is_kept_is_read_alone() -> None:
+def test_what_is_kept_of_a_checkpoint_is_read_alone() -> None:
     torch.manual_seed(4)
     saved = Network().state_dict()
     unreadable = {name: one if name.startswith("layers.1") else one.to("meta") for name, one in saved.items()}

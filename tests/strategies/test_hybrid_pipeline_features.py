@@ -168,7 +168,7 @@ def watching() -> tuple[dict[str, Any], dict[str, Any], list[dict[str, float]], 
     return single, piped, ranks, sorted(path.name for path in Path().glob("loaded_by_*"))
 
 
-def test_metrics_stopping_averaging_and_best_checkpoint_equal_one_process() -> None:
+def test_metrics_and_best_checkpoint_equal_one_process() -> None:
     single, piped, ranks, loaded = run_apart(watching)
     assert loaded == ["loaded_by_0"], "only the first stage loads samples"
     assert ranks[0] == ranks[1]
@@ -238,7 +238,7 @@ def accumulated() -> list[dict[str, Tensor]]:
     return [*weights, {str(rank): torch.tensor(int(Path(f"{rank}.reductions").read_text())) for rank in range(3)}]
 
 
-def test_accumulated_gradients_are_those_of_one_process_and_are_added_up_once() -> None:
+def test_accumulated_gradients_are_those_of_one_process_once() -> None:
     single, piped, reductions = run_apart(accumulated)
     for name, value in single.items():
         assert_same_float32(piped[name], value)
@@ -281,7 +281,7 @@ def fp16() -> tuple[Any, list[list[tuple[float, bool]]]]:
     return (model.state_dict(), single.state_dict()), [torch.load(f"{rank}.notes") for rank in (0, 1)]
 
 
-def test_fp16_skips_a_step_on_all_stages_together_and_lowers_the_one_scale() -> None:
+def test_fp16_skips_a_step_on_all_stages_and_lowers_one_scale() -> None:
     (piped, single), (first, last) = run_apart(fp16)
     assert first == last == [(1024.0, True), (1024.0, True), (512.0, False), (512.0, True)]
     for name, value in single.items():
@@ -345,7 +345,7 @@ def own_module(broken: str) -> bool:
     return all(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_module_of_ones_own_trains_and_the_parent_has_all_weights() -> None:
+def test_an_own_module_trains_and_its_parent_has_all_weights() -> None:
     assert run_apart(own_module, "")
     assert run_apart(own_module, "bare stage"), "a stage without parameters has a backward, too"
 
@@ -368,7 +368,7 @@ def after_a_failure() -> list[str]:
     return messages
 
 
-def test_after_a_failure_nothing_goes_on_with_a_part_of_the_network() -> None:
+def test_after_a_failure_no_part_of_the_network_goes_on() -> None:
     for failure, save, again, other in run_ranks(2, after_a_failure):
         assert "a pipeline trains loss() alone" in failure
         assert "there is nothing whole to save" in save

@@ -22,7 +22,7 @@ FORKED = MultiProcessingLauncher(DDPStrategy(), "fork")
         (FORKED, ValueError("gone"), []),
     ],
 )
-def test_only_a_forked_or_spawned_rank_that_has_lost_another_one_waits(monkeypatch, launcher, error, waits):
+def test_only_a_started_rank_that_has_lost_another_waits(monkeypatch, launcher, error, waits):
     waited = []
     monkeypatch.setattr(lost_rank, "wait_to_be_ended", waited.append)
 

@@ -64,7 +64,7 @@ class Stop(Callback):
         pytest.param(FIRST + 1, {"mode": "ssp", "staleness": 3}, id="ssp"),
     ],
 )
-def test_a_worker_comes_back_in_mid_epoch_in_a_run_that_goes_on_from_a_checkpoint(run_cli, quick, fatal, options):
+def test_a_worker_comes_back_in_mid_epoch_of_a_resumed_run(run_cli, quick, fatal, options):
     options = {**options, "data_dispatch": "dynamic", "max_restarts": 1, **PATIENT}
     few = ["--data.init_args.global_batch_size=32", "--trainer.logger.init_args.name=run"]
 
@@ -88,7 +88,7 @@ def test_a_worker_comes_back_in_mid_epoch_in_a_run_that_goes_on_from_a_checkpoin
     assert 0 <= again <= 3 * 16
 
 
-def test_a_run_that_is_stopped_within_an_epoch_goes_on_with_what_is_left_of_it(run_cli, quick):
+def test_a_run_stopped_within_an_epoch_goes_on_with_the_rest(run_cli, quick):
     options = {"mode": "async", "data_dispatch": "dynamic", **PATIENT}
     few = ["--data.init_args.global_batch_size=32", "--trainer.callbacks+=test_midway.Stop", "--trainer.max_epochs=3"]
     common = [*quick, *COMMON, *served(**options), *few]

@@ -176,7 +176,7 @@ def refused(module: LightningModule, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_what_needs_the_whole_network_is_refused_before_the_ranks_start() -> None:
+def test_what_needs_the_whole_network_is_refused_first() -> None:
     assert "name the cuts, or build it in __init__" in refused(Module(), cuts=None)
     assert "use start_method popen" in refused(Module(), start_method="fork")
     assert "OnMetaAtOnce.network.0.weight is on the meta device" in refused(OnMetaAtOnce())

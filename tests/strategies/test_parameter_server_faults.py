@@ -112,7 +112,7 @@ def test_a_worker_that_is_killed_is_started_again_and_joins(run_cli, quick, rank
         assert "Rank 0 was started again and goes on in epoch" in output
 
 
-def test_without_restarts_the_death_of_rank_0_ends_the_run_for_all(run_cli, quick):
+def test_without_restarts_rank_0s_death_ends_the_run(run_cli, quick):
     code, output = train(run_cli, quick, {"rank": 0})
     assert code != 0
     assert "worker 0 (process" in output
@@ -145,7 +145,7 @@ def test_a_lost_server_ends_the_run_for_all(run_cli, quick):
     assert "its parameters are lost; with replication: 2 a run survives this" in output
 
 
-def test_with_a_copy_a_lost_server_changes_nothing_nor_does_a_coordinator_that_is_started_again(run_cli, quick):
+def test_with_a_copy_a_lost_server_or_coordinator_changes_none(run_cli, quick):
     options = {"servers": 2, "replication": 2}
     code, output = train(run_cli, quick, {"step": -1}, **options)
     assert code == 0, output

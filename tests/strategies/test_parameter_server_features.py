@@ -72,7 +72,7 @@ class Collectives(Callback):
     ],
     ids=["sync", "combined, rounded", "async", "local"],
 )
-def test_every_rank_validates_with_the_same_weights_and_statistics(options):
+def test_every_rank_validates_with_the_same_values(options):
     strategy, callbacks = served(**options), [SameEverywhere(), Collectives()]
     more = {"precision": "bf16-mixed"} if options.get("mode") == "async" else {}
     data = {"global_batch_size": 60}
@@ -86,7 +86,7 @@ def test_every_rank_validates_with_the_same_weights_and_statistics(options):
     assert torch.equal(ends[0], ends[2])
 
 
-def test_validations_and_ends_of_epochs_are_no_part_of_the_steps_that_choose_the_encodings(monkeypatch, tmp_path):
+def test_validation_is_no_part_of_the_steps_that_are_measured(monkeypatch, tmp_path):
     def note(chooser, step, seconds):
         with (tmp_path / "notes").open("a") as notes:
             print(step, seconds is None, file=notes)
@@ -98,7 +98,7 @@ def test_validations_and_ends_of_epochs_are_no_part_of_the_steps_that_choose_the
     assert notes == [f"{step} {step % 3 == 0}" for step in range(12)], "of the first worker alone"
 
 
-def test_averages_early_stopping_and_the_best_checkpoint_are_those_of_one_process():
+def test_averages_stopping_and_best_checkpoint_equal_one_process():
     runs = []
     for name, *where in (("single", "auto", 1), ("served", served(), 2)):
         best = ModelCheckpoint(Path(name).resolve(), "best", monitor="val_loss", mode="min")
@@ -184,7 +184,7 @@ PIPELINED = [
 ]
 
 
-def test_steps_of_dedicated_servers_are_pipelined_where_each_slice_is_for_itself():
+def test_steps_are_pipelined_where_slices_are_independent():
     dedicated = {"endpoints": ["tcp://127.0.0.1:7000"], "coordinator": "tcp://127.0.0.1:7001", "security": "none"}
     module = NormalisedCNN()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -157,7 +157,7 @@ def test_a_hook_that_clips_each_workers_own_gradient_is_refused() -> None:
         (Sparse, "the gradient of words is sparse"),
     ],
 )
-def test_what_cannot_be_done_to_the_servers_parameters_is_refused(kind: type[Module], message: str) -> None:
+def test_what_servers_parameters_do_not_allow_is_refused(kind: type[Module], message: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         verify(kind(), loader(8), "parameter_server", devices=1, steps=STEPS)
 
@@ -211,7 +211,7 @@ class Asks(Callback):
                 self.refused[name] = str(error)
 
 
-def test_only_what_is_linear_may_be_done_to_a_workers_own_gradients() -> None:
+def test_own_gradients_may_only_be_changed_linearly() -> None:
     module, asks = LightningModule(), Asks()
     module.net = nn.Linear(2, 1)
     module.net(torch.ones(1, 2)).sum().backward()
@@ -239,7 +239,7 @@ class Looks(Callback):
     def on_train_batch_end(self, *_: Any) -> None: ...
 
 
-def test_values_that_come_when_a_worker_joins_again_are_nobodys_writes() -> None:
+def test_values_of_a_worker_that_joins_again_are_no_writes() -> None:
     """In mode ssp each leaves at the end of an epoch, and the others may go on meanwhile."""
     mode = ParameterServerStrategy(mode="ssp", staleness=3, start_method="fork")
     verify(Module(), loader(4), mode, callbacks=[Looks()], steps=3 * STEPS)
@@ -318,7 +318,7 @@ def test_what_servers_cannot_take_is_refused_with_a_remedy() -> None:
             use()
 
 
-def test_what_a_worker_does_for_itself_in_mode_local_is_not_refused() -> None:
+def test_what_a_worker_does_for_itself_in_local_is_not_refused() -> None:
     local = servers(mode="local")
     for module in (sparse(), OwnClipping()):
         check_module(module, local)
@@ -339,7 +339,7 @@ def test_weights_that_are_loaded_while_training_are_refused() -> None:
         verify(Module(), loader(8), "parameter_server", devices=1, callbacks=[Rollback()], steps=STEPS)
 
 
-def test_hooks_of_lightning_and_of_this_package_are_known_and_all_others_are_named() -> None:
+def test_known_hooks_are_known_and_all_others_are_named() -> None:
     plain, known = Module(), [SamplesPerSecond()]
     assert who_sees_gradients(plain, known) == who_sees_weights(plain, known) == []
     assert who_sees_gradients(Hooks(), [Scaled()]) == [

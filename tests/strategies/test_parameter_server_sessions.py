@@ -40,7 +40,7 @@ def options(**changes):
     return ParameterServerStrategy(**changes).options
 
 
-def test_ranks_that_a_launcher_starts_find_its_session_first_and_later_ones_beside_it(monkeypatch, tmp_path):
+def test_ranks_find_their_launchers_session_first(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     launcher, rank = Sessions(), Sessions()
     launched = []
@@ -70,7 +70,7 @@ def test_ranks_that_something_else_starts_number_their_sessions(monkeypatch):
     assert (spread.coordinator, spread.session) == ("tcp://127.0.0.1:29400", 3)
 
 
-def test_nodes_are_asked_for_when_torchruns_store_has_left_the_main_port(monkeypatch):
+def test_nodes_are_asked_for_when_torchruns_store_has_moved(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     ports = [29400]
     monkeypatch.setattr(run, "own_store", lambda listens: contextlib.nullcontext(ports.append(29401)))
@@ -78,7 +78,7 @@ def test_nodes_are_asked_for_when_torchruns_store_has_left_the_main_port(monkeyp
     assert place.coordinator == "tcp://127.0.0.1:29401"
 
 
-def test_a_worker_waits_as_long_as_the_network_is_to_be_waited_for(monkeypatch, tmp_path):
+def test_a_worker_waits_as_long_as_network_wait_says(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for nodes in (1, 2):
         place = choose_rendezvous(options(security="none"), replace(LAYOUT, nodes=nodes, wait=7.0), 0, supervised=True)
@@ -121,7 +121,7 @@ class Die(Callback):
 
 
 @pytest.mark.cluster  # It waits for a time-out of several seconds.
-def test_a_script_that_has_lost_a_rank_is_told_so_by_the_next_function(tmp_path):
+def test_a_script_that_has_lost_a_rank_hears_of_it_next(tmp_path):
     def script():
         chain = Chain("parameter_server", "auto", 2, tmp_path)
         trainer = chain.trainer(ParameterServerStrategy(timeout=6.0), 3, Die())

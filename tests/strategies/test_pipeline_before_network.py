@@ -59,7 +59,7 @@ class Bytes(Normalising):
         self.log("val_mean", self.model(self.prepare(batch)).mean(), batch_size=6)
 
 
-def test_a_step_that_computes_with_the_images_trains_as_on_one_device() -> None:
+def test_a_step_that_uses_the_images_trains_as_on_one_device() -> None:
     assert differ((Normalising, Bytes), [1, 1], 3) == {}
     assert differ((Normalising,), [2, 1], 4) == {}, "each replica of the first stage with its images"
 
@@ -108,7 +108,7 @@ REFUSED = (
 )
 
 
-def test_what_would_need_the_images_or_the_random_numbers_elsewhere_is_refused() -> None:
+def test_what_needs_images_or_draws_elsewhere_is_refused() -> None:
     are_refused(REFUSED, [1])
 
 
@@ -123,7 +123,7 @@ def test_replicas_that_would_compute_something_else_are_refused() -> None:
 
 
 @pytest.mark.light
-def test_a_stand_in_gives_no_values_and_changes_nothing_that_has_some() -> None:
+def test_a_stand_in_gives_no_values_and_changes_none() -> None:
     images = ImagesElsewhere.like(4, (1, 3, 3), torch.float32, torch.device("cpu"), computes=True)
     changed = images.clone()
     changed[:, :, 0].sub_(1.0)

@@ -60,7 +60,7 @@ def test_what_a_trace_has_fixed_is_refused_by_name() -> None:
 
 
 @pytest.mark.usefixtures("_seed")
-def test_a_gradient_that_the_stages_do_not_give_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_no_stage_gives_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     blueprint = divide_by_names(Odd(), ["conv"])
     build = type(blueprint).build
 
@@ -75,7 +75,7 @@ def test_a_gradient_that_the_stages_do_not_give_is_refused_by_its_name(monkeypat
         compare(blueprint, torch.randn(2, 1, 6, 6), CPU)
 
 
-def test_a_network_that_runs_on_another_device_alone_is_not_refused() -> None:
+def test_a_network_of_another_device_is_not_refused() -> None:
     blueprint = divide_by_names(Odd(), ["conv"])
     blueprint.network.register_forward_pre_hook(lambda *_: torch.ones(1, device="cuda"))
     with pytest.warns(UserWarning, match=r"Odd was not compared with its stages: in training it fails on 2 samples"):
@@ -139,7 +139,7 @@ class Notes(list[str]):
         ("cuda", ["float64 cuda", "float32 cuda", "float32 cpu"]),
     ],
 )
-def test_it_runs_in_float64_where_it_will_train_or_as_near_to_that_as_it_can(fails: str, tried: list[str]) -> None:
+def test_it_runs_in_float64_or_as_near_as_it_can(fails: str, tried: list[str]) -> None:
     where = Where(fails)
     network = nn.Sequential(nn.Conv2d(1, 2, 3), where, nn.Flatten(), nn.Linear(32, 2))
     before = torch.backends.cudnn.deterministic, torch.backends.cudnn.conv.fp32_precision
@@ -163,7 +163,7 @@ class Resizing(nn.ReLU):
 
 
 @pytest.mark.usefixtures("_seed")
-def test_a_buffer_that_gets_another_shape_is_refused_and_is_as_it_was() -> None:
+def test_a_buffer_that_changes_shape_is_refused_unchanged() -> None:
     network = nn.Sequential(nn.Conv2d(1, 2, 3), Resizing(), nn.Flatten(), nn.Linear(32, 2))
     with pytest.raises(ConfigurationError, match=r"puts a buffer of another shape in the place of 1\.table"):
         compare(divide_by_names(network, ["0"]), torch.randn(2, 1, 6, 6), CPU)
@@ -198,7 +198,7 @@ class Module(LightningModule):
         return self.net(batch[1]).sum()
 
 
-def test_an_example_is_taken_from_a_plain_loader_and_nothing_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_comes_from_a_plain_loader_and_uses_up_none(monkeypatch: pytest.MonkeyPatch) -> None:
     images = torch.arange(10.0).reshape(10, 1, 1, 1)
     data = TensorDataset(torch.zeros(10), images)
     generator = torch.Generator().manual_seed(0)

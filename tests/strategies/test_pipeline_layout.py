@@ -30,7 +30,7 @@ from cnnstrategies.strategies.hybrid_pipeline import layout as layout_module
     ],
     ids=["batch norm", "larger batch", "no batch norm", "asked for", "loaders", "another data module"],
 )
-def test_batch_normalisation_and_the_batch_decide_on_the_microbatches(network, data, asked, expected):
+def test_microbatches_follow_batch_normalisation_and_the_batch(network, data, asked, expected):
     cut = "block1" if isinstance(network, SmallCNN) else "1"
     request = HybridPipelineStrategy(replicas=[1, 1], cuts=[cut], microbatches=asked).request
     trainer = SimpleNamespace(datamodule=data)

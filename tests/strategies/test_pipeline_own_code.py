@@ -73,7 +73,7 @@ class EachByItself(Own):
                     parameter.clamp_(-0.3, 0.3)
 
 
-def test_what_hooks_do_with_each_parameter_by_itself_is_done_as_on_one_device() -> None:
+def test_hooks_of_single_parameters_act_as_on_one_device() -> None:
     assert differ((EachByItself,), [1, 1], 2) == {}
 
 

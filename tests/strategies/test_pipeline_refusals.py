@@ -91,14 +91,14 @@ REFUSED_BEFORE = (
 )
 
 
-def test_what_cannot_be_divided_is_refused_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_indivisible_is_refused_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptLauncher, "launch", lambda *args, **options: pytest.fail("it starts processes"))
     for kind, message in REFUSED_BEFORE:
         with pytest.raises(ConfigurationError, match=message):
             fit(kind, HybridPipelineStrategy(), 2)
 
 
-def test_a_module_that_is_compiled_as_a_whole_or_during_training_is_refused() -> None:
+def test_compiled_modules_are_refused_whole_and_in_training() -> None:
     module = from_compiled(torch.compile(Classifier(), backend="eager"))
     with pytest.raises(ConfigurationError, match=r"^Classifier is compiled: .* by the callback ComputeSettings"):
         check_module(module)
@@ -293,7 +293,7 @@ def are_refused(expected: Sequence[tuple[type[Module], str]], replicas: list[int
         assert re.search(message, said), (kind, said)
 
 
-def test_what_a_step_does_that_a_pipeline_cannot_follow_is_refused_by_name() -> None:
+def test_a_step_that_a_pipeline_cannot_follow_is_refused_by_name() -> None:
     are_refused(REFUSED_IN_A_STEP, [1])
     alone = "rank 1 ended an epoch, or training, where rank 0 went on with a further batch"
     are_refused([(StoppingAlone, alone)], [1, 1])

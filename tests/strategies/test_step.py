@@ -123,7 +123,7 @@ class Follower(Servers):
             parameter.data.add_(1)
 
 
-def test_values_of_a_later_step_that_a_new_leader_brings_are_nobodys_writes() -> None:
+def test_a_new_leaders_later_values_are_nobodys_writes() -> None:
     module, looks = Module(), ["Looks.on_train_batch_end"]
     train(module, Follower(module), 1, sees_weights=looks)
     with pytest.raises(ConfigurationError, match="was changed between two steps"):
@@ -176,7 +176,7 @@ REFUSED: list[tuple[Callable[[], Module], str]] = [
 ]
 
 
-def test_what_cannot_be_done_to_the_servers_parameters_is_refused() -> None:
+def test_what_servers_parameters_do_not_allow_is_refused() -> None:
     train(Module(), Servers(), 4)
     for kind, message in REFUSED:
         with pytest.raises(ConfigurationError, match=message):

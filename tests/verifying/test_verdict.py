@@ -48,7 +48,7 @@ def test_values_that_are_not_a_number_in_both_runs_are_equal() -> None:
     assert unequal(torch.tensor([1.0, torch.nan]), torch.tensor([2.0, torch.nan])) == [""]
 
 
-def test_batches_of_ranks_are_joined_by_samples_in_the_order_of_the_ranks() -> None:
+def test_batches_of_ranks_are_joined_by_samples_in_rank_order() -> None:
     one = {"x": torch.zeros(2, 3), "names": ["a", "b"], "pair": Pair(torch.zeros(2), (torch.ones(2),)), "scale": 2}
     two = {"x": torch.ones(1, 3), "names": ["c"], "pair": Pair(torch.ones(1), (torch.ones(1),)), "scale": 2}
     both = joined([one, two])
@@ -65,7 +65,7 @@ def boxes(*counts: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("images", [torch.zeros(2, 3, 8, 8), tuple(torch.zeros(2, 3, 8, 8))], ids=["stacked", "listed"])
-def test_a_list_with_tensors_of_each_sample_is_joined_sample_by_sample(images: Any) -> None:
+def test_lists_of_tensors_are_joined_sample_by_sample(images: Any) -> None:
     one = (images, [{"boxes": box} for box in boxes(2, 1)], boxes(2, 2))
     two = (images, [{"boxes": box} for box in boxes(2, 2)], boxes(0, 3))
     joint = joined([one, two])
@@ -81,7 +81,7 @@ def test_what_cannot_be_joined_is_refused(part: object) -> None:
     assert joined([part]) is part, "of one rank alone it is taken as it is"
 
 
-def test_global_batches_come_in_the_epochs_in_which_they_were_loaded(tmp_path: Path) -> None:
+def test_global_batches_come_in_the_epochs_that_loaded_them(tmp_path: Path) -> None:
     for rank in (0, 1):
         (tmp_path / str(rank)).mkdir()
         for index in range(3):
@@ -97,7 +97,7 @@ def test_global_batches_come_in_the_epochs_in_which_they_were_loaded(tmp_path: P
     assert len(samples(folders[0])[1]) == 3
 
 
-def test_what_processes_do_each_in_their_own_way_is_turned_off_and_said() -> None:
+def test_what_processes_do_differently_is_turned_off_and_said() -> None:
     network = nn.Sequential(
         *(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.3), nn.MultiheadAttention(4, 2, 0.1)),
         StochasticDepth(0.2, "row"),

@@ -80,7 +80,7 @@ def test_strategies_are_forked_and_others_are_refused() -> None:
 
 
 @pytest.mark.light
-def test_refusals_of_any_kind_are_found_in_what_a_rank_has_printed() -> None:
+def test_refusals_of_any_kind_are_found_in_a_ranks_output() -> None:
     for kind in (ConfigurationError, NotHereError):
         printed = f"Traceback\n{''.join(traceback.format_exception_only(kind('self.model.update: why; remedy')))}"
         found = runs.REFUSAL.search(printed)
@@ -99,7 +99,7 @@ class Drifts(Module):
         return loss * (1 + self.global_rank) if self.global_step > 1 else loss
 
 
-def test_where_they_differ_it_is_said_after_which_step_first_and_what() -> None:
+def test_differences_are_told_after_which_step_and_what() -> None:
     verdict = cnnstrategies.verify(Drifts(), Data(), "ddp", steps=5)
     assert not verdict.equal
     said = str(verdict)
@@ -133,7 +133,7 @@ def test_a_training_that_fails_is_no_verdict() -> None:
 QUICK = ("verify", "--config=quickstart", "--steps=3", "--model.init_args.network.init_args.widths=[4, 8]")
 
 
-def test_the_command_says_so_by_its_exit_code_and_leaves_nothing_behind(run_cli: Any, tmp_path: Path) -> None:
+def test_the_command_exits_as_it_says_and_leaves_nothing(run_cli: Any, tmp_path: Path) -> None:
     short = ("--trainer.max_epochs=1", "--trainer.limit_train_batches=4", "--trainer.accumulate_grad_batches=2")
     still = "--model.init_args.optimizer.init_args.lr=0.0"
     code, said = run_cli(*QUICK, "--trainer.strategy=ddp_fork", *short, still)
