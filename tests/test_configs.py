@@ -142,7 +142,7 @@ TRAINED = [files for files in RUNS if files != FSDP and not files[0].startswith(
 
 
 @pytest.mark.warm
-@pytest.mark.parametrize("files", map(with_marks, TRAINED))
+@pytest.mark.parametrize("files", [with_marks(files) for files in TRAINED])
 def test_configs_train(run_cli, downloads, files):
     code, output = run_cli(*words_of(files))
     assert code == 0, output
