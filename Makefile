@@ -33,7 +33,7 @@ test-ray:
 	$(MAKE) VENV=$(RAY_VENV) EXTRAS=test,ray $(RAY_VENV)/.installed
 	$(RAY_VENV)/bin/python -m pytest -m ray
 
-# What `make test` and `make test-cluster` leave out for want of a package: loggers, exports, a service, MPICH.
+# What `make test` and `make test-cluster` leave out for want of a package: loggers, exports, MPICH.
 EXTRAS_VENV ?= .venv-extras
 test-extras:
 	$(MAKE) VENV=$(EXTRAS_VENV) EXTRAS=test,wandb,mlflow,export,mpich $(EXTRAS_VENV)/.installed
