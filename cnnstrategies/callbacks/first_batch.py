@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.data import sized_len
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -25,7 +26,7 @@ class FirstBatch(Callback):
     The global batch has another size, as with a sampler that deals to another number of processes; or two processes
     have the same samples, as with an ``IterableDataset`` that does not ask which process reads it: each then trains on
     all of the data, and more devices bring nothing. Where one has fewer batches than another, that would wait for it at
-    the end. Once in a run, by an exchange of three numbers; where streams do not know their lengths, of one more after
+    the end. Once in a run, by an exchange of three numbers; where streams do not know their lengths, of one more for
     each batch.
 
     Raises:
@@ -34,15 +35,20 @@ class FirstBatch(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._batches = 0
         self._streams: dist.ProcessGroup | None = None
+        self._limited = False  # Lightning then learns of a stream's end by asking for one batch more.
         self._compared = trainer.world_size == 1 or trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set outside the class
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._compared or getattr(trainer.strategy, "came_later", False):  # The others have compared theirs before.
-            self._compared = True
-            return
+        if not self._compared and not getattr(trainer.strategy, "came_later", False):  # Who came later has missed it.
+            self._compare(trainer, batch)
         self._compared = True
+        if self._limited:
+            self._exchange(trainer, batch_idx + 1)
+
+    def _compare(self, trainer: Trainer, batch: Any) -> None:
         size = samples_of(trainer.train_dataloader, getattr(trainer, "datamodule", None))
         expected = None if size is None else size * loading(trainer)
         strategy = trainer.strategy
@@ -51,7 +57,8 @@ class FirstBatch(Callback):
             strategy.reduce(torch.tensor(float(count_samples(batch)), device=strategy.root_device), reduce_op="sum")
         )
         batches = trainer.num_training_batches
-        own = [_fingerprint(batch), -1 if batches == float("inf") else int(batches)]
+        unknown = sized_len(trainer.train_dataloader) is None
+        own = [_fingerprint(batch), -1 if unknown else int(batches)]
         of_all = strategy.all_gather(torch.tensor(own, device=strategy.root_device)).reshape(-1, 2)
         marks = of_all[:, 0].tolist()
         alike = next((rank for rank, mark in enumerate(marks) if mark and mark in marks[:rank]), None)
@@ -59,6 +66,7 @@ class FirstBatch(Callback):
         # A pipeline shares its batches, and a parameter server names who waits for whom.
         if -1 in of_all[:, 1] and dist.is_initialized():
             self._streams = dist.new_group(backend="gloo")  # type: ignore[assignment]  # -100 is for those outside
+            self._limited = isinstance(trainer.limit_train_batches, int)
         if expected is not None and found != expected and batches > 1:  # The last one may be smaller.
             rank_zero_warn(
                 f"The first global batch has {found} samples, and not {expected} ({loading(trainer)} processes x "
@@ -75,11 +83,19 @@ class FirstBatch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._streams is None:
-            return
+        self._batches = batch_idx + 1
+        if self._streams is not None and not self._limited:
+            self._exchange(trainer, batch_idx + 1 if trainer.is_last_batch else batch_idx + 2)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._limited:
+            self._exchange(trainer, self._batches)
+        self._batches = 0
+
+    def _exchange(self, trainer: Trainer, least: int) -> None:
         of_all = [torch.zeros((), dtype=torch.long) for _ in range(trainer.world_size)]
-        least = torch.tensor(batch_idx + 1 if trainer.is_last_batch else batch_idx + 2)
-        dist.all_gather(of_all, least, group=self._streams)
+        dist.all_gather(of_all, torch.tensor(least), group=self._streams)
         check_lengths([int(one) for one in of_all], " or more")
 
 

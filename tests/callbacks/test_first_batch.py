@@ -110,9 +110,10 @@ class Ends(IterableDataset):
         return iter(samples(8 + 4 * (dist.is_initialized() and dist.get_rank())))
 
 
-def test_streams_of_unequal_length_are_refused_at_the_first_end(monkeypatch, tmp_path):
+@pytest.mark.parametrize("limit", [None, 5])
+def test_streams_of_unequal_length_are_refused_at_an_end(limit, monkeypatch, tmp_path):
     with pytest.raises(Exception, match="process 0 has 2 batches an epoch, process 1 has 3 or more: "):
-        warned(monkeypatch, tmp_path, "ddp_fork", DataLoader(Ends(), 4), steps=9)
+        warned(monkeypatch, tmp_path, "ddp_fork", DataLoader(Ends(), 4), steps=9, limit_train_batches=limit)
     warned(monkeypatch, tmp_path, "ddp_fork", DataLoader(Ends(), 4), limit_train_batches=2, steps=5)
 
 
