@@ -5,10 +5,10 @@ More runs, some seconds each: ``make faults RUNS=200``; ``FIRST`` is the seed of
 
 import contextlib
 import itertools
+import multiprocessing
 import os
 import random
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,13 +18,13 @@ from replay import Places, Plan, replay
 from rough_wires import FAR, HERE, Wires
 from test_replay import the_weights_are_those_of_one_process
 
-from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.places import Watcher
 from cnnstrategies.paramserver.security import KeyPair
 
 RUNS = int(os.environ.get("CNNSTRATEGIES_FAULTS", "2"))
 FIRST = int(os.environ.get("CNNSTRATEGIES_FAULTS_FROM", "0"))
 TIMEOUT = 10.0  # seconds
+_context = multiprocessing.get_context("fork")
 
 
 class Wired(Places):
@@ -56,22 +56,29 @@ class Wired(Places):
 
 
 @contextlib.contextmanager
-def watching(places: Wired) -> Iterator[list[Message]]:
-    """Someone asks how the run goes, again and again; gives the answers."""
-    over, answers = threading.Event(), list[Message]()
+def watching(places: Wired) -> Iterator[None]:
+    """Someone asks how the run goes, again and again, and is answered.
+
+    In a process: a thread may hold a lock of OpenSSL's just when a process of the run is forked, which then hangs.
+    """
 
     def watch() -> None:
+        answers = 0
         with Watcher(places.reached(places.listens("coordinator")), KeyPair.load(str(places.key_file))) as watcher:
             while not over.wait(0.1):
-                answer = watcher.ask(2.0)
-                answers.extend([answer] if answer is not None else [])
+                answers += watcher.ask(2.0) is not None
+        assert answers, "who watches was never answered"
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    yield answers
-    over.set()
-    thread.join(2 * TIMEOUT)
-    assert not thread.is_alive(), "who watches waits for ever"
+    over = _context.Event()
+    process = _context.Process(target=watch, daemon=True)
+    process.start()
+    try:
+        yield
+        over.set()
+        process.join(2 * TIMEOUT)
+        assert process.exitcode == 0, "who watches waits for ever, or was never answered"
+    finally:
+        process.kill()
 
 
 def run(seed: int, wires: Wires, directory: Path) -> None:
@@ -83,7 +90,7 @@ def run(seed: int, wires: Wires, directory: Path) -> None:
         places.lay(who)
     wires.start()
     try:
-        with watching(places) as answers:
+        with watching(places):
             outcome = replay(plan, [], places)
     finally:
         wires.end()
@@ -94,7 +101,6 @@ def run(seed: int, wires: Wires, directory: Path) -> None:
         assert all(re.search(named, error) for error in outcome.errors.values()), outcome
         return
     the_weights_are_those_of_one_process(plan, outcome, None)
-    assert answers
     for times in outcome.times.values():
         events = sorted([*times, *(when for _, when in wires.met)])
         longest = max(after - at for at, after in itertools.pairwise(events))
