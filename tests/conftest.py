@@ -11,13 +11,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import prepared
 import pytest
 import torch
 import warm
 from lightning.fabric.plugins.environments import lightning as lightning_environment
+from lightning.pytorch import Trainer
 from ports import free_port
 from roomy_stack import roomy
 from torch import nn
@@ -53,6 +54,21 @@ class PlainCNN(nn.Sequential):
             nn.Flatten(),
             nn.Linear(16 * 16, num_classes),
         )
+
+
+def quiet_trainer(strategy: Any = "auto", devices: int = 1, **options: Any) -> Trainer:
+    """A trainer on the CPU that shows and writes nothing."""
+    return Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=devices,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,30 +1,13 @@
 """What is promised cannot be taken away without a test that fails; see `mutants/faulty.py`."""
 
 import importlib
+from pathlib import Path
 
 import pytest
 from mutants.faulty import MUTANTS, Mutant
 
-for name in (
-    "clusters",
-    "commands",
-    "coordinator",
-    "data",
-    "data_parallel",
-    "hybrid_pipeline",
-    "licences",
-    "modules",
-    "own_mistakes",
-    "own_stages",
-    "parameter_server",
-    "pipeline",
-    "planning",
-    "servers",
-    "verifying",
-    "wires",
-    "workers",
-):
-    importlib.import_module(f"mutants.{name}")
+for file in sorted(Path(__file__).with_name("mutants").glob("*.py")):
+    importlib.import_module(f"mutants.{file.stem}")
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier, ImageSegmenter
-from cnnstrategies.callbacks.predictions import palette, write_masks
+from cnnstrategies.callbacks.predictions import write_masks
 from cnnstrategies.data import SegmentationFolderDataModule, SyntheticDataModule
 from cnnstrategies.data.image_folder import own_images
 from cnnstrategies.deploy import export, quantize
@@ -92,6 +92,12 @@ def test_masks_become_pictures_under_every_strategy(run_cli):
         assert set(np.array(picture).flat) <= {0, 1}
 
 
+def folder(**options):
+    data = SegmentationFolderDataModule(Path("data"), 2, image_size=16, num_workers=0, **options)
+    data.setup("fit")
+    return data
+
+
 @pytest.mark.light
 def test_the_loss_is_the_mean_of_images_over_counted_pixels():
     model = ImageSegmenter(nn.Identity(), num_classes=3, aux_weight=0.3)
@@ -121,7 +127,7 @@ class TwoHeads(nn.Module):
 
 def test_pruned_networks_are_exported_and_quantised_as_masked(monkeypatch):
     write_masked_images(Path("data/train"), count=8)
-    data = SegmentationFolderDataModule(Path("data"), 2, image_size=16, val_split=0.5, batch_size=3, num_workers=0)
+    data = folder(val_split=0.5, batch_size=3)
     torch.manual_seed(0)
     model = ImageSegmenter(TwoHeads(), num_classes=2)
     found = export.export(model, data, Path("out"), "torch_export")
@@ -149,8 +155,7 @@ def test_pruned_networks_are_exported_and_quantised_as_masked(monkeypatch):
 @pytest.mark.light
 def test_own_images_are_fitted_whole_and_masks_named():
     write_masked_images(Path("data/train"), count=4)
-    data = SegmentationFolderDataModule(Path("data"), 2, image_size=16, val_split=0.5, num_workers=0)
-    data.setup("validate")
+    data = folder(val_split=0.5)
     Path("mine/a").mkdir(parents=True)
     shutil.copy(Path("data") / data.val_source.name(0), "mine/a/x.png")
     own = own_images(data, Path("mine"))
@@ -166,10 +171,11 @@ def test_own_images_are_fitted_whole_and_masks_named():
 
 @pytest.mark.light
 def test_images_and_masks_are_cropped_together_and_fitted_whole():
-    write_masked_images(Path("data/train"), count=6)
-    data = SegmentationFolderDataModule(Path("data"), 2, image_size=16, val_split=1 / 3, batch_size=2, num_workers=0)
-    data.setup("fit")
+    write_masked_images(Path("data/train"), count=7)
+    Path("data/train/images/6.png").unlink()
+    data = folder(val_split=1 / 3, batch_size=2)
     assert (len(data.train_source), len(data.val_source)) == (4, 2)
+    assert data.left_out["masks without an image"] == 1
     images, masks = next(iter(data.train_dataloader()))
     assert images.shape == (2, 3, 16, 16)
     assert masks.shape == (2, 16, 16)
@@ -188,56 +194,28 @@ def test_images_and_masks_are_cropped_together_and_fitted_whole():
     assert restored.shape == (20, 24)
 
 
-@pytest.mark.light
-def test_parts_have_other_names_and_masks_without_images_count():
-    write_masked_images(Path("data/Training"), count=4)
-    write_masked_images(Path("data/validation"), count=2)
-    Path("data/Training/images/0.png").unlink()
-    data = SegmentationFolderDataModule(Path("data"), 2, image_size=16, num_workers=0)
-    data.setup("fit")
-    assert (data.describe("train"), data.describe("val")) == ("3 in data/Training", "2 in data/validation")
-    assert data.left_out["masks without an image"] == 1
-
-
 def read_all():
-    data = SegmentationFolderDataModule(Path("data"), 2, image_size=16, val_split=0.2, num_workers=0)
-    data.setup("fit")
+    data = folder(val_split=0.2)
     data.train_source.fetch([0, 1, 2, 3])
     data.val_source.fetch([0])
 
 
-def no_mask():
-    Path("data/train/masks/3.png").unlink()
-
-
-def another_size():
-    Image.new("L", (9, 9)).save("data/train/masks/3.png")
-
-
-def another_class():
-    Image.new("L", (24, 20), 7).save("data/train/masks/3.png")
-
-
-def no_png():
-    Path("data/train/masks/3.png").write_text("nothing")
-
-
-def two_of_one_name():
-    shutil.copy("data/train/images/3.png", "data/train/images/3.jpg")
-
-
-MISTAKES = {
-    no_mask: r"images/3.png has no mask: put 3.png into .*masks",
-    another_size: r"mask .*3.png is of \(9, 9\) pixels and its image of \(20, 24\)",
-    another_class: r"mask .*3.png has the class 7, and num_classes=2 has 0 to 1",
-    two_of_one_name: r"images/3.jpg and .*images/3.png would have one mask: rename one",
-    no_png: r"broken mask .*3.png",
-}
+MASK = Path("data/train/masks/3.png")
+MISTAKES = (
+    (MASK.unlink, r"images/3.png has no mask: put 3.png into .*masks"),
+    (lambda: Image.new("L", (9, 9)).save(MASK), r"mask .*3.png is of \(9, 9\) pixels and its image of \(20, 24\)"),
+    (lambda: Image.new("L", (24, 20), 7).save(MASK), r"mask .*3.png has the class 7, and num_classes=2 has 0 to 1"),
+    (lambda: MASK.write_text("nothing"), r"broken mask .*3.png"),
+    (
+        lambda: shutil.copy("data/train/images/3.png", "data/train/images/3.jpg"),
+        r"images/3.jpg and .*images/3.png would have one mask: rename one",
+    ),
+)
 
 
 @pytest.mark.light
 def test_a_mistake_in_the_files_is_named():
-    for damage, message in MISTAKES.items():
+    for damage, message in MISTAKES:
         shutil.rmtree("data", ignore_errors=True)
         write_masked_images(Path("data/train"), count=5)
         damage()
@@ -248,21 +226,22 @@ def test_a_mistake_in_the_files_is_named():
 @pytest.mark.light
 def test_data_that_does_not_go_with_the_module_is_refused():
     write_masked_images(Path("data/train"), count=4)
-    with pytest.raises(ConfigurationError, match="class_names has 1 names, and num_classes=2"):
-        SegmentationFolderDataModule(Path("data"), 2, class_names=["one"])
     data, network = SegmentationFolderDataModule(Path("data"), 2, image_size=16), nn.Identity()
-    with pytest.raises(ConfigurationError, match="SegmentationFolderDataModule has masks, and ImageClassifier learns"):
-        ImageClassifier(network, 2).check_data(data)
-    with pytest.raises(ConfigurationError, match="ignore_index=9, but SegmentationFolderDataModule has 255"):
-        ImageSegmenter(network, 2, ignore_index=9).check_data(data)
-    with pytest.raises(ConfigurationError, match="SyntheticDataModule has no masks"):
-        ImageSegmenter(network, 2).check_data(SyntheticDataModule(num_classes=2))
     ImageSegmenter(network, 2).check_data(data)
-
-
-@pytest.mark.light
-def test_classes_have_the_colours_of_pascal_voc():
-    colours = palette()
-    assert colours[:12] == [0, 0, 0, 128, 0, 0, 0, 128, 0, 128, 128, 0]
-    assert colours[-3:] == [224, 224, 192]
-    assert len(colours) == 768
+    for refused, said in (
+        (lambda: folder(class_names=["one"]), "class_names has 1 names, and num_classes=2"),
+        (
+            lambda: ImageClassifier(network, 2).check_data(data),
+            "SegmentationFolderDataModule has masks, and ImageClassifier learns",
+        ),
+        (
+            lambda: ImageSegmenter(network, 2, ignore_index=9).check_data(data),
+            "ignore_index=9, but SegmentationFolderDataModule has 255",
+        ),
+        (
+            lambda: ImageSegmenter(network, 2).check_data(SyntheticDataModule(num_classes=2)),
+            "SyntheticDataModule has no masks",
+        ),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            refused()

@@ -11,8 +11,8 @@ from cnnstrategies.data.small_sets import (
     DigitsDataModule,
     FashionMNISTDataModule,
     MNISTDataModule,
+    SyntheticDataModule,
 )
-from cnnstrategies.data.synthetic import SyntheticDataModule
 
 __all__ = [
     "CIFAR10DataModule",

@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 import yaml
-from conftest import ROOT
-from lightning.pytorch import Trainer
+from conftest import ROOT, quiet_trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from cnnstrategies import ConfigurationError
@@ -14,27 +13,15 @@ from cnnstrategies.data.module import share
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 
-def trainer(strategy="auto", devices=1, **options):
-    return Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        devices=devices,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        **options,
-    )
-
-
 def test_the_quickstart_makes_the_same_steps_everywhere():
     options = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())["data"]["init_args"]
     runs = {
-        "one device": trainer(),
-        **{name: trainer(name, 2) for name in ("ddp", "hybrid_pipeline", "parameter_server")},
-        "two pipelines": trainer("hybrid_pipeline", 4),
-        "one node more": trainer("ddp", 2, num_nodes=2),
-        "accumulated": trainer("ddp", 2, accumulate_grad_batches=4),
-        "accumulated by a pipeline": trainer("hybrid_pipeline", 2, accumulate_grad_batches=2),
+        "one device": quiet_trainer(),
+        **{name: quiet_trainer(name, 2) for name in ("ddp", "hybrid_pipeline", "parameter_server")},
+        "two pipelines": quiet_trainer("hybrid_pipeline", 4),
+        "one node more": quiet_trainer("ddp", 2, num_nodes=2),
+        "accumulated": quiet_trainer("ddp", 2, accumulate_grad_batches=4),
+        "accumulated by a pipeline": quiet_trainer("hybrid_pipeline", 2, accumulate_grad_batches=2),
     }
     for name, run in runs.items():
         data = DigitsDataModule(**options)
@@ -47,46 +34,22 @@ def test_the_quickstart_makes_the_same_steps_everywhere():
         assert data.batch_size * loading["num_replicas"] * accumulated == 64, name
         # In evaluation too.
         assert max(len(images) for images, _ in data.val_dataloader()) <= data.batch_size, name
-
-
-def test_with_unequal_stages_the_replicas_of_the_first_load():
-    data = SyntheticDataModule(num_samples=100, image_size=8, global_batch_size=12)
-    data.trainer = trainer(HybridPipelineStrategy(replicas=[3, 1]), 4)
-    assert data.batch_size == 4
+    unequal = SyntheticDataModule(num_samples=100, image_size=8, global_batch_size=12)
+    unequal.trainer = quiet_trainer(HybridPipelineStrategy(replicas=[3, 1]), 4)
+    assert unequal.batch_size == 4, "the replicas of the first stage load"
 
 
 def test_a_batch_size_is_per_process_and_has_a_default():
     assert DigitsDataModule(batch_size=5).batch_size == 5
     for module, size in ((DigitsDataModule, 64), (CIFAR10DataModule, 128), (SyntheticDataModule, 32)):
         data = module()
-        data.trainer = trainer("ddp", 2, accumulate_grad_batches=2)
+        data.trainer = quiet_trainer("ddp", 2, accumulate_grad_batches=2)
         assert data.batch_size == size
         data.batch_size = 16  # As Lightning's BatchSizeFinder does.
         assert data.batch_size == 16
 
 
-def test_both_sizes_are_refused():
-    with pytest.raises(ConfigurationError, match=r"batch_size=32 .* and global_batch_size=64 .*: give one of them"):
-        DigitsDataModule(batch_size=32, global_batch_size=64)
-    with pytest.raises(ConfigurationError, match="global_batch_size=0: a batch needs at least 1 sample"):
-        DigitsDataModule(global_batch_size=0)
-    with pytest.raises(ConfigurationError, match="batch_size=16 is to be set, but global_batch_size=64"):
-        DigitsDataModule(global_batch_size=64).batch_size = 16
-
-
 def test_what_does_not_divide_is_refused_with_the_nearest():
-    data = DigitsDataModule(global_batch_size=64)
-    with pytest.raises(ConfigurationError, match=r"by 3 processes that load: use 63 or 66, or batch_size"):
-        data.check_trainer(trainer("ddp", 3))
-    message = r"global_batch_size=64 .* by 3 processes that load x accumulate_grad_batches=4: use 60 or 72"
-    with pytest.raises(ConfigurationError, match=message):
-        data.check_trainer(trainer("ddp", 3, accumulate_grad_batches=4))
-    with pytest.raises(ConfigurationError, match=r"by 8 processes that load: use 8, or batch_size"):
-        share(5, 8, 1)
-    data.check_trainer(trainer("ddp", 4))
-
-
-def test_the_nearest_are_those_that_fit():
     for size, processes, accumulated in itertools.product(range(1, 40), (1, 2, 3, 4), (1, 2, 3)):
         parts = processes * accumulated
         if size % parts == 0:
@@ -95,13 +58,30 @@ def test_the_nearest_are_those_that_fit():
         with pytest.raises(ConfigurationError) as refused:
             share(size, processes, accumulated)
         named = [int(word) for word in str(refused.value).split("use ")[1].split(",")[0].split(" or ")]
-        fitting = [other for other in range(1, 100) if other % parts == 0]
-        near = [other for other in fitting if abs(other - size) < parts]
-        assert named == near
+        assert named == [other for other in range(1, 100) if other % parts == 0 and abs(other - size) < parts]
 
 
-def test_accumulation_on_a_schedule_is_refused():
-    scheduled = trainer(callbacks=[GradientAccumulationScheduler({0: 4, 2: 1})])
-    with pytest.raises(ConfigurationError, match="GradientAccumulationScheduler: the samples of a step change"):
-        DigitsDataModule(global_batch_size=64).check_trainer(scheduled)
-    DigitsDataModule(batch_size=64).check_trainer(scheduled)
+def test_sizes_that_do_not_go_together_are_refused_before_a_run():
+    data, scheduled = DigitsDataModule(global_batch_size=64), GradientAccumulationScheduler({0: 4, 2: 1})
+    data.check_trainer(quiet_trainer("ddp", 4))
+    DigitsDataModule(batch_size=64).check_trainer(quiet_trainer(callbacks=[scheduled]))
+    accumulated = quiet_trainer("ddp", 3, accumulate_grad_batches=4)
+    for refused, said in (
+        (lambda: data.check_trainer(quiet_trainer("ddp", 3)), "by 3 processes that load: use 63 or 66, or batch_size"),
+        (
+            lambda: data.check_trainer(accumulated),
+            r"global_batch_size=64 .* by 3 processes that load x accumulate_grad_batches=4: use 60 or 72",
+        ),
+        (
+            lambda: data.check_trainer(quiet_trainer(callbacks=[scheduled])),
+            "GradientAccumulationScheduler: the samples of a step change",
+        ),
+        (
+            lambda: DigitsDataModule(batch_size=32, global_batch_size=64),
+            r"batch_size=32 .* and global_batch_size=64 .*: give one of them",
+        ),
+        (lambda: DigitsDataModule(global_batch_size=0), "global_batch_size=0: a batch needs at least 1 sample"),
+        (lambda: setattr(data, "batch_size", 16), "batch_size=16 is to be set, but global_batch_size=64"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            refused()

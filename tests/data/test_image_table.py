@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from conftest import quiet_trainer
 from PIL import Image
 
 from cnnstrategies import ConfigurationError, ImageClassifier
@@ -59,10 +59,7 @@ def test_it_is_evaluated_and_predicted(task):
     data = table(LABELS, task=task)
     torch.manual_seed(0)
     model = ImageClassifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2)), 2, task=task)
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[PredictionWriter(Path("found.csv"))],
-    )  # fmt: skip
+    trainer = quiet_trainer(callbacks=[PredictionWriter(Path("found.csv"))])
     (metrics,) = trainer.validate(model, data, verbose=False)
     assert f"val_{model.quality}" in metrics
     trainer.predict(model, data, return_predictions=False)

@@ -14,11 +14,11 @@ class Noise(nn.Module):
         return images + torch.rand(images.shape)
 
 
-def loader(workers=0, give_indices=False):
+def loader(workers=0):
     source = TensorSource(torch.arange(50.0).reshape(50, 1, 1, 1), torch.arange(50))
     sampler = ShuffledBatches(50, 8, seed=3, num_replicas=1, rank=0, drop_last=False)
     return BatchLoader(
-        BatchDataset(source, Noise(), give_indices),
+        BatchDataset(source, Noise()),
         sampler=sampler,
         batch_size=None,
         generator=torch.Generator(),
@@ -76,13 +76,6 @@ def test_a_resumed_loader_serves_the_rest_then_whole_epochs(workers):
     assert len(epoch(resumed)) == 7
 
 
-def test_a_state_of_an_epochs_end_skips_nothing_in_the_next():
-    resumed = loader()
-    resumed.load_state_dict({"epoch": 4, "served": 7, **IDENTITY})
-    resumed.sampler.set_epoch(5)
-    assert len(epoch(resumed)) == 7
-
-
 def test_a_state_within_an_epoch_of_other_batches_is_refused():
     for name in (*IDENTITY, "balanced"):
         refused(name)
@@ -113,8 +106,3 @@ def test_an_unreadable_sample_is_told_without_a_traceback(workers):
     each.dataset.source.__class__ = Unreadable
     with pytest.raises(ConfigurationError, match=r"^sample 17 is broken: repair it$"):
         epoch(each)
-
-
-def test_predict_gives_indices_in_place_of_targets():
-    for images, indices in loader(give_indices=True):
-        assert torch.equal(images.floor().flatten().long(), indices)

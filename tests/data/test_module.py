@@ -4,11 +4,10 @@ import os
 
 import pytest
 import torch
-from conftest import in_fork
-from lightning.pytorch import Callback, LightningModule, Trainer
+from conftest import in_fork, quiet_trainer
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
-from cnnstrategies import ConfigurationError
 from cnnstrategies.data.augment import RandomShift
 from cnnstrategies.data.loading import TensorSource
 from cnnstrategies.data.module import ImageDataModule
@@ -77,18 +76,6 @@ class Recorder(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trainer(**options):
-    return Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **options,
-    )
-
-
 class SaveRank(Callback):
     """Keeps what each forked rank saw and which samplers it had."""
 
@@ -114,7 +101,7 @@ def ranks(tmp_path_factory):
         os.chdir(folder)
         model, data = Recorder(automatic=True), Numbered()
         for stage in ("fit", "validate", "test", "predict"):
-            one = trainer(strategy="ddp_fork", devices=2, max_epochs=2, callbacks=[SaveRank()])
+            one = quiet_trainer(strategy="ddp_fork", devices=2, max_epochs=2, callbacks=[SaveRank()])
             getattr(one, stage)(model, datamodule=data, **({"return_predictions": False} if stage == "predict" else {}))
         return {
             stage: [torch.load(f"{stage}-{rank}.pt", weights_only=True) for rank in range(2)] for stage in model.seen
@@ -188,7 +175,7 @@ def uninterrupted(tmp_path_factory):
     def run():
         model = Recorder()
         callbacks = [SaveAt(*point, path) for point, path in paths.items()]
-        trainer(max_epochs=3, val_check_interval=7, callbacks=callbacks).fit(model, datamodule=Numbered())
+        quiet_trainer(max_epochs=3, val_check_interval=7, callbacks=callbacks).fit(model, datamodule=Numbered())
         return model.seen["fit"]
 
     return in_fork(run), paths
@@ -201,7 +188,7 @@ def test_a_resumed_run_sees_the_same_batches_bit_for_bit(uninterrupted, num_work
         path, (_, epoch, batch) = paths[point], point
         after = [one for one in expected if one[:2] > (epoch, 99 if batch is None else batch)]
         model, data = Recorder(), Numbered(num_workers=num_workers)
-        trainer(max_epochs=3, val_check_interval=7).fit(model, datamodule=data, ckpt_path=path, weights_only=True)
+        quiet_trainer(max_epochs=3, val_check_interval=7).fit(model, datamodule=data, ckpt_path=path, weights_only=True)
         seen = model.seen["fit"]
         assert [one[:2] for one in seen] == [one[:2] for one in after], point
         for (*_, images, targets), (*_, other_images, other_targets) in zip(seen, after, strict=True):
@@ -211,20 +198,8 @@ def test_a_resumed_run_sees_the_same_batches_bit_for_bit(uninterrupted, num_work
             assert len(data.train_source.fetched) == len(after), f"{point}: what was served before is not read again"
 
 
-def test_resuming_an_epoch_with_another_batch_size_is_refused(uninterrupted):
-    path = uninterrupted[1]["batch", 1, 4]
-    with pytest.raises(ConfigurationError, match=r"after 5 batches, .*samples_per_batch was 4 and is 8"):
-        trainer(max_epochs=3).fit(Recorder(), datamodule=Numbered(batch_size=8), ckpt_path=path, weights_only=True)
-
-
 def test_overfit_batches_gives_the_same_batches_in_each_epoch():
     model = Recorder()
-    trainer(max_epochs=2, overfit_batches=2).fit(model, datamodule=Numbered())
+    quiet_trainer(max_epochs=2, overfit_batches=2).fit(model, datamodule=Numbered())
     batches = [(number, targets.tolist()) for _, number, _, targets in model.seen["fit"]]
     assert batches == [(0, [0, 1, 2]), (1, [3, 4, 5, 6])] * 2
-
-
-def test_pinned_memory_is_not_used_on_the_cpu():
-    data = Numbered()
-    trainer(max_epochs=1, limit_train_batches=1).fit(Recorder(), datamodule=data)
-    assert not data.train_dataloader().pin_memory

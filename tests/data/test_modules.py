@@ -1,20 +1,26 @@
 """The data modules: shapes, splits, names, and what they say about bad data."""
 
 import os
-import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.data import (
+    CIFAR10DataModule,
+    CIFAR100DataModule,
     DigitsDataModule,
+    FashionMNISTDataModule,
     ImageFolderDataModule,
+    MNISTDataModule,
     SyntheticDataModule,
 )
 from cnnstrategies.data.preprocessing import Preprocessing
+from cnnstrategies.data.small_sets import tensors
 
 pytestmark = pytest.mark.light
 
@@ -54,6 +60,31 @@ def test_synthetic_images_follow_the_seed_and_can_be_learned():
     near = (images[0].float() - images[1].float()).square().mean()
     assert near < far
     assert len(one.val_source) == 6
+
+
+def test_a_failed_download_names_data_set_directory_and_remedy(tmp_path, monkeypatch):
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # Refuses every connection, also where there is a network.
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    for module in (MNISTDataModule, FashionMNISTDataModule, CIFAR10DataModule, CIFAR100DataModule):
+        name = module.__name__.removesuffix("DataModule")
+        for download, why in ((True, "the download failed"), (False, f"it is not there.*{name} stores there")):
+            with pytest.raises(ConfigurationError, match=f"no {name} in {tmp_path}/images: {why}") as caught:
+                module(root=tmp_path / "images", download=download).prepare_data()
+            message = str(caught.value)
+            assert "\n" not in message
+            assert "data.init_args.root" in message
+            assert "DigitsDataModule" in message
+
+
+def test_downloaded_images_are_channels_first():
+    for shape, expected in (((5, 28, 30), (5, 1, 28, 30)), ((5, 28, 30, 3), (5, 3, 28, 30))):
+        data = np.random.default_rng(0).integers(256, size=shape, dtype=np.uint8)
+        images, targets = tensors(SimpleNamespace(data=data, targets=[3, 1, 4, 1, 5]))
+        assert (images.shape, images.dtype, images.is_contiguous()) == (expected, torch.uint8, True)
+        assert images[2, 0, 7, 9] == data[2, 7, 9].flat[0]
+        assert (targets.tolist(), targets.dtype) == ([3, 1, 4, 1, 5], torch.int64)
 
 
 def make_folder(root, parts=("train", "val"), count=6):
@@ -119,25 +150,6 @@ def test_balanced_training_has_as_many_images_of_each_class():
     assert torch.bincount(targets).tolist() == [9, 9, 9]
 
 
-BROKEN = ("cat/2.JPG", "dog/0.JPG", "eel/1.png")
-
-
-def make_broken_folder(root="images", parts=("train", "val")):
-    make_folder(root, parts)
-    damage = (b"", Path(root, parts[0], BROKEN[1]).read_bytes()[:300], b"not an image")
-    for name, data in zip(BROKEN, damage, strict=True):
-        Path(root, parts[0], name).write_bytes(data)
-    return {"image_size": 16, "batch_size": 2, "num_workers": 0}
-
-
-def test_a_broken_image_is_refused_by_its_path_in_one_line():
-    options = make_broken_folder()
-    module = set_up(ImageFolderDataModule(Path("images"), on_broken="refuse", **options))
-    message = r"^broken image images/train/\w+/\d\.\w+ \(.*\): repair or remove it, or set .*on_broken=skip$"
-    with pytest.raises(ConfigurationError, match=message):
-        list(module.train_dataloader())
-
-
 def test_a_file_name_not_in_utf8_is_read_and_written():
     make_folder("images")
     Path("images/val/cat/1.png").rename(os.fsdecode(b"images/val/cat/caf\xe9.png"))
@@ -148,47 +160,6 @@ def test_a_file_name_not_in_utf8_is_read_and_written():
     Path("images/train/cat").rename(os.fsdecode(b"images/train/caf\xe9"))
     with pytest.raises(ConfigurationError, match=r"train/caf\\xe9: a class is named by its folder, and .* rename the"):
         ImageFolderDataModule(Path("images"))
-
-
-def test_broken_images_are_skipped_and_each_reported_once():
-    options = make_broken_folder()
-    module = ImageFolderDataModule(Path("images"), on_broken="skip", **options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        module.prepare_data()
-        module.setup("fit")
-        sizes = [len(targets) for _ in range(2) for _, targets in module.train_dataloader()]
-        module.setup("validate")
-    assert sizes == [2] * 7 + [1] + [2] * 7 + [1], "15 good images in full batches"
-    (report,) = (str(w.message) for w in caught)
-    assert report.startswith("3 broken image files are left out")
-    assert all(report.count(f"images/train/{name}:") == 1 for name in BROKEN)
-
-
-def test_a_broken_image_moves_no_other_between_the_splits():
-    options = make_broken_folder(parts=(".",)) | {"val_split": 1 / 3}
-    all_files = set_up(ImageFolderDataModule(Path("images"), on_broken="refuse", **options))
-    skipping = set_up(ImageFolderDataModule(Path("images"), on_broken="skip", **options))
-    for part in ("train_source", "val_source"):
-        expected = [name for name in names_of(getattr(all_files, part)) if not name.endswith(BROKEN)]
-        assert names_of(getattr(skipping, part)) == expected
-    assert not set(names_of(all_files.train_source)) & set(names_of(all_files.val_source))
-
-
-def test_an_image_that_breaks_after_it_was_checked_is_named():
-    make_folder("images")
-    module = set_up(ImageFolderDataModule(Path("images"), on_broken="skip", image_size=16, num_workers=0))
-    Path("images/train/dog/0.JPG").unlink()
-    with pytest.raises(ConfigurationError, match=r"images/train/dog/0.JPG \(No such file.*remove it and start again$"):
-        list(module.train_dataloader())
-
-
-def test_where_all_images_are_broken_that_is_said():
-    make_folder("images")
-    for path in Path("images/val").rglob("*.*"):
-        path.write_bytes(b"")
-    with pytest.raises(ConfigurationError, match=r"all 18 images for val are broken, the first is val/cat/0.JPG"):
-        ImageFolderDataModule(Path("images"), on_broken="skip").setup("fit")
 
 
 def test_folders_are_parts_by_the_names_that_data_sets_give_them():

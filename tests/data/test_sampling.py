@@ -77,32 +77,23 @@ def test_balanced_epochs_have_as_many_of_each_class_in_turn():
 
 
 def test_each_epoch_is_a_permutation_and_each_batch_has_a_seed():
-    sampler = ShuffledBatches(100, 10, 0, 1, 0, drop_last=False)
-    first = list(sampler)
-    assert list(sampler) == first
-    sampler.set_epoch(1)
-    second = list(sampler)
-    assert sorted(i for r in second for i in r.indices) == list(range(100))
-    assert [r.indices for r in second] != [r.indices for r in first]
-    assert len({r.seed for r in first + second}) == 20
-    other_rank = ShuffledBatches(100, 10, 0, 2, 1, drop_last=False)
-    assert {r.seed for r in other_rank}.isdisjoint(r.seed for r in first)
+    """Of the number of the epoch and the seed alone, wherever it begins."""
 
-
-def test_an_epoch_depends_on_the_seed_alone():
-    def epoch(seed, skip=0):
-        sampler = ShuffledBatches(100, 10, seed, 1, 0, drop_last=False)
+    def epoch(number=0, seed=0, skip=0, world=1, rank=0):
+        sampler = ShuffledBatches(100, 10 // world, seed, world, rank, drop_last=False)
+        sampler.set_epoch(number)
         sampler.skip = skip
         return list(sampler)
 
-    first = epoch(seed=1)
+    first, *others = epoch(), epoch(number=1), epoch(seed=1)
     torch.rand(3)
-    assert epoch(seed=1) == first
-    assert epoch(seed=1, skip=4) == first[4:]
-    other = epoch(seed=2)
-    assert [r.indices for r in other] != [r.indices for r in first]
-    assert {r.seed for r in other}.isdisjoint(r.seed for r in first)
-    assert sorted(i for r in other for i in r.indices) == list(range(100))
+    assert epoch() == first
+    assert epoch(skip=4) == first[4:]
+    orders = [[index for request in each for index in request.indices] for each in (first, *others)]
+    assert all(sorted(order) == list(range(100)) for order in orders)
+    assert orders[0] not in orders[1:]
+    seeds = [request.seed for each in (first, *others, epoch(world=2, rank=1)) for request in each]
+    assert len(set(seeds)) == len(seeds) == 40
 
 
 def test_drop_last_leaves_the_partial_batch_out():

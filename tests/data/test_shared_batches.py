@@ -53,34 +53,34 @@ def assert_same(actual, expected):
         assert (tensor.dtype, tensor.stride()) == (other.dtype, other.stride())
 
 
-@pytest.mark.light
-@pytest.mark.parametrize(
-    "batch",
-    [
-        a_batch(),
-        (torch.rand(3, 3, 5, 7), torch.randint(0, 9, (3, 5, 7), dtype=torch.uint8)),
-        (torch.rand(3, 1, 1, 5).bfloat16(), torch.tensor(7), torch.tensor([True, False, True])),
-        (torch.empty(0, 3, 2, 2), torch.empty(0, dtype=torch.int64)),
-    ],
+BATCHES = (
+    a_batch(),
+    (torch.rand(3, 3, 5, 7), torch.randint(0, 9, (3, 5, 7), dtype=torch.uint8)),
+    (torch.rand(3, 1, 1, 5).bfloat16(), torch.tensor(7), torch.tensor([True, False, True])),
+    (torch.empty(0, 3, 2, 2), torch.empty(0, dtype=torch.int64)),
 )
-def test_a_batch_keeps_its_values_types_and_layout(batch):
-    shared = SharedBatches(1, 1)
-    before = torch.rand(3).bfloat16(), *batch  # What follows does not begin where this ends.
-    after = received(shared.lend(before, 0))
-    assert_same(after, before)
-    assert all(tensor.data_ptr() % 64 == 0 for tensor in after)
+LEFT_TO_TORCH = (
+    torch.zeros(4, 6)[:, ::2],
+    torch.zeros(1, 6).expand(4, 6),
+    torch.zeros(4, 6, requires_grad=True),
+    nn.Parameter(torch.zeros(4, 6)),
+    torch.zeros(4, 6).to_sparse(),
+    torch.zeros(4, 6, device="meta"),
+)
 
 
 @pytest.mark.light
-@pytest.mark.parametrize(
-    "images",
-    [torch.zeros(4, 6)[:, ::2], torch.zeros(1, 6).expand(4, 6), torch.zeros(4, 6, requires_grad=True),
-     nn.Parameter(torch.zeros(4, 6)), torch.zeros(4, 6).to_sparse(), torch.zeros(4, 6, device="meta")],
-)  # fmt: skip
-def test_what_is_not_dense_and_plain_is_left_to_torch(images):
-    shared = SharedBatches(1, 1)
-    assert shared.lend((images, torch.arange(4)), 0) is None
-    assert shared.states == [FREE]
+def test_a_batch_keeps_its_values_types_and_layout():
+    shared = SharedBatches(1, 2)
+    for batch in BATCHES:
+        before = torch.rand(3).bfloat16(), *batch  # What follows does not begin where this ends.
+        after = received(shared.lend(before, 0))
+        assert_same(after, before)
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in after)
+    del after
+    for images in LEFT_TO_TORCH:
+        assert shared.lend((images, torch.arange(4)), 0) is None, "not dense and plain"
+    assert shared.states == [FREE, FREE]
 
 
 @pytest.mark.light
@@ -108,18 +108,6 @@ def test_memory_is_reused_when_a_batchs_last_view_is_gone(keep):
     again = shared.lend(a_batch(4), 1)
     assert again.number == 3
     assert received(again)[0].data_ptr() == address, "the same pages"
-
-
-@pytest.mark.light
-def test_where_none_is_free_batches_go_torchs_way():
-    shared = SharedBatches(2, 2)
-    kept = [received(shared.lend(a_batch(number), 0)) for number in range(2)]
-    assert shared.lend(a_batch(2), 0) is None
-    assert shared.lend(a_batch(2), 1).number == 2, "each worker has its own"
-    for number, batch in enumerate(kept):
-        assert_same(batch, a_batch(number))
-    del kept, batch
-    assert shared.lend(a_batch(2), 0).number == 0
 
 
 @pytest.mark.light

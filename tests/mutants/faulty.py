@@ -3,11 +3,15 @@
 A faulty version has a name that says what is wrong, and the arguments of the right one, after the right one itself::
 
     @replaces(OrderedBatches.__len__, killed_by=test_evaluation_sees_every_sample_once)
-    def an_evaluation_has_one_batch_more(right: Callable[[OrderedBatches], int], self: OrderedBatches) -> int:
+    def an_evaluation_has_one_batch_more(right, self):
         return right(self) + 1
 
-The function is named by itself and not by a text, so the type checker tells whoever renames it or changes its
-arguments. A class that only inherits a method has none of its own to replace: name the one that it is written in.
+Where it does nothing at all, or gives the same whatever it is asked::
+
+    removes(SyncClock.leave, "a dead worker is waited for", killed_by=test_a_step_waits_for_all_workers)
+
+The function is named by itself and not by a text, so a test fails for whoever renames it or changes its arguments. A
+class that only inherits a method has none of its own to replace: name the one that it is written in.
 """
 
 import functools
@@ -15,12 +19,11 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import pytest
 
-P = ParamSpec("P")
-R = TypeVar("R")
+FAILURES = AssertionError, pytest.fail.Exception
 
 
 @dataclass(frozen=True)
@@ -28,21 +31,23 @@ class Mutant:
     """One.
 
     Attributes:
+        name: What is wrong then.
         faulty: What takes the place of a function; its first argument is the right one.
         right: That.
         killed_by: The test that must notice.
-        given: Those of the test's arguments that are no fixtures.
         noticed_by: What it raises then.
+        given: Those of the test's arguments that are no fixtures.
     """
 
+    name: str
     faulty: Callable[..., Any]
     right: Callable[..., Any]
     killed_by: Callable[..., object]
-    given: dict[str, Any]
     noticed_by: tuple[type[BaseException], ...]
+    given: dict[str, Any]
 
     def __str__(self) -> str:
-        return self.faulty.__name__
+        return self.name
 
     @property
     def fixtures(self) -> list[str]:
@@ -77,22 +82,33 @@ MUTANTS: list[Mutant] = []
 
 
 def replaces(
-    right: Callable[P, R],
+    right: Callable[..., Any],
     killed_by: Callable[..., object],
-    noticed_by: tuple[type[BaseException], ...] = (AssertionError, pytest.fail.Exception),
+    noticed_by: tuple[type[BaseException], ...] = FAILURES,
     **given: Any,
-) -> Callable[[Callable[Concatenate[Callable[P, R], P], R]], Mutant]:
-    """Make a mutant of a faulty version.
+) -> Callable[[Callable[..., Any]], Mutant]:
+    """Make a mutant of a faulty version; the arguments are its attributes."""
 
-    Args:
-        right: The function that it replaces.
-        killed_by: The test that must notice.
-        noticed_by: What it raises then.
-        given: Those of the test's arguments that are no fixtures.
-    """
-
-    def made(faulty: Callable[Concatenate[Callable[P, R], P], R]) -> Mutant:
-        MUTANTS.append(Mutant(faulty, right, killed_by, given, noticed_by))
+    def made(faulty: Callable[..., Any]) -> Mutant:
+        MUTANTS.append(Mutant(faulty.__name__, faulty, right, killed_by, noticed_by, given))
         return MUTANTS[-1]
 
     return made
+
+
+def removes(
+    right: Callable[..., Any],
+    fault: str,
+    killed_by: Callable[..., object],
+    gives: Any = None,
+    noticed_by: tuple[type[BaseException], ...] = FAILURES,
+    **given: Any,
+) -> None:
+    """Make a mutant that does nothing but give a value.
+
+    Args:
+        fault: The mutant's name, in words.
+        gives: What it gives.
+    """
+    name = fault.replace(" ", "_")
+    MUTANTS.append(Mutant(name, lambda *_, **__: gives, right, killed_by, noticed_by, given))

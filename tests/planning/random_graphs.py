@@ -1,8 +1,8 @@
-"""Random networks, links and jobs, small enough that all layouts can be tried; and a job for costs that are given."""
+"""Random networks, links and jobs, small enough that all layouts can be tried; and networks of known costs."""
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cnnstrategies.pipeline.layout import Layout
@@ -12,6 +12,23 @@ from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Profile, Va
 from cnnstrategies.planning.predict import Predictor
 
 MOST_NODES = 6  # on machines with several devices, where there are more layouts
+
+
+def chain(
+    times: Sequence[float],
+    sent: int = 1,
+    parameters: Sequence[int] | None = None,
+    saved: int = 0,
+    samples: int = 1,
+    input_bytes: int = 0,
+) -> GraphCosts:
+    """Nodes one after another, of which the backward takes twice as long as the forward."""
+    nodes = [
+        NodeCost(f"n{index}", time / 3, 2 * time / 3, parameters[index] if parameters else 0, saved)
+        for index, time in enumerate(times)
+    ]
+    values = [Value(index, (index + 1,), sent, sent) for index in range(len(times) - 1)]
+    return GraphCosts(tuple(nodes), tuple(values), tuple(range(1, len(times))), samples, input_bytes)
 
 
 def random_costs(rng: random.Random) -> GraphCosts:
@@ -87,8 +104,10 @@ def excess(of: Predictor) -> float:
     """The predicted time of what the search finds over that of the best of all layouts."""
     found = of.search()
     assert found is not None
+    layouts = list(all_layouts(of))
+    assert found in layouts, "what is asked for, with no more replicas of a stage than microbatches"
     own = best = of.time(found)
-    for layout in all_layouts(of):
+    for layout in layouts:
         if of.problem.bound(layout) < best:  # Else it cannot be better: that bounds hold has a test of its own.
             best = min(best, of.time(layout))
     return own / best

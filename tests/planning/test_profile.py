@@ -1,9 +1,11 @@
 """Profiles: costs for other batch sizes, and CSV files both ways."""
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.costs import GraphCosts, NodeCost, Profile, Value, from_two_sizes
@@ -88,3 +90,16 @@ def test_a_wrong_row_is_told_by_file_and_line(tmp_path: Path) -> None:
             read_profile(file, 32)
         assert str(error.value).startswith(f"{file}, line {line}: ")
         assert said in str(error.value)
+
+
+@pytest.mark.parametrize("number", [0, 3, 4])  # A network each; all are in the page.
+def test_published_profiles_lead_to_the_published_choices(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """PipeDream's, but for one choice that is explained; and speed-ups near the measured ones."""
+    folder = ROOT / "benchmarks" / "planning"
+    monkeypatch.syspath_prepend(folder)
+    published = importlib.import_module("published")
+    anchor = published.ANCHORS[number]
+    result = published.predict(anchor, folder / "profiles")
+    assert result.replicas == (anchor.ours or anchor.replicas)
+    if anchor.gain is not None:
+        assert result.asynchronous == pytest.approx(anchor.gain, rel=published.TOLERANCE)

@@ -1,18 +1,29 @@
-"""The simulator against times that can be worked out by hand."""
+"""The simulator, and what sums of gradients cost in it, against times that can be worked out by hand."""
 
 import itertools
 
 import pytest
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.pipeline.timetable import Kind, Task, in_flight, timetable
+from cnnstrategies.pipeline import gradients
+from cnnstrategies.pipeline.timetable import Task, in_flight, timetable
+from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.simulate import simulate
-from cnnstrategies.planning.stage_costs import Message, StageCost
+from cnnstrategies.planning.stage_costs import (
+    BUCKET_BYTES,
+    Bucket,
+    Message,
+    StageCost,
+    all_reduce,
+    buckets,
+    reduced_at,
+)
 
 pytestmark = pytest.mark.light
 
 FREE = Link(bandwidth=float("inf"), latency=0.0)
+QUICK = Link(bandwidth=100.0, latency=0.0)
 
 
 def stage(forward: float, backward: float, parameter_bytes: int = 0) -> StageCost:
@@ -21,80 +32,66 @@ def stage(forward: float, backward: float, parameter_bytes: int = 0) -> StageCos
     )
 
 
-KINDS: tuple[Kind, Kind] = ("forward", "backward")
-
-
 def gpipe(stages: int, microbatches: int) -> list[list[Task]]:
     return timetable([1] * stages, microbatches, "gpipe")
 
 
-def chain(stages: int, size: int = 1) -> dict[tuple[int, int], Message]:
-    return {(index, index + 1): Message(size, size) for index in range(stages - 1)}
+def chain(stages: int, size: int = 1, back: int = 1) -> dict[tuple[int, int], Message]:
+    return {(index, index + 1): Message(size, back) for index in range(stages - 1)}
 
 
 def test_gpipe_takes_sum_plus_slowest_times_m_minus_one() -> None:
-    """T = sum t_i + (M - 1) max t_i, for forward and backward each."""
+    """T = sum t_i + (M - 1) max t_i, for forward and backward each; 1F1B as long where stages are equal."""
     for times in ([1.0], [1.0, 3.0], [2.0, 1.0, 4.0], [3.0, 1.0, 1.0, 2.0]):
         for microbatches in (1, 2, 7):
             stages = [stage(time, 2 * time) for time in times]
             step = simulate(gpipe(len(times), microbatches), stages, chain(len(times)), FREE)
             assert step.step_time == pytest.approx(3 * (sum(times) + (microbatches - 1) * max(times)))
+    equal = simulate(timetable([1] * 4, 8, "1f1b"), [stage(1.0, 2.0)] * 4, chain(4), FREE)
+    assert equal.step_time == pytest.approx(3.0 * (4 + 7))
 
 
-def test_a_message_costs_latency_and_bytes_by_bandwidth_each_way() -> None:
-    link = Link(bandwidth=100.0, latency=0.5)
-    step = simulate(gpipe(2, 1), [stage(1.0, 1.0), stage(1.0, 1.0)], {(0, 1): Message(200, 100)}, link)
-    assert step.step_time == pytest.approx(4.0 + (0.5 + 2.0) + (0.5 + 1.0))
+TWO_SENDERS = [
+    [Task("forward", 0, 0), Task("backward", 0, 0)],
+    [Task("forward", 0, 1), Task("backward", 0, 1)],
+    [Task("forward", 1, 0), Task("forward", 1, 1), Task("backward", 1, 0), Task("backward", 1, 1)],
+]
+ALONE = [[Task("forward", 0, m), Task("backward", 0, m)] for m in range(2)]
+SKIP = {(0, 2): Message(10, 0), (1, 2): Message(0, 0), (0, 1): Message(0, 0)}
+STEPS = {
+    "a message costs latency and its bytes, each way": (
+        4.0 + (0.5 + 2.0) + (0.5 + 1.0),
+        (gpipe(2, 1), [stage(1.0, 1.0)] * 2, chain(2, 200, 100), Link(bandwidth=100.0, latency=0.5)),
+    ),
+    "and who sends and who receives it": (
+        4.0 + 4 * 1.0,
+        (gpipe(2, 1), [stage(1.0, 1.0)] * 2, chain(2), Link(bandwidth=float("inf"), latency=0.0, work=1.0)),
+    ),
+    "messages of one port follow each other": (
+        1.0 + 2.0 + 2.0,
+        (gpipe(2, 2), [stage(1.0, 0.0), stage(0.0, 0.0)], chain(2, 200, 0), QUICK),
+    ),
+    "two senders share the receiver's port": (
+        1.0 + 2.0 + 2.0,
+        (TWO_SENDERS, [stage(1.0, 0.0), stage(0.0, 0.0)], chain(2, 200, 0), QUICK),
+    ),
+    "messages overlap with computation": (
+        1.0 + 1.0 + 4.0,
+        (gpipe(2, 4), [stage(1.0, 0.0)] * 2, chain(2, 100, 0), QUICK),
+    ),
+    "a value that skips a stage is waited for": (
+        1.0 + 10.0 + 2.0,
+        (gpipe(3, 1), [stage(1.0, 1.0)] * 3, SKIP, Link(bandwidth=1.0, latency=0.0)),
+    ),
+    # A ring of two moves each byte once each way: 300 bytes in 3 s, hidden by a backward of 4 s but for a bucket.
+    "a bucket is reduced after the backward": (5.0 + 1.0, (ALONE, [stage(1.0, 4.0, 300)], {}, QUICK, 100)),
+    "all of them where they are one bucket": (5.0 + 3.0, (ALONE, [stage(1.0, 4.0, 300)], {}, QUICK, 1000)),
+}
 
 
-def test_a_message_costs_who_sends_and_who_receives_it_too() -> None:
-    """One sent forward and one sent back, each a second of both devices; an all-reduce sends and receives in turn."""
-    link = Link(bandwidth=float("inf"), latency=0.0, work=1.0)
-    step = simulate(gpipe(2, 1), [stage(1.0, 1.0), stage(1.0, 1.0)], {(0, 1): Message(200, 100)}, link)
-    assert step.step_time == pytest.approx(4.0 + 4 * 1.0)
-    assert link.all_reduce_time(400, 4) == pytest.approx(2 * 3 * 2 * 1.0)
-    assert link.scaled(0.5).work == link.work
-
-
-def test_messages_of_one_port_follow_each_other() -> None:
-    """Two microbatches of 2 s on the wire, made 1 s apart: the second arrives 2 s after the first."""
-    link = Link(bandwidth=100.0, latency=0.0)
-    step = simulate(gpipe(2, 2), [stage(1.0, 0.0), stage(0.0, 0.0)], {(0, 1): Message(200, 0)}, link)
-    arrivals = [span.end for span in step.spans if span.kind == "send"]
-    assert arrivals == pytest.approx([3.0, 5.0])
-
-
-def test_two_senders_share_the_receivers_port() -> None:
-    tasks = [
-        [Task("forward", 0, 0), Task("backward", 0, 0)],
-        [Task("forward", 0, 1), Task("backward", 0, 1)],
-        [Task(kind, 1, m) for kind in KINDS for m in range(2)],
-    ]
-    link = Link(bandwidth=100.0, latency=0.0)
-    step = simulate(tasks, [stage(1.0, 0.0), stage(0.0, 0.0)], {(0, 1): Message(200, 0)}, link)
-    assert [span.end for span in step.spans if span.kind == "send"] == pytest.approx([3.0, 5.0])
-
-
-def test_messages_overlap_with_computation() -> None:
-    link = Link(bandwidth=100.0, latency=0.0)
-    step = simulate(gpipe(2, 4), [stage(1.0, 0.0), stage(1.0, 0.0)], {(0, 1): Message(100, 0)}, link)
-    assert step.step_time == pytest.approx(1.0 + 1.0 + 4.0)
-
-
-def test_a_value_that_skips_a_stage_is_waited_for() -> None:
-    slow = Link(bandwidth=1.0, latency=0.0)
-    skip = {(0, 2): Message(10, 0), (1, 2): Message(0, 0), (0, 1): Message(0, 0)}
-    step = simulate(gpipe(3, 1), [stage(1.0, 1.0)] * 3, skip, slow)
-    assert step.step_time == pytest.approx(1.0 + 10.0 + 2.0)
-
-
-def test_reduce_overlaps_with_backward_but_for_one_bucket() -> None:
-    tasks = [[Task("forward", 0, m), Task("backward", 0, m)] for m in range(2)]
-    link = Link(bandwidth=100.0, latency=0.0)
-    cost = [stage(1.0, 4.0, parameter_bytes=300)]
-    # A ring of two moves each byte once each way: 300 bytes in 3 s, hidden by a backward of 4 s but for 1 s.
-    assert simulate(tasks, cost, {}, link, bucket_bytes=100).step_time == pytest.approx(5.0 + 1.0)
-    assert simulate(tasks, cost, {}, link, bucket_bytes=1000).step_time == pytest.approx(5.0 + 3.0)
+def test_steps_take_what_can_be_worked_out_by_hand() -> None:
+    for name, (seconds, step) in STEPS.items():
+        assert simulate(*step).step_time == pytest.approx(seconds), name
 
 
 def test_orders_that_wait_for_each_other_are_refused() -> None:
@@ -113,36 +110,38 @@ def test_every_timetable_can_be_carried_out() -> None:
             assert len([span for span in step.spans if span.kind == "backward"]) == microbatches * stages
 
 
-def test_1f1b_and_gpipe_are_equal_in_time_for_equal_free_stages() -> None:
-    times = [
-        simulate(timetable([1] * 4, 8, schedule), [stage(1.0, 2.0)] * 4, chain(4), FREE).step_time
-        for schedule in ("gpipe", "1f1b")
-    ]
-    assert times == pytest.approx([3.0 * (4 + 7)] * 2)
-
-
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_1f1b_holds_no_more_microbatches_than_a_stage_needs(run_ahead: bool) -> None:
-    replicas = [1, 2, 1]
-    tasks = timetable(replicas, 12, "1f1b", run_ahead)
-    stages = [0, 1, 1, 2]
-    held = [max(itertools.accumulate(1 if task.kind == "forward" else -1 for task in own)) for own in tasks]
-    assert held == [in_flight(replicas, stage, run_ahead) for stage in stages]
-    assert held == ([5, 2, 2, 1] if run_ahead else [4, 2, 2, 1])
+def test_1f1b_holds_no_more_microbatches_than_a_stage_needs() -> None:
+    first = timetable([1, 1], 3)[0]
+    assert [f"{task.kind[0]}{task.microbatch}" for task in first] == ["f0", "f1", "b0", "f2", "b1", "b2"]
+    for run_ahead, most in ((False, [4, 2, 2, 1]), (True, [5, 2, 2, 1])):
+        tasks = timetable([1, 2, 1], 12, "1f1b", run_ahead)
+        held = [max(itertools.accumulate(1 if task.kind == "forward" else -1 for task in own)) for own in tasks]
+        assert held == most == [in_flight([1, 2, 1], stage, run_ahead) for stage in (0, 1, 1, 2)]
 
 
 def test_a_timetable_without_work_ranks_or_schedule_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="microbatches=0: a step needs at least 1"):
-        timetable([1, 1], 0)
-    for replicas in ([], [1, 0]):
-        with pytest.raises(ConfigurationError, match="every stage needs at least 1 replica"):
-            timetable(replicas, 4)
-    with pytest.raises(ConfigurationError, match="schedule='2f2b': accepted are gpipe and 1f1b"):
-        timetable([1, 1], 4, "2f2b")
+    for arguments, said in (
+        (([1, 1], 0), "microbatches=0: a step needs at least 1"),
+        (([], 4), "every stage needs at least 1 replica"),
+        (([1, 0], 4), "every stage needs at least 1 replica"),
+        (([1, 1], 4, "2f2b"), "schedule='2f2b': accepted are gpipe and 1f1b"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            timetable(*arguments)
 
 
-def test_one_rank_of_1f1b_in_full() -> None:
-    first = timetable([1, 1], 3)[0]
-    assert [(task.kind[0], task.microbatch) for task in first] == [
-        *(("f", 0), ("f", 1), ("b", 0), ("f", 2), ("b", 1), ("b", 2))
-    ]
+def test_rings_go_through_what_connects_their_devices() -> None:
+    cluster = Cluster((Host(4, Link(10, 0.5), Link(100, 0.1)),) * 2)
+    assert all_reduce(cluster, 0, 8)(800) == pytest.approx(2 * 7 * (0.5 + 800 / 8 / 10))
+    assert all_reduce(cluster, 4, 4)(800) == pytest.approx(2 * 3 * (0.1 + 2)), "inside one machine"
+    assert all_reduce(cluster, 3, 1)(800) == 0.0
+    assert Link(float("inf"), 0.0, work=1.0).all_reduce_time(400, 4) == pytest.approx(2 * 3 * 2 * 1.0)
+
+
+def test_a_bucket_waits_for_its_gradients_and_for_the_one_before() -> None:
+    assert BUCKET_BYTES == gradients.BUCKET_BYTES
+    gathered = buckets([(1.0, 10), (2.0, 0), (3.0, 30), (4.0, 30), (5.0, 5)], size=50, first=10)
+    assert gathered == [Bucket(1.0, 10), Bucket(4.0, 60), Bucket(5.0, 5)]
+    parts = [Bucket(1.0, 10), Bucket(2.0, 30), Bucket(9.0, 10)]
+    for rate, seconds in ((10, 10.0), (5, 11.0), (1, 1 + 10 + 30 + 10)):
+        assert reduced_at(parts, 10.0, lambda size, rate=rate: size / rate) == pytest.approx(seconds)

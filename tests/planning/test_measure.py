@@ -1,4 +1,4 @@
-"""Profiling: what is measured, and that nothing of the network is touched."""
+"""What is measured of networks and connections, and that nothing of the network is touched."""
 
 import functools
 from dataclasses import replace
@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from cnnstrategies.pipeline.fixed import preserved
 from cnnstrategies.pipeline.tracing import trace
-from cnnstrategies.planning import measure
+from cnnstrategies.planning import measure, measure_links
 from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.measure import profile
+from cnnstrategies.planning.measure_links import MEDIUM, SMALL, measure_cluster, measure_local_link
+
+CPU = torch.device("cpu")
 
 
 class Network(nn.Module):
@@ -40,8 +43,8 @@ class Network(nn.Module):
         return self.head(x.flatten(1))
 
 
-def profile_of(network: nn.Module, microbatch: Tensor, repeats: int = 3) -> GraphCosts:
-    return profile(trace(network), microbatch, warm_up=1, repeats=repeats)
+def profile_of(network: nn.Module, microbatch: Tensor, **options: Any) -> GraphCosts:
+    return profile(trace(network), microbatch, warm_up=0, **options)
 
 
 @pytest.fixture
@@ -49,12 +52,8 @@ def microbatch() -> Tensor:
     return torch.randn(4, 3, 16, 16)
 
 
-@pytest.fixture
-def network() -> Network:
-    return Network()
-
-
-def test_nodes_cost_time_and_bytes(network: Network, microbatch: Tensor) -> None:
+def test_nodes_cost_time_and_bytes(microbatch: Tensor) -> None:
+    network = Network()
     costs = profile_of(network, microbatch)
     nodes = {node.name: node for node in costs.nodes}
     assert all(node.forward > 0 for node in costs.nodes)
@@ -97,54 +96,44 @@ def test_images_that_are_used_again_are_sent_without_gradient(microbatch: Tensor
     assert costs.sent_bytes[1] - costs.sent_gradient_bytes[1] == microbatch.nbytes
 
 
-def test_profiling_leaves_no_trace(microbatch: Tensor) -> None:
+def test_profiling_leaves_no_trace_and_finds_the_same_apart(microbatch: Tensor) -> None:
+    """Nodes that are measured one at a time have the bytes that they have as a whole."""
     network = Network().eval()
     network.body.train()
     network.stem.weight.grad = torch.full_like(network.stem.weight, 3.0)
     state = {name: value.clone() for name, value in network.state_dict().items()}
     modes = [module.training for module in network.modules()]
-    random_state = torch.get_rng_state()
-    profile_of(network, microbatch, repeats=1)
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert [module.training for module in network.modules()] == modes
-    assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
-    gradients = {name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None}
-    assert list(gradients) == ["stem.weight"]
-    assert torch.equal(gradients["stem.weight"], torch.full_like(network.stem.weight, 3.0))
-
-
-def test_nodes_measured_apart_have_equal_bytes_and_no_trace(network: Network, microbatch: Tensor) -> None:
-    state = {name: value.clone() for name, value in network.state_dict().items()}
-    whole, apart = (
-        profile(trace(network), microbatch, warm_up=0, repeats=1, apart_on=device)
-        for device in (None, torch.device("cpu"))
-    )
-    assert [replace(node, forward=0, backward=0) for node in apart.nodes] == [
-        replace(node, forward=0, backward=0) for node in whole.nodes
-    ]
-    assert replace(apart, nodes=()) == replace(whole, nodes=())
-    times = {node.name: node for node in apart.nodes}
-    assert all(node.forward > 0 for node in apart.nodes)
-    assert times["body"].backward > 0
-    assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
-    assert all(parameter.grad is None for parameter in network.parameters())
+    found = []
+    for device in (None, CPU):
+        random_state = torch.get_rng_state()
+        found.append(profile_of(network, microbatch, repeats=1, apart_on=device))
+        assert torch.equal(torch.get_rng_state(), random_state)
+        assert [module.training for module in network.modules()] == modes
+        assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
+        left = {name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None}
+        assert list(left) == ["stem.weight"]
+        assert torch.equal(left["stem.weight"], torch.full_like(network.stem.weight, 3.0))
+    whole, apart = (replace(one, nodes=[replace(node, forward=0, backward=0) for node in one.nodes]) for one in found)
+    assert apart == whole
+    assert all(node.forward > 0 for node in found[1].nodes)
+    assert next(node for node in found[1].nodes if node.name == "body").backward > 0
 
 
 def test_a_network_too_large_for_its_device_is_measured_apart(
-    network: Network, microbatch: Tensor, monkeypatch: pytest.MonkeyPatch
+    microbatch: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*arguments: Any, apart_on: torch.device | None = None, **options: Any) -> GraphCosts:
+    def full(*arguments: Any, apart_on: torch.device | None = None) -> GraphCosts:
         if apart_on is None:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return profile(*arguments, apart_on=apart_on, warm_up=0, repeats=1, **options)
+        return profile(*arguments, apart_on=apart_on, warm_up=0, repeats=1)
 
     monkeypatch.setattr(measure, "profile", full)
-    found = measure.measure_profile(trace(network), microbatch, 8, torch.device("cpu"), "bf16-mixed", False)
+    found = measure.measure_profile(trace(Network()), microbatch, 8, CPU, "bf16-mixed", False)
     assert found.costs.microbatch_size == 8
     assert all(node.forward > 0 for node in found.costs.nodes)
 
 
-def test_preserved_restores_after_an_error() -> None:
+def test_what_was_changed_is_restored_after_an_error() -> None:
     network = nn.BatchNorm1d(3)
 
     def fail_in_the_middle() -> None:
@@ -177,12 +166,10 @@ def test_each_node_gets_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) 
     assert [node.backward for node in nodes] == pytest.approx([2.0, 5.0])
 
 
-def test_half_precision_halves_what_is_sent(
-    network: Network, microbatch: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_precision_halves_what_is_sent(microbatch: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "profile", functools.partial(profile, warm_up=0, repeats=1))
     whole, half = (
-        measure.measure_profile(trace(network), microbatch, 4, torch.device("cpu"), precision, False).costs
+        measure.measure_profile(trace(Network()), microbatch, 4, CPU, precision, False).costs
         for precision in ("32-true", "bf16-mixed")
     )
     assert half.sent_bytes[1] * 2 == whole.sent_bytes[1]
@@ -197,3 +184,19 @@ def test_an_optimizer_holds_what_its_kind_and_options_say() -> None:
         torch.optim.AdamW(parameters, amsgrad=True),
     )
     assert [measure.states_of(optimizer) for optimizer in kinds] == [0, 1, 2, 3]
+
+
+def test_loopback_has_a_plausible_latency_and_bandwidth() -> None:
+    link = measure_local_link(CPU, "gloo")
+    assert 1e-6 < link.latency < 10.0
+    assert 1e5 < link.bandwidth < 1e13
+    with pytest.raises(RuntimeError, match="measuring the link with backend 'carrier-pigeon' failed: exit codes"):
+        measure_local_link(CPU, "carrier-pigeon")
+
+
+def test_held_up_small_messages_make_no_endless_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_links.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(measure_links.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(measure_links, "round_trips", lambda *_: [0.003, 0.002])
+    link = measure_cluster(1, CPU).hosts[0].inside
+    assert link.bandwidth == pytest.approx((MEDIUM - SMALL) / (0.01 * 0.002 / 2))
