@@ -158,11 +158,6 @@ class ImageDataModule(LightningDataModule):
         """
         self.not_prepared_as = trained
 
-    @property
-    def tests_on_validation(self) -> bool:
-        """Whether there are no samples for the test alone, so that it has those that checkpoints were chosen by."""
-        return getattr(self, "test_source", None) is getattr(self, "val_source", None)
-
     def describe(self, part: str) -> str:
         """How many images a part has, where they are and of how many classes, after ``setup``."""
         source = getattr(self, f"{part}_source")
@@ -178,7 +173,7 @@ class ImageDataModule(LightningDataModule):
         if part != "predict" and isinstance(targets, Tensor) and targets.ndim == 1:
             there = len(set(targets.tolist()))
             text += f", {there} classes" if there == self.num_classes else f", {there} of {self.num_classes} classes"
-        if part == "test" and self.tests_on_validation:
+        if part == "test" and source is getattr(self, "val_source", None):
             text += "\nthe validation images, by which best.ckpt was chosen: there are none for the test alone"
         return text
 

@@ -15,21 +15,16 @@ Checkpointing = Literal["never", "except_last", "always"]  # As the pipeline has
 
 @dataclass(frozen=True)
 class Job:
-    """What is planned for.
+    """What is planned for; of a hybrid pipeline, what is None is chosen.
 
     Attributes:
-        profile: The network.
-        cluster: The machines; their devices are the ranks, in order.
+        cluster: Its devices are the ranks, in order.
         samples: Of a step, over all devices.
-        microbatches: Of a hybrid pipeline; chosen when None.
-        stages: Of a hybrid pipeline; chosen when None.
-        replicas: Of a hybrid pipeline's stages; chosen when None.
-        cuts: First node of each of its stages but the first; chosen when None.
-        schedule: Of a hybrid pipeline.
+        cuts: First node of each stage but the first.
         activation_checkpointing: Whether a stage keeps only its inputs and runs its forward again before the
             backward: for no microbatch, for all but the last, or for all.
-        run_ahead: Whether stages hold one microbatch more, so that messages travel while they compute; chosen when
-            None: where it gains time and fits into memory.
+        run_ahead: Whether stages hold one microbatch more, so that messages travel while they compute; chosen where it
+            gains time and fits into memory.
         state_copies: Copies of the parameters that training holds: parameters, gradients, optimizer state.
         memory_limit: Bytes that a device may hold, beside what the cluster says.
         families: The families to look at; all when empty.
@@ -81,8 +76,6 @@ class Candidate:
     """A strategy with its options, and what is predicted of it.
 
     Attributes:
-        family: ``ddp``, ``hybrid``, ``parameter_server``, ...
-        options: What the strategy is given.
         effect: What it changes of what is learned.
         samples: Of a step, over all devices.
         step: Seconds in which as many samples as a step has are trained on.

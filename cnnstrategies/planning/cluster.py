@@ -5,7 +5,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -92,10 +92,6 @@ class Cluster:
     def ring(self, first: int, count: int) -> Link:
         """The slowest connection of a ring through devices that are numbered one after another, at least two."""
         return slower(self.link(one, other) for one, other in itertools.pairwise(range(first, first + count)))
-
-    def with_network(self, factor: float) -> "Cluster":
-        """The same with another rate between the machines."""
-        return replace(self, hosts=tuple(replace(host, network=host.network.scaled(factor)) for host in self.hosts))
 
 
 def slower(links: Iterable[Link]) -> Link:

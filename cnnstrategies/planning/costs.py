@@ -64,10 +64,6 @@ class Link:
             return 0.0
         return 2 * (members - 1) * (2 * self.work + self.latency + size / members / self.bandwidth)
 
-    def scaled(self, factor: float) -> "Link":
-        """The same with another rate."""
-        return replace(self, bandwidth=self.bandwidth * factor)
-
 
 @dataclass(frozen=True)
 class GraphCosts:

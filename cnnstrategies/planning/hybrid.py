@@ -15,12 +15,7 @@ SMALLEST_SHARE = 8  # of the measured batch that a microbatch is at least, where
 
 @dataclass(frozen=True)
 class Hybrid(Candidate):
-    """A pipeline.
-
-    Attributes:
-        layout: Its stages.
-        predictor: What it was chosen by.
-    """
+    """A pipeline, and what it was chosen by."""
 
     layout: Layout
     predictor: Predictor

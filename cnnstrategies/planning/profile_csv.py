@@ -45,7 +45,6 @@ def read_profile(file: Path, batch: int) -> Profile:
         ConfigurationError: It is not such a file, or its graph has a cycle; the message has the file and the line.
     """
     rows = _ordered(file, _read(file))
-    inputs = [row for row in rows if row.is_input]
     nodes = [row for row in rows if not row.is_input]
     ours = "saved_bytes" in rows[0].numbers
     index = {row.name: position for position, row in enumerate(nodes)}
@@ -53,13 +52,18 @@ def read_profile(file: Path, batch: int) -> Profile:
     for position, row in enumerate(nodes):
         for name in row.inputs:
             consumers[name].append(position)
-    # The first node's stage has the images and sends them to the stages that use them once more.
-    values = [Value(0, tuple(later), row.output, 0) for row in inputs if (later := _after_first(consumers[row.name]))]
-    for row in nodes:
-        if consumers[row.name]:
-            gradient = int(row.numbers.get("gradient_bytes", row.output))
-            values.append(Value(index[row.name], tuple(consumers[row.name]), row.output, gradient))
-    cuts = [position for position in range(1, len(nodes)) if _may_cut(nodes[position], ours)]
+    values = []
+    for row in rows:
+        # The first node's stage has the images and sends them to the stages that use them once more.
+        users = tuple(position for position in consumers[row.name] if position > 0)
+        gradient = 0 if row.is_input else int(row.numbers.get("gradient_bytes", row.output))
+        if users:
+            values.append(Value(index.get(row.name, 0), users, row.output, gradient))
+    cuts = [
+        position
+        for position, row in enumerate(nodes)
+        if position and (row.numbers.get("cut") if ours else "inplace" not in row.operation)
+    ]
     costs = GraphCosts(
         nodes=tuple(
             NodeCost(
@@ -74,7 +78,7 @@ def read_profile(file: Path, batch: int) -> Profile:
         values=tuple(values),
         cut_positions=tuple(cuts),
         microbatch_size=batch,
-        input_bytes=sum(row.output for row in inputs),
+        input_bytes=sum(row.output for row in rows if row.is_input),
     )
     fixed = [
         (row.numbers.get("forward_fixed_ms", 0.0) / 1e3, row.numbers.get("backward_fixed_ms", 0.0) / 1e3)
@@ -176,14 +180,6 @@ def _ordered(file: Path, rows: Sequence[_Row]) -> list[_Row]:
                 done.add(row.name)
                 order.append(row)
     return order
-
-
-def _after_first(consumers: Sequence[int]) -> list[int]:
-    return [position for position in consumers if position > 0]
-
-
-def _may_cut(row: _Row, ours: bool) -> bool:
-    return bool(row.numbers.get("cut")) if ours else "inplace" not in row.operation
 
 
 def _refuse(file: Path, line: int, why: str) -> NoReturn:

@@ -19,10 +19,8 @@ class Ranking:
     """The strategies, best first.
 
     Attributes:
-        job: What they are for.
         same: Those that learn what DDP learns with the same global batch.
         changing: Those that learn differently, which no time can be compared with.
-        notes: What was left out or changed, and why.
     """
 
     job: Job

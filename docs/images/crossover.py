@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from cnnstrategies.commands.front.options import PlanOptions
 from cnnstrategies.commands.plan.command import job_from_files
 from cnnstrategies.planning.candidates import Job
+from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.rank import Ranking, rank
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +71,7 @@ def draw_crossover(job: Job, file: Path) -> None:
     each = 1.0 if best is None else best.predictor.problem.microbatches / job.cluster.devices
     job = replace(job, microbatches=round(each * job.cluster.devices))
     network = job.cluster.hosts[0].network.bandwidth * 8 / 1e9
-    faster = [replace(job, cluster=job.cluster.with_network(factor)) for factor in RATES]
+    faster = [replace(job, cluster=_with_network(job.cluster, factor)) for factor in RATES]
     _draw(left, [factor * network for factor in RATES], faster)
     left.axvline(network, color="#999999", linewidth=0.8, linestyle=":")
     left.set_xlabel("Gbit/s that are reached between two machines")
@@ -105,6 +106,13 @@ def _draw(axes: Axes, xs: Sequence[float], jobs: Sequence[Job]) -> None:
 def _rate(ranking: Ranking, family: str) -> float | None:
     rows = [row for row in (*ranking.same, *ranking.changing) if row.family == family]
     return rows[0].rate if rows else None
+
+
+def _with_network(cluster: Cluster, factor: float) -> Cluster:
+    hosts = []
+    for host in cluster.hosts:
+        hosts.append(replace(host, network=replace(host.network, bandwidth=factor * host.network.bandwidth)))
+    return replace(cluster, hosts=tuple(hosts))
 
 
 def _with_more_hosts(job: Job) -> list[Job]:

@@ -28,7 +28,6 @@ END = b"\xff\xd9"
 # Decoders interpolate colours between neighbours: pixels this near to an edge that was cut are other ones.
 MARGIN = 2
 DecoderName = Literal["auto", "pillow", "simplejpeg"]
-DECODERS: tuple[DecoderName, ...] = ("pillow", "simplejpeg")
 SCALES = (8, 4, 2)  # By which a JPEG shrinks for less than it costs to decode it.
 
 
@@ -166,22 +165,10 @@ def find_decoder(name: DecoderName) -> Decoder:
     Raises:
         ConfigurationError: It is not installed.
     """
-    name = chosen(name)
-    if not is_installed(name):
-        raise ConfigurationError(f"decoder={name} is not installed: pip install {name}, or use decoder=pillow")
-    return _simplejpeg if name == "simplejpeg" else _pillow
-
-
-def chosen(name: DecoderName) -> DecoderName:
-    """What ``auto`` stands for; another name stands for itself."""
-    if name != "auto":
-        return name
-    return "simplejpeg" if is_installed("simplejpeg") else "pillow"
-
-
-def is_installed(name: DecoderName) -> bool:
-    """Whether a decoder is there; Pillow always is."""
-    return name == "pillow" or importlib.util.find_spec(name) is not None
+    installed = importlib.util.find_spec("simplejpeg") is not None
+    if name == "simplejpeg" and not installed:
+        raise ConfigurationError("decoder=simplejpeg is not installed: pip install simplejpeg, or use decoder=pillow")
+    return _simplejpeg if installed and name != "pillow" else _pillow
 
 
 def _pillow(jpeg: Cut, scale: int) -> Tensor:
