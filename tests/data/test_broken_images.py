@@ -27,6 +27,11 @@ def images(**options):
     return ImageFolderDataModule(Path("images"), image_size=16, batch_size=2, num_workers=0, **options)
 
 
+def fetch_all(module):
+    for source in (module.train_source, module.val_source):
+        source.fetch(list(range(len(source))))
+
+
 def test_a_broken_image_is_refused_by_its_path_in_one_line():
     broken_folder("train")
     message = r"^broken image images/train/\w+/\d\.\w+ \(.*\): repair or remove it, or set .*on_broken=skip$"
@@ -38,7 +43,7 @@ def test_a_broken_image_is_refused_by_its_path_in_one_line():
         module.setup("fit")
     Path("images/train/dog/2.JPG").unlink()
     with pytest.raises(ConfigurationError, match=r"images/train/dog/2.JPG \(No such file.*remove it and start again$"):
-        [module.train_source.fetch([index]) for index in range(len(module.train_source))]
+        fetch_all(module)
 
 
 def test_broken_images_are_reported_once_and_move_no_other():

@@ -4,11 +4,8 @@ import contextlib
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from math import exp
-from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
 
 import test_cli
 import test_command_failures
@@ -19,10 +16,8 @@ import test_quiet
 import test_race
 import test_submit_command
 import test_tune_command
-import torch
-from mutants.faulty import replaces
+from mutants.faulty import removes, replaces
 
-from cnnstrategies.commands.front.given import Given
 from cnnstrategies.commands.front.refuse import fail, scarce
 from cnnstrategies.commands.front.table import Command
 from cnnstrategies.commands.run.errors import check_nulls
@@ -30,16 +25,13 @@ from cnnstrategies.commands.run.failures import explain_run_error, refusal_in
 from cnnstrategies.commands.run.lightning_cli import leaves_out_classes
 from cnnstrategies.commands.run.quiet import show_unless_kept
 from cnnstrategies.commands.tune.choices import choices
-from cnnstrategies.planning.tune.race import MARGIN, Verdict, verdict
-from cnnstrategies.planning.tune.settings import Setting
+from cnnstrategies.planning.tune.race import MARGIN, verdict
 from cnnstrategies.runtime.processes import is_stopped, spawned_by_a_thread
 from cnnstrategies.runtime.whole_file import whole_file, writing
 
 
 @replaces(fail, killed_by=test_submit_command.test_what_cannot_run_is_refused)
-def a_mistake_in_the_configuration_ends_like_a_run_that_has_failed(
-    right: Callable[[str], NoReturn], message: str
-) -> NoReturn:
+def a_mistake_in_the_configuration_ends_like_a_run_that_has_failed(right, message):
     try:
         right(message)
     except SystemExit:
@@ -47,42 +39,32 @@ def a_mistake_in_the_configuration_ends_like_a_run_that_has_failed(
 
 
 @replaces(verdict, killed_by=test_race.test_equal_settings_have_no_winner)
-def of_equal_settings_one_is_called_faster(
-    right: Callable[[Sequence[float], float], Verdict], gains: Sequence[float], error: float
-) -> Verdict:
+def of_equal_settings_one_is_called_faster(right, gains, error):
     found = right(gains, error)
     return replace(found, outcome="faster") if found.speed > exp(MARGIN) else found
 
 
 @replaces(choices, killed_by=test_tune_command.test_what_changes_learning_is_tried_only_when_it_is_allowed)
-def tune_changes_what_is_learned_without_being_allowed_to(
-    right: Callable[[Any, type, torch.device, Collection[str]], list[list[Setting]]],
-    config: Any,
-    model: type,
-    device: torch.device,
-    allow: Collection[str],
-) -> list[list[Setting]]:
+def tune_changes_what_is_learned_without_being_allowed_to(right, config, model, device, allow):
     return right(config, model, device, [*allow, "precision"])
 
 
 @replaces(Command.run, killed_by=test_front.test_no_garbage_is_looked_for_while_a_command_is_imported)
-def garbage_is_looked_for_in_all_that_is_imported(
-    right: Callable[[Command, Sequence[str]], None], self: Command, args: Sequence[str]
-) -> None:
+def garbage_is_looked_for_in_all_that_is_imported(right, self, args):
     importlib.import_module(f"cnnstrategies.commands.{self.module}").main(args)
 
 
-@replaces(
+removes(
     leaves_out_classes,
+    "every configuration is parsed twice",
     killed_by=test_cli.test_an_indivisible_global_batch_is_refused_before_processes,
+    gives=True,
 )
-def every_configuration_is_parsed_twice(right: Callable[[Sequence[str]], bool], words: Sequence[str]) -> bool:
-    return True
-
-
-@replaces(check_nulls, killed_by=test_command_failures.test_null_is_refused_where_a_value_is_needed)
-def null_is_taken_for_a_value(right: Callable[[Sequence[Given]], None], keys: Sequence[Given]) -> None:
-    pass
+removes(
+    check_nulls,
+    "null is taken for a value",
+    killed_by=test_command_failures.test_null_is_refused_where_a_value_is_needed,
+)
 
 
 @replaces(
@@ -91,9 +73,7 @@ def null_is_taken_for_a_value(right: Callable[[Sequence[Given]], None], keys: Se
     noticed_by=(AttributeError,),
     **dict(zip(("error", "line"), test_command_failures.LINES["gone"], strict=True)),
 )
-def a_folder_that_was_removed_is_a_traceback(
-    right: Callable[[BaseException], str | None], error: BaseException
-) -> str | None:
+def a_folder_that_was_removed_is_a_traceback(right, error):
     return None if isinstance(error, FileNotFoundError) else right(error)
 
 
@@ -102,59 +82,42 @@ def a_folder_that_was_removed_is_a_traceback(
     killed_by=test_command_failures.test_what_a_spawned_rank_has_raised_is_explained_by_its_text,
     noticed_by=(AttributeError,),
 )
-def a_disk_that_is_full_for_a_forked_rank_is_a_traceback(
-    right: Callable[[str], str | None], traceback: str
-) -> str | None:
+def a_disk_that_is_full_for_a_forked_rank_is_a_traceback(right, traceback):
     return right(traceback.replace("[Errno", "Errno"))
 
 
-@replaces(
-    show_unless_kept,
-    killed_by=test_quiet.test_tensorboards_thread_leaves_a_full_disk_to_the_logger,
-)
-def a_threads_error_is_printed_and_raised_again(
-    right: Callable[[threading.ExceptHookArgs], None], failure: threading.ExceptHookArgs
-) -> None:
+@replaces(show_unless_kept, killed_by=test_quiet.test_tensorboards_thread_leaves_a_full_disk_to_the_logger)
+def a_threads_error_is_printed_and_raised_again(right, failure):
     threading.__excepthook__(failure)
 
 
-@replaces(
+removes(
     is_stopped,
+    "a rank that is stopped is not looked for",
     killed_by=test_processes.test_a_rank_that_is_killed_or_stopped_is_named,
+    gives=False,
     signum=19,
     said="is stopped, as by SIGSTOP",
 )
-def a_rank_that_is_stopped_is_not_looked_for(right: Callable[[int], bool], pid: int) -> bool:
-    return False
-
-
-@replaces(
+removes(
     spawned_by_a_thread,
+    "who spawns waits for a process that is no more",
     killed_by=test_processes.test_nobody_waits_for_what_dies_or_stops_in_its_imports,
+    gives=contextlib.nullcontext(),
     signum=9,
 )
-@contextlib.contextmanager
-def who_spawns_waits_for_a_process_that_is_no_more(
-    right: Callable[[], contextlib.AbstractContextManager[None]],
-) -> Iterator[None]:
-    yield
-
-
-@replaces(
+removes(
     scarce,
+    "a limit of the system is a traceback",
     killed_by=test_command_failures.test_a_limit_of_the_system_is_named,
     what=test_command_failures.EXCEEDED["threads"][0],
     said="can't start new thread",
     letter="u",
 )
-def a_limit_of_the_system_is_a_traceback(right: Callable[[BaseException], str | None], error: BaseException) -> None:
-    return None
 
 
 @replaces(whole_file, killed_by=test_predictions.test_on_a_full_disk_predictions_are_those_of_before_or_none)
 @contextlib.contextmanager
-def a_file_is_written_in_its_place(
-    right: Callable[[Path, str], contextlib.AbstractContextManager[BinaryIO]], path: Path, remedy: str
-) -> Iterator[BinaryIO]:
+def a_file_is_written_in_its_place(right, path, remedy):
     with writing(path, remedy), open(path, "wb") as file:
         yield file

@@ -1,52 +1,38 @@
 """Data: who sees which samples, in which batch, and that they are those of the files."""
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-
 import test_loading
 import test_sampling
 import test_shards
 import test_shared_batches
 import torch
 from mutants.faulty import replaces
-from torch import Tensor
 
-from cnnstrategies.data.loading import Batch, BatchDataset
-from cnnstrategies.data.sampling import BatchRequest, OrderedBatches, ShuffledBatches
-from cnnstrategies.data.shards.index import UNFINISHED, Index
-from cnnstrategies.data.shards.jpeg import MARGIN, Cut, Header, cut
-from cnnstrategies.data.shards.packing import PLAN, Contents, pack
-from cnnstrategies.data.shards.shard_file import Options
-from cnnstrategies.data.shared_batches import Lent, Place, SharedBatches
-from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.data.loading import BatchDataset
+from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
+from cnnstrategies.data.shards.index import UNFINISHED
+from cnnstrategies.data.shards.jpeg import MARGIN, cut
+from cnnstrategies.data.shards.packing import PLAN, pack
+from cnnstrategies.data.shared_batches import SharedBatches
 
 # Samples
 
 
 @replaces(ShuffledBatches.__iter__, killed_by=test_sampling.test_each_epoch_is_a_permutation_and_each_batch_has_a_seed)
-def every_epoch_has_the_same_order(
-    right: Callable[[ShuffledBatches], Iterator[BatchRequest]], self: ShuffledBatches
-) -> Iterator[BatchRequest]:
+def every_epoch_has_the_same_order(right, self):
     self.epoch = 0
     return right(self)
 
 
 @replaces(
-    ShuffledBatches.__iter__,
-    killed_by=test_loading.test_a_resumed_loader_serves_the_rest_then_whole_epochs,
-    workers=0,
+    ShuffledBatches.__iter__, killed_by=test_loading.test_a_resumed_loader_serves_the_rest_then_whole_epochs, workers=0
 )
-def a_run_that_is_resumed_within_an_epoch_begins_the_epoch_anew(
-    right: Callable[[ShuffledBatches], Iterator[BatchRequest]], self: ShuffledBatches
-) -> Iterator[BatchRequest]:
+def a_run_that_is_resumed_within_an_epoch_begins_the_epoch_anew(right, self):
     self.skip = 0
     return right(self)
 
 
 @replaces(OrderedBatches.samples, killed_by=test_sampling.test_evaluation_sees_each_sample_once_in_equal_batches)
-def an_evaluation_counts_samples_twice(
-    right: Callable[[OrderedBatches, int, int], list[int]], self: OrderedBatches, batch: int, rank: int
-) -> list[int]:
+def an_evaluation_counts_samples_twice(right, self, batch, rank):
     samples = right(self, batch, rank)
     return samples + samples[-1:]
 
@@ -54,15 +40,8 @@ def an_evaluation_counts_samples_twice(
 # Batches
 
 
-@replaces(
-    BatchDataset.__getitem__,
-    killed_by=test_loading.test_augmentation_depends_on_the_epoch_alone,
-)
-def augmentation_depends_on_the_number_of_workers(
-    right: Callable[[BatchDataset, BatchRequest], Batch | Lent | ConfigurationError],
-    self: BatchDataset,
-    request: BatchRequest,
-) -> Batch | Lent | ConfigurationError:
+@replaces(BatchDataset.__getitem__, killed_by=test_loading.test_augmentation_depends_on_the_epoch_alone)
+def augmentation_depends_on_the_number_of_workers(right, self, request):
     return right(self, request._replace(seed=torch.initial_seed()))
 
 
@@ -71,12 +50,7 @@ def augmentation_depends_on_the_number_of_workers(
     killed_by=test_shared_batches.test_memory_is_reused_when_a_batchs_last_view_is_gone,
     keep=lambda batch: batch[1][1:],
 )
-def memory_is_taken_again_while_its_batch_is_in_use(
-    right: Callable[[SharedBatches, int, Sequence[Place]], list[Tensor]],
-    self: SharedBatches,
-    number: int,
-    places: Sequence[Place],
-) -> list[Tensor]:
+def memory_is_taken_again_while_its_batch_is_in_use(right, self, number, places):
     tensors = right(self, number, places)
     right(self, number, places)  # Whoever drops these sets the memory free.
     return tensors
@@ -86,25 +60,11 @@ def memory_is_taken_again_while_its_batch_is_in_use(
 
 
 @replaces(cut, killed_by=test_shards.test_a_crop_is_that_of_the_whole_image, options=test_shards.SHRUNK)
-def a_crop_has_other_pixels_at_its_edge_than_the_image(
-    right_cut: Callable[[bytes, Header, int, int, int, int], Cut],
-    data: bytes,
-    header: Header,
-    left: int,
-    top: int,
-    right: int,
-    bottom: int,
-) -> Cut:
+def a_crop_has_other_pixels_at_its_edge_than_the_image(right_cut, data, header, left, top, right, bottom):
     return right_cut(data, header, left + MARGIN, top + MARGIN, right - MARGIN, bottom - MARGIN)
 
 
 @replaces(pack, killed_by=test_shards.test_an_interrupted_pack_leaves_no_name_and_goes_on)
-def a_packing_goes_on_with_shards_that_were_written_with_other_options(
-    right: Callable[[Contents, Path, Options, int], Index],
-    contents: Contents,
-    out: Path,
-    options: Options,
-    workers: int,
-) -> Index:
+def a_packing_goes_on_with_shards_that_were_written_with_other_options(right, contents, out, options, workers):
     (out.with_name(out.name + UNFINISHED) / PLAN).unlink(missing_ok=True)
     return right(contents, out, options, workers)

@@ -1,8 +1,6 @@
 """Modules, their checkpoints and callbacks: what is trained, what is kept of it, and that it is what was trained."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import test_checkpoint_io
@@ -12,9 +10,7 @@ import test_graceful_stop
 import test_segmentation
 import test_trainer_on_gpu
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
-from mutants.faulty import replaces
-from torch import Tensor
+from mutants.faulty import removes, replaces
 
 from cnnstrategies import ImageSegmenter
 from cnnstrategies._lightning_private import ask_of_sigterm
@@ -26,13 +22,8 @@ from cnnstrategies.models.logits import main_logits
 from cnnstrategies.models.network_module import MeanOverSamples
 
 
-@replaces(
-    ImageSegmenter.loss,
-    killed_by=test_segmentation.test_the_loss_is_the_mean_of_images_over_counted_pixels,
-)
-def the_loss_of_masks_depends_on_how_images_are_divided_over_processes(
-    right: Callable[[ImageSegmenter, Any, Tensor], Tensor], self: ImageSegmenter, outputs: Any, targets: Tensor
-) -> Tensor:
+@replaces(ImageSegmenter.loss, killed_by=test_segmentation.test_the_loss_is_the_mean_of_images_over_counted_pixels)
+def the_loss_of_masks_depends_on_how_images_are_divided_over_processes(right, self, outputs, targets):
     return F.cross_entropy(main_logits(outputs), targets, ignore_index=self.ignore_index)
 
 
@@ -40,26 +31,16 @@ def the_loss_of_masks_depends_on_how_images_are_divided_over_processes(
     AtomicCheckpointIO.save_checkpoint,
     killed_by=test_checkpoint_io.test_a_full_disk_is_one_line_and_leaves_the_old_checkpoint,
 )
-def the_old_checkpoint_goes_before_the_new_one_is_whole(
-    right: Callable[[AtomicCheckpointIO, dict[str, Any], str | Path, Any | None], None],
-    self: AtomicCheckpointIO,
-    checkpoint: dict[str, Any],
-    path: str | Path,
-    storage_options: Any | None = None,
-) -> None:
+def the_old_checkpoint_goes_before_the_new_one_is_whole(right, self, checkpoint, path, storage_options=None):
     Path(path).unlink(missing_ok=True)
     right(self, checkpoint, path, storage_options)
 
 
-@replaces(SameCheckpoint.setup, killed_by=test_checkpoint_words.test_ranks_with_different_checkpoints_do_not_start)
-def ranks_go_on_from_different_checkpoints(
-    right: Callable[[SameCheckpoint, Trainer, LightningModule, str], None],
-    self: SameCheckpoint,
-    trainer: Trainer,
-    pl_module: LightningModule,
-    stage: str,
-) -> None:
-    pass
+removes(
+    SameCheckpoint.setup,
+    "ranks go on from different checkpoints",
+    killed_by=test_checkpoint_words.test_ranks_with_different_checkpoints_do_not_start,
+)
 
 
 @replaces(
@@ -67,30 +48,13 @@ def ranks_go_on_from_different_checkpoints(
     killed_by=test_graceful_stop.test_a_warned_run_saves_the_step_after_which_it_stops,
     noticed_by=(FileNotFoundError,),
 )
-def a_run_that_is_stopped_does_not_save_its_last_step(
-    right: Callable[[GracefulStop, Trainer, LightningModule, Any, Any, int], None],
-    self: GracefulStop,
-    trainer: Trainer,
-    pl_module: LightningModule,
-    outputs: Any,
-    batch: Any,
-    batch_idx: int,
-) -> None:
+def a_run_that_is_stopped_does_not_save_its_last_step(right, self, trainer, pl_module, outputs, batch, batch_idx):
     with patch.object(trainer, "save_checkpoint"):
         right(self, trainer, pl_module, outputs, batch, batch_idx)
 
 
 @replaces(Comparison.__init__, killed_by=test_export.test_what_cannot_be_exported_is_refused_and_nothing_is_left)
-def an_exported_network_may_give_other_logits(
-    right: Callable[[Comparison, Path, int, float, float, float | None, str], None],
-    self: Comparison,
-    file: Path,
-    images: int,
-    difference: float,
-    largest: float,
-    agreement: float | None,
-    of: str = "",
-) -> None:
+def an_exported_network_may_give_other_logits(right, self, file, images, difference, largest, agreement, of=""):
     right(self, file, images, 0.0, largest, agreement, of)
 
 
@@ -100,20 +64,15 @@ def an_exported_network_may_give_other_logits(
     world=1,
     cases=[test_trainer_on_gpu.Case("auto")],
 )
-def a_loss_is_looked_at_before_it_is_added(
-    right: Callable[[MeanOverSamples, Tensor, int], None], self: MeanOverSamples, mean: Tensor, samples: int
-) -> None:
+def a_loss_is_looked_at_before_it_is_added(right, self, mean, samples):
     if not mean.isnan():
         right(self, mean, samples)
 
 
-@replaces(
+removes(
     ask_of_sigterm,
+    "each batch waits for lightnings flag of a signal",
     killed_by=test_trainer_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
     world=2,
     cases=[test_trainer_on_gpu.Case("ddp")],
 )
-def each_batch_waits_for_lightnings_flag_of_a_signal(
-    right: Callable[[Trainer, bool], None], trainer: Trainer, ask: bool
-) -> None:
-    pass

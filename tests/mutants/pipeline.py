@@ -2,9 +2,6 @@
 
 import importlib
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
-from typing import Any
 
 import test_codec
 import test_compiled
@@ -17,25 +14,22 @@ import test_pipeline_ways_to_write
 import test_plain_data
 import test_rank_watch
 import torch
-from mutants.faulty import replaces
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from mutants.faulty import removes, replaces
+from torch import nn
 
 from cnnstrategies.codec import decode, from_bytes, loaded_record, with_fields
-from cnnstrategies.pipeline.buffers import BatchNormMode, StageBuffers
-from cnnstrategies.pipeline.channels import Channels, Order
+from cnnstrategies.pipeline.buffers import StageBuffers
+from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, Bucket, GradientReducer
 from cnnstrategies.pipeline.losses import WeighedLoss
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.step import RandomState, Step
-from cnnstrategies.pipeline.timetable import Place, Placement, Task, tasks_of
+from cnnstrategies.pipeline.timetable import tasks_of
 from cnnstrategies.pipeline.transport import RankWatch, Transport
 
 
 @replaces(Step.part_of_loss, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)
-def microbatches_count_alike_whatever_their_number_of_samples(
-    right: Callable[[Step, Any, int], Tensor], self: Step, outputs: Any, microbatch: int
-) -> Tensor:
+def microbatches_count_alike_whatever_their_number_of_samples(right, self, outputs, microbatch):
     split = self.batch.split
     count = sum(size > 0 for size in split.sizes)
     return right(self, outputs, microbatch) * (split.samples / split.sizes[microbatch] / count)
@@ -47,77 +41,51 @@ def microbatches_count_alike_whatever_their_number_of_samples(
     loss=test_losses.contrastive,
     message="not made of losses of its samples",
 )
-def a_loss_that_compares_samples_is_trained_in_parts(
-    right: Callable[[WeighedLoss, Any, int], Tensor], self: WeighedLoss, outputs: Any, microbatch: int
-) -> Tensor:
+def a_loss_that_compares_samples_is_trained_in_parts(right, self, outputs, microbatch):
     return self.loss(outputs, microbatch)
 
 
 @replaces(GradientReducer.__init__, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)
-def replicas_of_a_stage_do_not_add_up_their_gradients(
-    right: Callable[[GradientReducer, Sequence[nn.Parameter], ProcessGroup | None, int], None],
-    self: GradientReducer,
-    parameters: Sequence[nn.Parameter],
-    group: ProcessGroup | None,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> None:
+def replicas_of_a_stage_do_not_add_up_their_gradients(right, self, parameters, group, bucket_bytes=BUCKET_BYTES):
     right(self, parameters, None, bucket_bytes)
 
 
-@replaces(
+removes(
     GradientReducer.overlap,
+    "gradients are added up only after the last backward",
     killed_by=test_executor.test_replicas_add_up_gradients_while_the_last_backward_runs,
 )
-def gradients_are_added_up_only_after_the_last_backward(
-    right: Callable[[GradientReducer], None], self: GradientReducer
-) -> None:
-    pass
 
 
 @replaces(StageBuffers.__init__, killed_by=test_engine.test_running_statistics_of_batch_norm)
-def deferred_statistics_are_those_of_microbatches_in_turn(
-    right: Callable[[StageBuffers, nn.Module, BatchNormMode, ProcessGroup | None, Mapping[str, int]], None],
-    self: StageBuffers,
-    module: nn.Module,
-    batch_norm: BatchNormMode,
-    group: ProcessGroup | None,
-    calls: Mapping[str, int],
-) -> None:
+def deferred_statistics_are_those_of_microbatches_in_turn(right, self, module, batch_norm, group, calls):
     right(self, module, "microbatch", group, calls)
 
 
-@replaces(RandomState.restore, killed_by=test_executor.test_a_forward_that_runs_again_is_the_same, half=False)
-def a_forward_that_runs_again_draws_other_random_numbers(
-    right: Callable[[RandomState], None], self: RandomState
-) -> None:
-    pass
+removes(
+    RandomState.restore,
+    "a forward that runs again draws other random numbers",
+    killed_by=test_executor.test_a_forward_that_runs_again_is_the_same,
+    half=False,
+)
 
 
 @replaces(Step.tracks, killed_by=test_compiled.test_compiled_stages_train_what_others_train, backend="eager")
-def compiled_stages_run_as_others_do(right: Callable[[Step, bool], bool], self: Step, again: bool) -> bool:
+def compiled_stages_run_as_others_do(right, self, again):
     return not again
 
 
 @replaces(tasks_of, killed_by=test_engine.test_peak_memory_holds_the_microbatches_in_flight_alone)
 def a_stage_under_1f1b_holds_the_activations_of_all_microbatches(
-    right: Callable[[Place, Sequence[int], int, str, bool], list[Task]],
-    place: Place,
-    replicas: Sequence[int],
-    microbatches: int,
-    schedule: str = "1f1b",
-    run_ahead: bool = False,
-) -> list[Task]:
+    right, place, replicas, microbatches, schedule="1f1b", run_ahead=False
+):
     return right(place, replicas, microbatches, "gpipe", run_ahead)
 
 
 @replaces(
-    Step.part_of_loss,
-    killed_by=test_engine_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
-    replicas=(1,),
+    Step.part_of_loss, killed_by=test_engine_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits, replicas=(1,)
 )
-def a_step_waits_for_the_device_to_learn_its_loss(
-    right: Callable[[Step, Any, int], Tensor], self: Step, outputs: Any, microbatch: int
-) -> Tensor:
+def a_step_waits_for_the_device_to_learn_its_loss(right, self, outputs, microbatch):
     part = right(self, outputs, microbatch)
     float(part)
     return part
@@ -126,13 +94,7 @@ def a_step_waits_for_the_device_to_learn_its_loss(
 @replaces(
     Transport.__init__, killed_by=test_engine_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits, replicas=(2, 1)
 )
-def sizes_of_a_batch_go_through_nccl(
-    right: Callable[[Transport, Placement, timedelta, torch.device], None],
-    self: Transport,
-    placement: Placement,
-    timeout: timedelta,
-    device: torch.device = CPU,
-) -> None:
+def sizes_of_a_batch_go_through_nccl(right, self, placement, timeout, device=CPU):
     right(self, placement, timeout, device)
     self.control = None
 
@@ -140,18 +102,14 @@ def sizes_of_a_batch_go_through_nccl(
 @replaces(
     Channels.exchange, killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment, case=test_layouts.DRAINED[0]
 )
-def receives_are_begun_before_what_others_need_first(
-    right: Callable[[Channels, float, float], None], self: Channels, now: float, until: float
-) -> None:
+def receives_are_begun_before_what_others_need_first(right, self, now, until):
     right(self, now, until + 8)
 
 
 @replaces(
     Channels.order, killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment, case=test_layouts.DRAINED[0]
 )
-def each_rank_begins_its_sends_before_its_receives(
-    right: Callable[[Channels, Task, int, int], Order], self: Channels, sender: Task, source: int, target: int
-) -> Order:
+def each_rank_begins_its_sends_before_its_receives(right, self, sender, source, target):
     turn, kind, *_ = right(self, sender, source, target)
     return turn - (source == self.transport.rank), kind, source, target
 
@@ -159,44 +117,37 @@ def each_rank_begins_its_sends_before_its_receives(
 @replaces(
     Channels.begin, killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment, case=test_layouts.DRAINED[3]
 )
-def what_comes_after_a_first_message_is_begun_before_it(
-    right: Callable[[Channels, Order | None], None], self: Channels, before: Order | None = None
-) -> None:
+def what_comes_after_a_first_message_is_begun_before_it(right, self, before=None):
     right(self, None)
 
 
-@replaces(
-    Step.overlaps, killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment, case=test_layouts.DRAINED[2]
+removes(
+    Step.overlaps,
+    "replicas sum their gradients while others need their last message",
+    killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment,
+    gives=True,
+    case=test_layouts.DRAINED[2],
 )
-def replicas_sum_their_gradients_while_others_need_their_last_message(
-    right: Callable[[Step, int], bool], self: Step, microbatch: int
-) -> bool:
-    return True
-
-
-@replaces(
-    Step.sends_early, killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment, case=test_layouts.DRAINED[1]
+removes(
+    Step.sends_early,
+    "all ranks meet before the last backward",
+    killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment,
+    gives=True,
+    case=test_layouts.DRAINED[1],
 )
-def all_ranks_meet_before_the_last_backward(right: Callable[[Step], bool], self: Step) -> bool:
-    return True
 
 
 @replaces(GradientReducer.ready, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)
-def gradients_are_summed_while_more_is_added_to_them(
-    right: Callable[[GradientReducer, nn.Parameter, Bucket], None],
-    self: GradientReducer,
-    parameter: nn.Parameter,
-    bucket: Bucket,
-) -> None:
+def gradients_are_summed_while_more_is_added_to_them(right, self, parameter, bucket):
     bucket.missing = min(bucket.missing, 1)
     right(self, parameter, bucket)
 
 
-@replaces(RankWatch.tell, killed_by=test_rank_watch.test_the_others_end_within_seconds_and_name_the_lost_rank)
-def only_the_rank_before_learns_which_one_is_lost(
-    right: Callable[[RankWatch, int], None], self: RankWatch, word: int
-) -> None:
-    pass
+removes(
+    RankWatch.tell,
+    "only the rank before learns which one is lost",
+    killed_by=test_rank_watch.test_the_others_end_within_seconds_and_name_the_lost_rank,
+)
 
 
 @replaces(
@@ -206,12 +157,7 @@ def only_the_rank_before_learns_which_one_is_lost(
     replicas=[1, 1],
     microbatches=3,
 )
-def weights_decay_that_a_gradient_has_reached_in_an_earlier_step(
-    right: Callable[[Channels, int, dict[int, list[Tensor]]], None],
-    self: Channels,
-    microbatch: int,
-    leaves: dict[int, list[Tensor]],
-) -> None:
+def weights_decay_that_a_gradient_has_reached_in_an_earlier_step(right, self, microbatch, leaves):
     every = [leaf for tensors in leaves.values() for leaf in tensors]
     known = vars(self).setdefault("known", set())
     known |= {leaf.shape[1:] for leaf in every if leaf.grad is not None}
@@ -228,43 +174,34 @@ def weights_decay_that_a_gradient_has_reached_in_an_earlier_step(
     replicas=[1, 2],
     microbatches=4,
 )
-def replicas_agree_in_the_first_step_alone_on_what_no_gradient_reaches(
-    right: Callable[[Bucket, set[nn.Parameter]], list[nn.Parameter]], self: Bucket, reached: set[nn.Parameter]
-) -> list[nn.Parameter]:
+def replicas_agree_in_the_first_step_alone_on_what_no_gradient_reaches(right, self, reached):
     agreed: list[nn.Parameter] = vars(self).setdefault("agreed", right(self, reached))
     return agreed
 
 
 @replaces(Bucket.without_gradient, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)
-def a_replica_has_no_gradient_where_only_the_others_have_one(
-    right: Callable[[Bucket, set[nn.Parameter]], list[nn.Parameter]], self: Bucket, reached: set[nn.Parameter]
-) -> list[nn.Parameter]:
+def a_replica_has_no_gradient_where_only_the_others_have_one(right, self, reached):
     return [one for one in self.parameters if one not in reached]
 
 
 @replaces(decode, killed_by=test_plain_data.test_what_a_peer_has_pickled_is_not_executed)
-def an_object_of_a_peer_is_unpickled(right: Callable[[Sequence[Any]], Any], frames: Sequence[Any]) -> Any:
+def an_object_of_a_peer_is_unpickled(right, frames):
     return pickle.loads(frames[0])
 
 
 @replaces(from_bytes, killed_by=test_plain_data.test_what_a_peer_has_pickled_is_not_executed)
-def a_batch_or_a_decision_of_a_peer_is_unpickled(right: Callable[[bytes], Any], message: bytes) -> Any:
+def a_batch_or_a_decision_of_a_peer_is_unpickled(right, message):
     return pickle.loads(message)
 
 
 @replaces(
-    loaded_record,
-    killed_by=test_codec.test_a_message_gets_no_class_but_those_of_records,
-    name="this:Never",
-    parts=[],
+    loaded_record, killed_by=test_codec.test_a_message_gets_no_class_but_those_of_records, name="this:Never", parts=[]
 )
-def a_message_has_a_module_imported(right: Callable[[str], type | None], name: str) -> type | None:
+def a_message_has_a_module_imported(right, name):
     importlib.import_module(name.partition(":")[0])
     return right(name)
 
 
 @replaces(with_fields, killed_by=test_codec.test_records_arrive_by_class_and_none_of_their_code_runs)
-def the_own_code_of_a_record_runs_where_it_arrives(
-    right: Callable[[type, Sequence[str], list[Any]], Any], cls: type, names: Sequence[str], parts: list[Any]
-) -> Any:
+def the_own_code_of_a_record_runs_where_it_arrives(right, cls, names, parts):
     return cls(*parts)

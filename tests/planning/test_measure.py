@@ -43,8 +43,8 @@ class Network(nn.Module):
         return self.head(x.flatten(1))
 
 
-def profile_of(network: nn.Module, microbatch: Tensor, **options: Any) -> GraphCosts:
-    return profile(trace(network), microbatch, warm_up=0, **options)
+def profile_of(network: nn.Module, microbatch: Tensor, repeats: int = 3, **options: Any) -> GraphCosts:
+    return profile(trace(network), microbatch, warm_up=0, repeats=repeats, **options)
 
 
 @pytest.fixture
