@@ -125,10 +125,10 @@ class Problem:
         """The cuts with all devices, so many at a time given to the stage that is slowest then."""
         bounds = (0, *cuts, len(self.costs.nodes))
         times = [self.time(start, end) for start, end in itertools.pairwise(bounds)]
-        replicas = [unit] * len(times)
+        replicas = [min(unit, self.microbatches)] * len(times)
         queue = [(-time, stage) for stage, time in enumerate(times)]
         heapq.heapify(queue)
-        spare = self.cluster.devices - unit * len(times)
+        spare = self.cluster.devices - sum(replicas)
         while spare >= unit and queue:
             _, stage = heapq.heappop(queue)
             if replicas[stage] + unit <= self.microbatches:
