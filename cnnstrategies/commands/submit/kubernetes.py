@@ -9,8 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from cnnstrategies.cluster import manifests
-from cnnstrategies.cluster.pods import KEY, MAIN_PORT, OWN_KEY, SERVER_PORT, SERVERS, TRAINER, Run, host
+from cnnstrategies.cluster.kubernetes import KEY, MAIN_PORT, OWN_KEY, SERVER_PORT, SERVERS, TRAINER, Run, host, text
 from cnnstrategies.commands.submit.command import Target
 from cnnstrategies.errors import ConfigurationError
 
@@ -117,7 +116,7 @@ class KubernetesTarget(Target):
 
     @override
     def show(self) -> str:
-        return manifests.text(self.run)
+        return text(self.run)
 
     @override
     def submit(self) -> str:
@@ -161,9 +160,9 @@ def create(run: Run) -> None:
                 f"trainer.devices={run.size.gpus_per_node}: no node{f' with {selector}' if selector else ''} has more "
                 f"than {most} {options.gpu}: use at most {most} devices, and more nodes with trainer.num_nodes"
             )
-    text = manifests.text(run)
-    _checked(_kubectl(run, "create", "--dry-run=server", "--filename=-", given=text))
-    made = _kubectl(run, "create", "--output=name", "--filename=-", given=text)
+    objects = text(run)
+    _checked(_kubectl(run, "create", "--dry-run=server", "--filename=-", given=objects))
+    made = _kubectl(run, "create", "--output=name", "--filename=-", given=objects)
     if made.returncode and made.stdout:
         _kubectl(run, "delete", "--wait=false", *made.stdout.split())
     _checked(made)
