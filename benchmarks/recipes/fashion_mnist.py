@@ -54,8 +54,8 @@ def command(*words: str) -> tuple[str, float, float]:
 def trained(strategy: str, seed: int) -> tuple[float, float, float]:
     """Test accuracy, and `fit`'s seconds and processor seconds."""
     run = ["--config", CONFIG, "--seed_everything", str(seed), "--trainer.strategy", strategy]
-    run += ["--run_name", f"{strategy}_{seed}", "--trainer.enable_progress_bar", "false"]
-    _, seconds, used = command("fit", *run, "--fresh")
+    run += ["--run_name", f"{strategy}_{seed}_{int(time.time())}", "--trainer.enable_progress_bar", "false"]
+    _, seconds, used = command("fit", *run)
     output, _, _ = command("test", *run, "--ckpt_path", "best")
     found = re.search(r"test_acc +│ +([\d.]+)", output)
     if found is None:

@@ -1,12 +1,22 @@
-"""Where a run with a name lies, and the checkpoint from which it goes on when it is started again.
+"""A run that may be started again: its name, where it lies, and the checkpoint from which it goes on.
 
-Its loggers' version is the name, and its checkpoints are in ``checkpoints`` below the first logger's folder, unless
+The name is, in this order,
+
+1. what is given as ``--run_name`` or, by a program that starts ``fit``, in the variable ``CNNSTRATEGIES_RUN_NAME``,
+2. what the launchers in :data:`LAUNCHERS` offer, one after the other.
+
+Without either nobody can start the run again; it gets a new folder, as it always has. A launcher of
+ours sets that variable; for a foreign one, which sets its own, a function here reads them.
+
+The loggers' version is the name, and the checkpoints are in ``checkpoints`` below the first logger's folder, unless
 ``checkpoint.dirpath`` says otherwise. Beside them ``run.json`` says whose they are.
 """
 
-import itertools
+import hashlib
 import json
+import re
 import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +27,103 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from cnnstrategies.cluster.run_name import Run
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.loggers import KeptCSVLogger
 from cnnstrategies.runtime.whole_file import whole_file
 
+RUN_NAME = "CNNSTRATEGIES_RUN_NAME"  # Environment variable, of programs that start `fit`.
+NOT_PART_OF_IT = ("config", "ckpt_path", "run_name", "dry_run")  # Keys by which a restart may differ.
+MOST_CHARACTERS = 120
+MADE_UP_BY_TORCHRUN = re.compile(r"torchrun_[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # A UUID, as with --standalone.
 RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
 # The arguments by which other loggers go on in a run, and show its name.
 IDS = {"WandbLogger": ("version", "name"), "MLFlowLogger": ("run_id", "run_name")}
 CSV = loggers_of_lightning.CSVLogger.__name__
 WITH_FOLDERS = (TensorBoardLogger.__name__, CSV, KeptCSVLogger.__name__)  # Their version is a folder.
+Environment = Mapping[str, str]
 
 
-def place(config: Any, run: Run) -> None:
+def torchrun(environ: Environment, configuration: str) -> str | None:
+    """``--rdzv-id``; where it is left out torchrun makes one up, or has ``none``."""
+    name = environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if name == "none" else f"torchrun_{name}"
+
+
+def kubernetes(environ: Environment, configuration: str) -> str | None:
+    """The name of the Indexed Job or the TrainJob; the host name of their pods ends with the pod's number."""
+    if "KUBERNETES_SERVICE_HOST" not in environ or "JOB_COMPLETION_INDEX" not in environ:
+        return None
+    host, number = environ.get("HOSTNAME", ""), environ["JOB_COMPLETION_INDEX"]
+    # A TrainJob's pods are those of the replicated job `node`, of which there is one.
+    job = re.sub(r"-node-0$", "", host.removesuffix(f"-{number}"))
+    return f"kubernetes_{job}" if host.endswith(f"-{number}") else None
+
+
+def ray(environ: Environment, configuration: str) -> str | None:
+    """The submission id of a Ray job's entry point; a plain job id is the same in each new cluster."""
+    try:
+        metadata = json.loads(environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("metadata") or {}
+    except ValueError:
+        return None
+    submission = metadata.get("job_submission_id")
+    # A script may train several things; that of the same configuration is the same.
+    return None if submission is None else f"ray_{submission}_{configuration}"
+
+
+def slurm(environ: Environment, configuration: str) -> str | None:
+    """The job and its step, which are counted anew when the job is requeued.
+
+    A job's script without srun may train several things; that of the same configuration is the same. The shell of an
+    interactive job is no script: who types there does not start the same run again.
+    """
+    job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
+    interactive = "SLURM_PTY_PORT" in environ or environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    if job is None or interactive or "SLURM_TASK_PID" not in environ:
+        return None
+    return f"slurm_{job}_{configuration if step is None else step}"
+
+
+LAUNCHERS: tuple[Callable[[Environment, str], str | None], ...] = (torchrun, kubernetes, ray, slurm)
+
+
+def find_run(given: str | None, configuration: str, environ: Environment) -> str | None:
+    """The name of the run that this process is a part of; None where nobody starts it again."""
+    for name, source in ((given, "run_name"), (environ.get(RUN_NAME), RUN_NAME)):
+        if name is not None:
+            return checked(name, source)
+    names = [name for launcher in LAUNCHERS if (name := launcher(environ, configuration)) is not None]
+    # What torchrun has made up does not outlive it; another launcher's, which may start it again, does.
+    names.sort(key=lambda name: MADE_UP_BY_TORCHRUN.fullmatch(name) is not None)
+    if names:
+        return re.sub(r"[^\w.+-]", "-", names[0])[:MOST_CHARACTERS]
+    if environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise ConfigurationError(
+            "torchrun --max-restarts without a name for the run: restarted processes would not find its checkpoints; "
+            "add --run_name <name> to the options of cnnstrategies, or --rdzv-id to those of a c10d rendezvous"
+        )
+    return None
+
+
+def checked(name: str, source: str = "run_name") -> str:
+    """A name, if it can be that of a run's folder."""
+    if not re.fullmatch(r"\w[\w.+-]*", name) or len(name) > MOST_CHARACTERS:
+        raise ConfigurationError(
+            f"{source}={name!r}: it names a folder: at most {MOST_CHARACTERS} letters, digits and . + - _ are accepted"
+        )
+    if re.fullmatch(r"version_\d+", name):
+        raise ConfigurationError(f"{source}={name}: runs without a name are numbered so; choose another one")
+    return name
+
+
+def configuration_hash(config: Mapping[str, object]) -> str:
+    """Eight characters that are the same for the same configuration, whichever checkpoint it starts from."""
+    content = sorted((str(key), str(value)) for key, value in config.items() if key not in NOT_PART_OF_IT)
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
+
+
+def place(config: Any, name: str) -> None:
     """Give loggers and checkpoints of a configuration the run's folder and ids; what the user has said stays."""
-    name = run.name
     loggers = keep_version(config.trainer, name)
     for logger in loggers:
         if getattr(logger, "class_path", None) == f"{loggers_of_lightning.__name__}.{CSV}":
@@ -49,7 +140,7 @@ def place(config: Any, run: Run) -> None:
     for arguments in checkpoint_arguments(config):
         if arguments.dirpath is None:
             arguments.dirpath = str(folder / CHECKPOINTS)
-    record = {} if begins_anew(config.fresh, run) else read_record(Path(checkpoint_arguments(config)[0].dirpath))
+    record = read_record(Path(checkpoint_arguments(config)[0].dirpath))
     ids = record.get("loggers", {}) if record.get("run") == name else {}
     for number, logger in enumerate(loggers):
         if _class(logger) in IDS:
@@ -57,11 +148,6 @@ def place(config: Any, run: Run) -> None:
             for argument, value in ((identifier, ids.get(str(number))), (shown, name)):
                 if logger.init_args[argument] is None:
                     logger.init_args[argument] = value
-
-
-def begins_anew(fresh: bool, run: Run) -> bool:
-    """Whether this start is to set aside what is there; a restart of a run that began so goes on."""
-    return fresh and not run.starts
 
 
 def keep_version(trainer: Any, name: str) -> list[Any]:
@@ -98,7 +184,7 @@ def checkpoint_arguments(config: Any) -> list[Any]:
     return own or [config.checkpoint]
 
 
-def last_checkpoint(trainer: Trainer, run: Run) -> Path | None:
+def last_checkpoint(trainer: Trainer, name: str) -> Path | None:
     """The last whole checkpoint of a run; None where it has none yet."""
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None or trainer.fast_dev_run:  # type: ignore[attr-defined]  # set outside the class
@@ -107,7 +193,7 @@ def last_checkpoint(trainer: Trainer, run: Run) -> Path | None:
         last = folder / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
         if not last.exists():
             continue
-        refuse_anothers(last, run.name)
+        refuse_anothers(last, name)
         if _is_whole(last):
             return last
         others = [file for file in folder.glob(f"*{callback.FILE_EXTENSION}") if file != last and _is_whole(file)]
@@ -125,27 +211,8 @@ def refuse_anothers(last: Path, name: str) -> None:
     if last.exists() and record.get("run", folder.parent.name if folder.name == CHECKPOINTS else None) != name:
         raise ConfigurationError(
             f"{last} is not of the run {name}, which would go on from it after a restart: give another "
-            "checkpoint.dirpath, or move it; `fit --fresh` sets it aside"
+            "checkpoint.dirpath, or move it"
         )
-
-
-def set_aside(trainer: Trainer, run: Run) -> None:
-    """Move what a run of this name has left, so that a new one finds an empty folder; before its loggers open files."""
-    folders = [
-        Path(logger.root_dir) / str(logger.version)
-        for logger in trainer.loggers
-        if isinstance(logger, TensorBoardLogger | loggers_of_lightning.CSVLogger)
-    ]
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-            checkpoints = Path(callback.dirpath)
-            if checkpoints.name == CHECKPOINTS and checkpoints.parent.name == run.name:
-                folders.append(checkpoints.parent)
-            else:  # A folder that the user has chosen: other things may be there.
-                _move([*checkpoints.glob(f"*{callback.FILE_EXTENSION}"), checkpoints / RECORD], checkpoints / "before")
-    for folder in dict.fromkeys(folders):
-        if folder.name == run.name and folder.exists():
-            folder.rename(_free(folder.with_name(f"{folder.name}.before")))
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -166,20 +233,6 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 def _is_whole(checkpoint: Path) -> bool:
     """Whether nothing is missing at its end; one of several files is left to who loads it."""
     return checkpoint.is_dir() or zipfile.is_zipfile(checkpoint)
-
-
-def _move(files: list[Path], beginning: Path) -> None:
-    there = [file for file in files if file.exists()]
-    if there:
-        folder = _free(beginning)
-        folder.mkdir()
-        for file in there:
-            file.rename(folder / file.name)
-
-
-def _free(path: Path) -> Path:
-    """The first of ``path_1``, ``path_2`` and so on that is not there."""
-    return next(new for number in itertools.count(1) if not (new := path.with_name(f"{path.name}_{number}")).exists())
 
 
 def _class(namespace: Any) -> str:

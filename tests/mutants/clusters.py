@@ -11,7 +11,7 @@ from mutants.faulty import removes, replaces
 from torch.distributed import TCPStore
 
 from cnnstrategies.cluster.job import sbatch_script
-from cnnstrategies.cluster.run_folder import begins_anew, refuse_anothers
+from cnnstrategies.cluster.run_folder import refuse_anothers
 from cnnstrategies.cluster.stores import LOOPBACK, on_loopback, own_store, serve_on_loopback
 
 
@@ -26,11 +26,6 @@ removes(
     "a run goes on from the checkpoint of another",
     killed_by=test_run_folder.test_another_runs_checkpoint_is_not_gone_on_from,
 )
-
-
-@replaces(begins_anew, killed_by=test_run_folder.test_a_fresh_start_is_one_start_and_not_each_restart)
-def each_restart_of_a_fresh_run_begins_it_anew(right, fresh, run):
-    return fresh
 
 
 removes(

@@ -12,11 +12,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from cnnstrategies.cluster import run_name
 from cnnstrategies.cluster.job import WAIT_SECONDS
 from cnnstrategies.cluster.ray import node as node_module
 from cnnstrategies.cluster.ray.connection import in_words
 from cnnstrategies.cluster.ray.node import Node, Place
+from cnnstrategies.cluster.run_folder import RUN_NAME
 from cnnstrategies.errors import ConfigurationError
 
 REFUSED = 2  # Exit code of a mistake in the configuration, which the next start would find again.
@@ -33,16 +33,11 @@ class Order:
     """What is to run.
 
     Attributes:
-        nodes: How many.
         needed: Of each node, as Ray counts it.
         script: Of the shell; starts a node's program.
         probe: Of the shell; fails where the package is not installed.
         folder: Of the run, with its configuration; what the programs print goes there. Its name is the run's, by which
             a program that is started again finds its last checkpoint.
-        directory: Working directory of the program.
-        variables: For the program, on every node.
-        max_restarts: How often all is started again.
-        wait: Seconds to wait for nodes.
         grace: Seconds in which a run that was asked to stop ends.
         goes_on: Whether the run goes on after a node has ended well.
     """
@@ -107,7 +102,7 @@ class Driver:
         most = self._order.max_restarts
         with self._heeding_signals():
             for start in itertools.count():
-                ends = self._start(start)
+                ends = self._start()
                 if self._signal is not None:
                     return 128 + self._signal
                 if ends.code in (0, REFUSED):
@@ -118,7 +113,7 @@ class Driver:
                 _say(f"The run starts again ({start + 1} of at most {most}): {ends.why}")
         raise AssertionError
 
-    def _start(self, number: int) -> Ends:
+    def _start(self) -> Ends:
         """One start of the run, until its end."""
         group = self._place()
         if group is None:
@@ -126,7 +121,7 @@ class Driver:
         actors = [self._actor(group, bundle) for bundle in range(self._order.nodes)]
         try:
             places = self._look(actors)
-            return self._follow(actors, places, self._launch(actors, places, number))
+            return self._follow(actors, places, self._launch(actors, places))
         except self._ray.exceptions.RayActorError as error:  # Before its program was started.
             return Ends(lost=[f"a node ({' '.join(str(error).split())[:200]})"])
         finally:
@@ -184,14 +179,14 @@ class Driver:
                 raise ConfigurationError(place.missing)
         return places
 
-    def _launch(self, actors: list[Any], places: list[Place], starts: int) -> dict[Any, int]:
+    def _launch(self, actors: list[Any], places: list[Place]) -> dict[Any, int]:
         """Start the programs: their nodes, by what has their exit codes."""
         order, main = self._order, places[0]
         meeting = {"MASTER_ADDR": main.address, "MASTER_PORT": str(main.port)}
-        variables = {**order.variables, **meeting, **run_name.variables(order.folder.name, starts)}
+        common = {**order.variables, **meeting, RUN_NAME: order.folder.name}
         _say(f"Starting on {', '.join(f'{place.host} ({place.address})' for place in places)}")
         return {
-            actor.run.remote(order.script, order.directory, {**variables, "NODE_RANK": str(node)}, str(log)): node
+            actor.run.remote(order.script, order.directory, {**common, "NODE_RANK": str(node)}, str(log)): node
             for node, (actor, log) in enumerate(zip(actors, self._logs, strict=True))
         }
 

@@ -25,7 +25,6 @@ ROOTS: dict[str, str | None] = {
     "seed_everything": None,
     "ckpt_path": None,
     "run_name": None,
-    "fresh": None,
 }
 # And those below.
 NESTED = {

@@ -38,7 +38,7 @@ TRAINING = (
     ("--trainer.max_epochs N", "passes over the data"),
     ("--trainer.fast_dev_run true", "one batch of everything, and nothing is written"),
     ("--ckpt_path FILE", "go on from a checkpoint, or from the `last` of this run's name"),
-    ("--run_name NAME", "the same command again goes on from the run's last checkpoint; --fresh begins it anew"),
+    ("--run_name NAME", "the same command again goes on from the run's last checkpoint"),
     ("--seed_everything N", "where all random numbers begin"),
 )
 EVALUATION = (("--ckpt_path FILE", "the weights: a checkpoint, or the `best` or `last` of this run's name"),)

@@ -19,8 +19,7 @@ from typing_extensions import override
 
 from cnnstrategies.checkpoints.check import check_weights
 from cnnstrategies.cluster.environment import check_world, local_rank
-from cnnstrategies.cluster.run_folder import place
-from cnnstrategies.cluster.run_name import Run, configuration_hash, find_run
+from cnnstrategies.cluster.run_folder import configuration_hash, find_run, place
 from cnnstrategies.commands.front.given import given
 from cnnstrategies.commands.front.refuse import fail, shows_tracebacks
 from cnnstrategies.commands.run.errors import (
@@ -35,7 +34,7 @@ from cnnstrategies.commands.run.failures import explain_build_error, explain_ref
 from cnnstrategies.commands.run.outcome import ends_together
 from cnnstrategies.commands.run.parser import ArgumentParser
 from cnnstrategies.commands.run.quiet import quieten
-from cnnstrategies.commands.run.start_from import WORDS, check_fresh, check_trained, checkpoint_of
+from cnnstrategies.commands.run.start_from import WORDS, check_trained, checkpoint_of
 from cnnstrategies.commands.run.trainer import Trainer, add_sections, all_callbacks, all_plugins
 from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
 from cnnstrategies.data.image_folder import own_images
@@ -69,7 +68,7 @@ class CLI(LightningCLI):
     replaces the default of its class. Without ``run`` there are no subcommands, as for what builds no trainer.
     """
 
-    named: Run | None = None  # The run, where it has a name.
+    named: str | None = None  # The name of the run, where it may be started again.
 
     def __init__(self, run: bool = True) -> None:
         super().__init__(
@@ -139,7 +138,6 @@ class CLI(LightningCLI):
         self.named = find_run(config.run_name, configuration_hash(config), os.environ)
         if self.named is not None:
             place(config, self.named)
-        check_fresh(config.fresh, self.named)
 
     @override
     def instantiate_classes(self) -> None:
@@ -202,11 +200,10 @@ class CLI(LightningCLI):
         training = self.subcommand == "fit"
         given = kwargs["ckpt_path"]
         config = self.config[self.subcommand]
-        kwargs["ckpt_path"] = path = checkpoint_of(self.trainer, given, training, self.named, config.fresh)
+        kwargs["ckpt_path"] = path = checkpoint_of(self.trainer, given, training, self.named)
         # The configuration that is saved says which it was.
         if given in WORDS:
             config.ckpt_path = path
-        config.fresh = False
         if local_rank() == 0 and path is not None:
             check_weights(self.model, path, kwargs.get("weights_only"), training)
         elif local_rank() == 0 and not training:

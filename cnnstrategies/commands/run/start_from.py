@@ -17,9 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
-from cnnstrategies.cluster.environment import local_rank
-from cnnstrategies.cluster.run_folder import IDS, begins_anew, last_checkpoint, read_record, set_aside, write_record
-from cnnstrategies.cluster.run_name import Run
+from cnnstrategies.cluster.run_folder import IDS, last_checkpoint, read_record, write_record
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.loggers import KeptCSVLogger
 from cnnstrategies.runtime.processes import told_by_starter
@@ -28,54 +26,29 @@ WORDS = ("best", "last")
 FOUND = "CNNSTRATEGIES_CHECKPOINT"  # Environment variable.
 
 
-def check_fresh(fresh: bool, run: Run | None) -> None:
-    """Refuse ``fresh`` where there is nothing to start anew, or where each restart would do it."""
-    if fresh and run is None:
-        raise ConfigurationError("fresh: a run without a name has a new folder anyway; leave it out, or add --run_name")
-    if fresh and run is not None and run.starts is None:
-        raise ConfigurationError(
-            f"fresh: a pod that is started again does not know that it is, and would begin the run {run.name} anew "
-            "each time; give another name instead, with --run_name"
-        )
-
-
-def checkpoint_of(
-    trainer: Trainer, given: Path | str | None, training: bool, run: Run | None, fresh: bool
-) -> Path | str | None:
+def checkpoint_of(trainer: Trainer, given: Path | str | None, training: bool, name: str | None) -> Path | str | None:
     """The checkpoint to load: a file in the place of ``last`` and ``best``; the last one of a run started again.
 
     A rank that another one has started as a program takes what that one has found. The trainer gets callbacks: one
-    makes sure that all ranks have found the same, and one that the loggers of a run started again go on. ``run`` is the
-    run, where it may be started again; ``fresh`` starts it anew, and its restarts go on.
+    makes sure that all ranks have found the same, and one that the loggers of a run started again go on. ``name`` is
+    that of a run that may be started again.
     """
     path = given
     said = told_by_starter(FOUND)
-    if run is not None:
-        trainer.callbacks.insert(0, RunRecord(run.name))  # type: ignore[attr-defined]  # set by the callback connector
-    run = run if training else None
-    if run is not None:
-        if said is not None:
-            path = said or None
-        elif begins_anew(fresh, run):
-            if is_first(trainer):
-                set_aside(trainer, run)
-        else:
-            path = last_checkpoint(trainer, run) or given
+    if name is not None:
+        trainer.callbacks.insert(0, RunRecord(name))  # type: ignore[attr-defined]  # set by the callback connector
+    name = name if training else None
+    if name is not None:
+        path = (said or None) if said is not None else last_checkpoint(trainer, name) or given
     if path in WORDS:
         path = find_once(str(path), trainer)
-    elif run is not None:
+    elif name is not None:
         os.environ[FOUND] = str(path or "")
     if path != given and said is None:
         rank_zero_info(f"Going on from {path}" if training else f"Weights: {path}")
-    if run is not None or given in WORDS:
+    if name is not None or given in WORDS:
         trainer.callbacks.append(SameCheckpoint(path))  # type: ignore[attr-defined]
     return path
-
-
-def is_first(trainer: Trainer) -> bool:
-    """Whether this process is to be global rank 0, or starts it; known before any process starts."""
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    return local_rank() == 0 and (environment is None or environment.node_rank() == 0)
 
 
 def find_once(word: str, trainer: Trainer) -> str:

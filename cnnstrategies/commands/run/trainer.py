@@ -132,9 +132,6 @@ def add_sections(parser: LightningArgumentParser) -> None:
         help="The run's name: its folder, and what goes on from its last checkpoint when it is started again. By "
         "default what the launcher offers.",
     )
-    parser.add_argument(
-        "--fresh", action="store_true", help="Set aside what a run of this name has left, and start anew."
-    )
 
 
 def all_plugins(config: Namespace) -> list[Any]:

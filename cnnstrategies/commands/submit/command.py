@@ -17,8 +17,7 @@ from typing_extensions import override
 
 from cnnstrategies.cluster.job import Size, job_size
 from cnnstrategies.cluster.options import ClusterOptions
-from cnnstrategies.cluster.run_folder import CHECKPOINTS, checkpoint_arguments, keep_version, refuse_anothers
-from cnnstrategies.cluster.run_name import checked
+from cnnstrategies.cluster.run_folder import CHECKPOINTS, checked, checkpoint_arguments, keep_version, refuse_anothers
 from cnnstrategies.commands.run.errors import check_checkpoint, check_trainer_names
 from cnnstrategies.commands.run.lightning_cli import ModelAndData
 from cnnstrategies.data import ImageDataModule
@@ -47,11 +46,6 @@ class SubmitCLI(ModelAndData):
     def before_instantiate_classes(self) -> None:
         check_trainer_names(self.config.trainer.strategy, self.config.trainer.accelerator)
         check_checkpoint(self.config.ckpt_path, words=())
-        if self.config.fresh:
-            raise ConfigurationError(
-                "fresh: a job has this option at each restart; leave it out: without run_name each submission is a new "
-                "run, and with one, another name is"
-            )
         if self.config.run_name is not None:
             checked(self.config.run_name)
 
