@@ -2,15 +2,20 @@
 
 import contextlib
 import json
+import os
+import platform
 import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import lightning
+import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from cnnstrategies.cluster.doctor_host import Place, gpu_problems, shared_memory, versions
+from cnnstrategies.cluster.environment import Place
 from cnnstrategies.cluster.hosts import own_interface
 from cnnstrategies.cluster.probe import Probe, measure
 from cnnstrategies.cluster.stores import POLL, missing_after, open_store
@@ -18,6 +23,7 @@ from cnnstrategies.errors import ConfigurationError
 
 LINK_SECONDS = 5.0
 SHARED_SECONDS = 5.0  # NFS shows a new file to other clients after a few seconds
+DRIVER = Path("/proc/driver/nvidia/gpus")  # Has an entry for each card, whatever torch can do with it.
 
 
 @dataclass
@@ -26,9 +32,6 @@ class Facts:
 
     Attributes:
         node: Its number in the run.
-        host: Its own name.
-        interface: The network interface that leads to the others.
-        address: Its address there.
         port: Where its probe answers.
         versions: Version of each program that must be the same everywhere.
         shared_memory: Bytes that fit into the memory through which its processes hand each other batches; None where
@@ -60,22 +63,59 @@ class Findings:
     failures: dict[int, str] = field(default_factory=dict)
     shared: list[str] = field(default_factory=list)
 
+    @classmethod
+    def from_json(cls, text: bytes) -> "Findings":
+        """Those that a host has written for the others."""
+        found = json.loads(text)
+        for name in ("links", "failures"):
+            found[name] = {int(other): value for other, value in found[name].items()}
+        return cls(**found)
+
 
 @dataclass
 class Report:
-    """What all hosts found out.
-
-    Attributes:
-        nodes: Number of hosts that should be there.
-        hosts: Those that are, by number.
-        findings: Theirs.
-        directory: The shared directory.
-    """
+    """What all hosts found out, by their numbers; ``nodes`` should be there, and ``hosts`` are."""
 
     nodes: int
     hosts: dict[int, Facts]
     findings: dict[int, Findings]
     directory: str
+
+
+def versions() -> dict[str, str]:
+    """The versions that must be equal on all hosts."""
+    try:
+        own = version("cnnstrategies")
+    except PackageNotFoundError:
+        own = "not installed"
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None  # type: ignore[no-untyped-call]
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "cnnstrategies": own,
+        "NCCL": ".".join(map(str, nccl)) if nccl else "none",
+    }
+
+
+def shared_memory() -> int | None:
+    """Size of ``/dev/shm``, which a container limits; None where there is none, as outside Linux."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return found.f_frsize * found.f_blocks
+
+
+def gpu_problems(driver: Path = DRIVER) -> list[str]:
+    """What to mend, a line each."""
+    cards = len(list(driver.glob("*")))
+    if not cards or torch.cuda.is_available():
+        return []
+    return [
+        f"torch {torch.__version__} cannot use its {cards} {'GPU' if cards == 1 else 'GPUs'}: python -c 'import torch; "
+        "torch.cuda.init()' says why"
+    ]
 
 
 def _facts(node: int, interface: str = "", address: str = "", port: int = 0) -> Facts:
@@ -91,7 +131,6 @@ def examine(place: Place, directory: Path, interface: str | None, wait: float) -
     """Examine the cluster, together with the other hosts' processes.
 
     Args:
-        place: Of this process.
         directory: Should be the same on all hosts.
         interface: Name or subnet of the network interface to use; by default the one on the route.
         wait: Seconds to wait for the other hosts.
@@ -120,16 +159,10 @@ def examine(place: Place, directory: Path, interface: str | None, wait: float) -
     if place.node != 0:
         store.set(f"end/{me.node}", "")
         return None
-    everything = {}
-    for node in present:
-        found = json.loads(store.get(f"findings/{node}"))
-        links, failures = (
-            {int(other): value for other, value in found[name].items()} for name in ("links", "failures")
-        )
-        everything[node] = Findings(links, failures, found["shared"])
+    found = {node: Findings.from_json(store.get(f"findings/{node}")) for node in present}
     together.wait_for("end", [node for node in present if node != 0])
     probe.close()
-    return Report(place.nodes, hosts, everything, str(directory))
+    return Report(place.nodes, hosts, found, str(directory))
 
 
 def _present(store: Store, place: Place, wait: float) -> list[int]:
@@ -157,14 +190,7 @@ def rounds(nodes: list[int]) -> list[list[tuple[int, int]]]:
 
 
 class Examination:
-    """What a host tries while all others do the same.
-
-    Args:
-        store: Through which they meet.
-        hosts: All of them, by number.
-        me: This one.
-        wait: Seconds to wait for each other.
-    """
+    """What a host tries while all others do the same."""
 
     def __init__(self, store: Store, hosts: dict[int, Facts], me: Facts, wait: float) -> None:
         self._store = store

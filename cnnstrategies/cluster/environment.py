@@ -5,6 +5,7 @@ import socket
 import sys
 import zlib
 from abc import abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,18 @@ from cnnstrategies.errors import ConfigurationError
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # From here on SLURM numbers what srun has not started: a job's script, its shell.
 FIRST_PORT, PORTS = 20000, 10000
-LONGEST_NAME = 256  # bytes of a host, more than Linux takes
+# Where they say how many nodes there are.
+NODES: dict[type[ClusterEnvironment], str] = {
+    TorchElasticEnvironment: "GROUP_WORLD_SIZE",
+    SLURMEnvironment: "SLURM_NNODES",
+    LightningEnvironment: "NNODES",
+}
 
 
 class MpirunEnvironment(ClusterEnvironment):
     """Takes ranks from the variables that ``mpirun`` sets, so neither mpi4py nor a working MPI library is needed.
 
-    Lightning's ``MPIEnvironment`` needs mpi4py, and tells hosts apart by their names. On several hosts rank 0's
-    address is ``MASTER_ADDR``; without it mpi4py, if installed, sends round the name of rank 0's host.
+    Lightning's ``MPIEnvironment`` needs mpi4py, and tells hosts apart by their names.
     """
 
     # Names of its variables.
@@ -37,9 +42,6 @@ class MpirunEnvironment(ClusterEnvironment):
     LOCAL_SIZE: str
     PER_MACHINE: str  # The option that starts so many ranks on each machine, one machine after the other.
     PASS_ON: str  # The options that set ``MASTER_ADDR``, up to its value.
-
-    def __init__(self) -> None:
-        self._main_address: str | None = None
 
     @property
     @override
@@ -60,26 +62,14 @@ class MpirunEnvironment(ClusterEnvironment):
     @property
     @override
     def main_address(self) -> str:
-        if self._main_address is None:
-            self._main_address = self._find_main_address()
-        return self._main_address
-
-    def _find_main_address(self) -> str:
         if "MASTER_ADDR" in os.environ:
             return os.environ["MASTER_ADDR"]
         if self.local_size() == self.world_size():
             return "127.0.0.1"
-        try:
-            from mpi4py import MPI
-        except (ImportError, RuntimeError) as error:
-            raise ConfigurationError(
-                f"mpirun has started ranks on several machines, and rank {self.global_rank()} does not know rank 0's "
-                f"address ({error}): add `{self.PASS_ON}<the first machine in the hostfile>` to mpirun, or install "
-                "mpi4py"
-            ) from error
-        name = bytearray(socket.gethostname().encode().ljust(LONGEST_NAME, b"\0"))
-        MPI.COMM_WORLD.Bcast(name, root=0)  # As it lies in memory: `bcast` would pickle.
-        return name.rstrip(b"\0").decode()
+        raise ConfigurationError(
+            f"mpirun has started ranks on several machines, and rank {self.global_rank()} does not know rank 0's "
+            f"address: add `{self.PASS_ON}<the first machine in the hostfile>` to mpirun"
+        )
 
     @property
     @override
@@ -210,6 +200,32 @@ def launcher() -> ClusterEnvironment | None:
 def _in_slurm() -> bool:
     # Asked first: Lightning's `detect` warns where srun is installed and not used.
     return "SLURM_NTASKS" in os.environ and SLURMEnvironment.detect()
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process of the doctor: its host, and its number there; only the first one of each host works."""
+
+    node: int
+    nodes: int
+    local_rank: int
+    main_address: str
+    main_port: int
+
+
+def find_place() -> Place | None:
+    """Read the variables of srun, torchrun, mpirun, or those set by hand; None where nothing has started others."""
+    environment = launcher()
+    if environment is None and {"NNODES", "NODE_RANK"} <= os.environ.keys():
+        environment = LightningEnvironment()
+    if environment is None:
+        return None
+    if isinstance(environment, MpirunEnvironment):
+        nodes = environment.world_size() // environment.local_size()
+    else:
+        nodes = int(os.environ[NODES[type(environment)]])
+    address, port = environment.main_address, environment.main_port
+    return Place(environment.node_rank(), nodes, environment.local_rank(), address, port)
 
 
 def check_world(trainer: Trainer) -> None:

@@ -52,9 +52,6 @@ def meet(
     """Make this host known, wait for the others, and try every connection between this one and them.
 
     Args:
-        store: From :func:`open_store`.
-        node: Number of this host in the run.
-        nodes: Number of hosts.
         main_address: Where the store is served; the first host takes its route to the second instead.
         interface: By default the one on the route.
         seconds: How long to wait for the other hosts.
@@ -129,8 +126,6 @@ class Watch:
     that the others' collectives fail at once.
 
     Args:
-        me: This host's name.
-        peers: The other hosts.
         timeout: Seconds without any answer after which a host counts as unreachable.
         on_silent: Called once with a message, in the watch's own thread.
     """

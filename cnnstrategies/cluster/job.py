@@ -55,8 +55,6 @@ def sbatch_script(
     """The script of a job, for ``sbatch``.
 
     Args:
-        options: The ``cluster`` section.
-        size: Nodes, tasks and GPUs.
         folder: The run folder, with ``config.yaml``.
         python: The interpreter, unless the options name one.
         command: The command line that made the job, for the reader.

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from cnnstrategies.cluster.doctor import Report, examine, examine_alone
-from cnnstrategies.cluster.doctor_host import find_place
 from cnnstrategies.cluster.doctor_report import hosts_table, links_table, mends, versions_table
+from cnnstrategies.cluster.environment import find_place
 from cnnstrategies.cluster.stores import own_store
 from cnnstrategies.commands.front.options import doctor_parser
 from cnnstrategies.errors import ConfigurationError

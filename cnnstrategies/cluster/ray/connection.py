@@ -49,11 +49,7 @@ def in_words(needed: Mapping[str, float]) -> str:
 
 @contextlib.contextmanager
 def connected(address: str | None) -> Iterator[Any]:
-    """Ray, connected to a cluster.
-
-    Args:
-        address: Of the cluster, unless the environment or this machine has one.
-    """
+    """Ray, connected to a cluster. Without an address, to that of the environment or of this machine."""
     try:
         ray = importlib.import_module("ray")
         importlib.import_module("ray.util.scheduling_strategies")

@@ -55,14 +55,7 @@ class Node:
         return Place(host, own_address(), port, missing)
 
     def run(self, script: str, directory: str, variables: dict[str, str], log: str) -> int:
-        """Run the program; its exit code.
-
-        Args:
-            script: For the shell.
-            directory: Its working directory, where the node has it; else the actor's own.
-            variables: Beside those of the actor.
-            log: The file to which it prints.
-        """
+        """Run a script of the shell, in the directory where the node has it; its exit code."""
         with open(log, "ab") as file:
             self.program = subprocess.Popen(
                 [sys.executable, "-c", LEASH, str(os.getpid()), "bash", "-c", script],
