@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -97,35 +97,12 @@ def waits() -> Rows:
         yield f"ResNet-18, {name}", "the host does not wait in a step" if ON_GPU else "has run"
 
 
-def lazy_loading() -> Rows:
-    """Whether the first launch of a kernel waits for one that runs on another stream."""
-    program = (
-        "import time, torch; x = torch.randn(1024, device='cuda'); torch.cuda.synchronize()\n"
-        "with torch.cuda.stream(torch.cuda.Stream()): torch.cuda._sleep(2_000_000_000)\n"
-        "start = time.monotonic(); torch.nn.functional.hardswish(x); launched = time.monotonic() - start\n"
-        "torch.cuda.synchronize(); print(f'{launched:.3f} s, the other kernel {time.monotonic() - start:.3f} s')"
-    )
-    for loading in ("LAZY", "EAGER") if ON_GPU else ():
-        took = _run([sys.executable, "-c", program], CUDA_MODULE_LOADING=loading)
-        yield f"CUDA_MODULE_LOADING={loading}: a kernel's first launch", took.strip()
-
-
 def comparison() -> Rows:
     """The comparison before training refuses no network that is right."""
     network = torchvision.models.resnet18(num_classes=10)
     for _ in range(10 if ON_GPU else 1):
         compare(divide_by_names(network, ["layer2"]), torch.randn(8, 3, 32, 32), torch.device(DEVICE, 0))
     yield "ResNet-18 of 32 x 32, stages against the whole", "equal, ten times" if ON_GPU else "equal, once"
-
-
-def posted_ahead() -> Rows:
-    """What comes of receives that are posted before they are needed; a pipeline over NCCL posts none."""
-    for loading in ("LAZY", "EAGER") if ON_GPU else ():
-        with tempfile.TemporaryDirectory() as folder:
-            options: dict[str, Any] = {"replicas": [1, 1], "cuts": ["layer2"], "ahead": 4}
-            ended = _ended(2, "hybrid_pipeline", folder, {"CUDA_MODULE_LOADING": loading}, 40, **options)
-        hangs = any(code == 124 for code, _ in ended)
-        yield f"receives posted 4 tasks ahead, {loading}", "hangs" if hangs else "does not hang"
 
 
 def speed() -> Rows:
@@ -235,14 +212,7 @@ def _ranks(ranks: int, strategy: str, folder: str, **options: Any) -> dict[str, 
     return learned
 
 
-def _ended(
-    ranks: int,
-    strategy: str,
-    folder: str,
-    variables: Mapping[str, str] = {},
-    limit: float = RANKS_LIMIT,
-    **options: Any,
-) -> list[tuple[int, str]]:
+def _ended(ranks: int, strategy: str, folder: str, **options: Any) -> list[tuple[int, str]]:
     """The exit code and output of each rank of one_card.py; the code is 124 where it still runs after the limit."""
     words = [sys.executable, str(Path(__file__).with_name("one_card.py")), strategy, json.dumps(options)]
     with socket.socket() as probe:
@@ -258,7 +228,7 @@ def _ended(
         processes.append(
             subprocess.Popen(
                 [*words, f"{folder}/learned.pt"],
-                env={**os.environ, **variables, **common, **own},
+                env={**os.environ, **common, **own},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -268,10 +238,10 @@ def _ended(
 
         def end(process: subprocess.Popen[str]) -> tuple[int, str]:
             try:
-                text = process.communicate(timeout=limit)[0]
+                text = process.communicate(timeout=RANKS_LIMIT)[0]
             except subprocess.TimeoutExpired:
                 process.kill()
-                return 124, f"still runs after {limit} s\n" + process.communicate()[0]
+                return 124, f"still runs after {RANKS_LIMIT} s\n" + process.communicate()[0]
             return process.returncode, text
 
         return list(pool.map(end, processes))
@@ -279,7 +249,7 @@ def _ended(
 
 # They may run beside each other; nothing is timed.
 TOGETHER = (staging, fits, waits, comparison, one_card, own_stage, compiled, lost)
-ALONE = (lazy_loading, posted_ahead, speed, several)
+ALONE = (speed, several)
 
 
 def data(classes: int, watched: bool = False) -> DataLoader[Any]:

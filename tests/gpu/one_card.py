@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from cnnstrategies import ImageClassifier
-from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
 BATCH, STEPS, SIZE = 32, 6, 64 if ON_GPU else 32
@@ -123,17 +122,6 @@ def train(strategy: Any, ranks: int, shards: int, options: dict[str, Any]) -> di
     return {name: value.cpu() for name, value in whole.items()}
 
 
-def post_ahead(tasks: int) -> None:
-    """Have a pipeline post its receives some tasks before they are needed, which it does under gloo alone."""
-    make = Pipeline.__init__
-
-    def made(self: Pipeline, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        self.ahead = tasks
-
-    Pipeline.__init__ = made  # type: ignore[method-assign]
-
-
 def main() -> None:
     """Arguments: the strategy, its options, and where to put what rank 0 has learned."""
     name, options, file = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
@@ -141,8 +129,6 @@ def main() -> None:
     strategy: Any = name
     shards = ranks
     if name == "hybrid_pipeline":
-        if "ahead" in options:
-            post_ahead(options["ahead"])
         replicas = options["replicas"]
         shards = replicas[0]
         strategy = HybridPipelineStrategy(
