@@ -1,6 +1,5 @@
-"""Programs of a test: their environment, and the processes that they started."""
+"""Programs of a test: their environment, what they print, and their ends."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -8,8 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from conftest import ROOT
+
+T = TypeVar("T")
+PYTHON = sys.executable
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -23,6 +26,15 @@ def fit(*arguments: str) -> list[str]:
         *("-m", "cnnstrategies", "fit", f"--config={ROOT / 'configs/quickstart.yaml'}"),
         *("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", *arguments),
     ]
+
+
+def wait_until(condition: Callable[[], T], said: Callable[[], str], seconds: float = 150) -> T:
+    """What the condition gives as soon as it is something; fails with what has been said, where that takes too long."""
+    deadline = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s:\n{said()}"
+        time.sleep(0.05)
+    return result
 
 
 class Program:
@@ -42,29 +54,10 @@ class Program:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            self.end()
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
             raise AssertionError(f"no end in {seconds} s:\n{self.output()}") from None
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 150) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert self.process.poll() is None, self.output()
-            assert time.monotonic() < deadline, self.output()
-            time.sleep(0.1)
-
-    def end(self) -> None:
-        for process in (*_below(self.process.pid), self.process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        self.process.wait()
-
-
-def _below(parent: int) -> list[int]:
-    try:
-        children = [int(word) for word in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-    except OSError:  # It has ended.
-        return []
-    return [*children, *(process for child in children for process in _below(child))]
-
-
-PYTHON = sys.executable
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        wait_until(lambda: condition() or self.process.poll() is not None, self.output)
+        assert condition(), self.output()

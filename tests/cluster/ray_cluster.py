@@ -11,8 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +84,6 @@ def raylet_of(run: str, node: int) -> int | None:
             if wanted <= set(variables):
                 return next(int(one.partition("=")[2]) for one in variables if one.startswith("RAY_RAYLET_PID="))
     return None
-
-
-def wait_until_gone(run: str, nodes: Iterable[int], seconds: float = 30.0) -> None:
-    """Fail when a program of a run is left."""
-    deadline = time.monotonic() + seconds
-    while any(raylet_of(run, node) is not None for node in nodes):
-        assert time.monotonic() < deadline, "a program was left behind"
-        time.sleep(0.1)
 
 
 def _serve(nodes: int, folder: str) -> None:

@@ -9,16 +9,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.processes_of import wait_until
 from ports import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 NODES = ("n1", "n2")
 CPUS = 8
-START_SECONDS = 90
 
 
 def missing() -> str | None:
@@ -71,21 +71,21 @@ def slurm_cluster() -> Iterator[Slurm]:
         path = os.environ["PATH"] + ":/usr/sbin:/sbin"
         slurm = Slurm({**os.environ, "PATH": path, "SLURM_CONF": str(root / "slurm.conf")}, root)
 
-        def start(name: str, *command: str) -> subprocess.Popen[bytes]:
+        def start(name: str, *command: str) -> None:
             with open(root / f"{name}.out.log", "wb") as log:
                 daemon = subprocess.Popen(
                     command, env=slurm.environment, stdout=log, stderr=log, start_new_session=True
                 )
             at_end.callback(_end, daemon)
-            return daemon
 
         files = ("key-file", "socket", "pid-file", "log-file", "seed-file")
-        munged = start("munged", "munged", "--foreground", *(f"--{name}={root}/munge.{name}" for name in files))
-        _wait((root / "munge.socket").exists, munged, slurm)
-        controller = start("slurmctld", "slurmctld", "-D", "-c")
+        start("munged", "munged", "--foreground", *(f"--{name}={root}/munge.{name}" for name in files))
+        wait_until((root / "munge.socket").exists, slurm.logs)
+        start("slurmctld", "slurmctld", "-D", "-c")
         for node in NODES:
             start(node, "slurmd", "-D", "-N", node)
-        _wait(lambda: slurm.run("sinfo", "-h", "-o", "%T %D", check=False).split() == ["idle", "2"], controller, slurm)
+        idle = ["idle", str(len(NODES))]
+        wait_until(lambda: slurm.run("sinfo", "-h", "-o", "%T %D", check=False).split() == idle, slurm.logs)
         at_end.callback(_cancel_all, slurm)
         yield slurm
 
@@ -161,11 +161,3 @@ def _write_configuration(root: Path, ports: list[int]) -> None:
     (root / "state").mkdir()
     (root / "slurm.conf").write_text("\n".join(lines) + "\n")
     (root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-
-
-def _wait(condition: Callable[[], bool], daemon: subprocess.Popen[bytes], slurm: Slurm) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while not condition():
-        ended = daemon.poll() is not None or time.monotonic() > deadline
-        assert not ended, f"SLURM did not start within {START_SECONDS} s:\n{slurm.logs()}"
-        time.sleep(0.1)

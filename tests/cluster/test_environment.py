@@ -1,10 +1,23 @@
-"""The world is as large as the trainer divides the work for, whatever has started it; else it is refused."""
+"""What the variables of launchers say; a world of another size than the trainer divides the work for is refused."""
+
+from collections.abc import Callable
 
 import pytest
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.cluster.environment import check_world, environment_plugins
+from cnnstrategies.cluster.environment import (
+    MPICHEnvironment,
+    MpirunEnvironment,
+    OpenMPIEnvironment,
+    Place,
+    check_world,
+    environment_plugins,
+    find_place,
+    local_rank,
+)
 from cnnstrategies.data import SyntheticDataModule
 
 SLURM = {
@@ -16,7 +29,7 @@ SLURM = {
     "SLURM_NODEID": "0",
     "SLURM_NNODES": "1",
 }
-FOUR = {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "2"}
+FOUR = {**SLURM, "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "2"}
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "a",
     "WORLD_SIZE": "2",
@@ -32,59 +45,123 @@ MPIRUN = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
-STRATEGIES = ["ddp", "parameter_server"]
+# Variables, devices, nodes, and what is said; None where it is right.
+WORLDS: list[tuple[dict[str, str], int, int, str | None]] = [
+    (SLURM, 2, 1, r"SLURM has started 1 process, .* x trainer.devices=2 are 2: .*-per-node=2"),
+    (FOUR, 2, 3, "SLURM has started 4 processes, and trainer.num_nodes=3 x"),
+    (FOUR, 1, 1, "SLURM has started 4 processes, and trainer.num_nodes=1 x"),
+    (FOUR, 4, 1, "trainer.num_nodes=1, trainer.devices=4: .* in SLURM"),
+    (TORCHRUN, 4, 1, "torchrun has started 2 processes, .* give it --nnodes=1 --nproc-per-node=4, or change"),
+    (MPIRUN, 4, 1, "mpirun has started 2 processes, 2 of them on .*: use `mpirun -n 4 "),
+    (SLURM, 1, 1, None),
+    (FOUR, 2, 2, None),
+    (TORCHRUN, 2, 1, None),
+    # Lightning starts as many processes as it is told, also under srun that was built with PMI.
+    ({}, 4, 1, None),
+    ({"LOCAL_RANK": "1"}, 4, 2, None),
+    ({"PMI_RANK": "1", "PMI_SIZE": "2"}, 4, 1, None),
+]
 
 
-def trainer(strategy, devices, nodes=1):
-    options = {"accelerator": "cpu", "devices": devices, "num_nodes": nodes, "logger": False}
-    return Trainer(strategy=strategy, plugins=environment_plugins([]), enable_checkpointing=False, **options)
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "parameter_server"])
+def test_a_world_of_another_size_is_refused(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variables, devices, nodes, message in WORLDS:
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            options = {"accelerator": "cpu", "devices": devices, "num_nodes": nodes, "logger": False}
+            made = Trainer(strategy=strategy, plugins=environment_plugins([]), enable_checkpointing=False, **options)
+            if message is None:
+                check_world(made)
+                continue
+            # With the command line, and without.
+            for check in (check_world, SyntheticDataModule(global_batch_size=12).check_trainer):
+                with pytest.raises(ConfigurationError, match=message):
+                    check(made)
 
 
-REFUSED = {
-    "one task, two devices": (SLURM, 2, 1, r"SLURM has started 1 process, .* x trainer.devices=2 are 2: .*-per-node=2"),
-    "four tasks, three nodes": ({**SLURM, **FOUR}, 2, 3, "SLURM has started 4 processes, and trainer.num_nodes=3 x"),
-    "four tasks, on other nodes": ({**SLURM, **FOUR}, 4, 1, "trainer.num_nodes=1, trainer.devices=4: .* in SLURM"),
-    "torchrun": (
-        TORCHRUN,
-        4,
-        1,
-        "torchrun has started 2 processes, .* give it --nnodes=1 --nproc-per-node=4, or change",
-    ),
-    "mpirun": (MPIRUN, 4, 1, "mpirun has started 2 processes, 2 of them on .*: use `mpirun -n 4 "),
-}
+SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "cnn", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+SHELL = {name: SCRIPT[name] for name in ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_NTASKS")}
 
 
-@pytest.mark.parametrize(("variables", "devices", "nodes", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_world_of_another_size_is_refused(variables, devices, nodes, message, monkeypatch):
+@pytest.mark.parametrize("variables", [SCRIPT, SHELL, {**SHELL, "SLURM_STEP_ID": "4294967290"}])
+def test_without_srun_a_run_starts_its_ranks_itself_on_one_node(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    for strategy in STRATEGIES:
-        made = trainer(strategy, devices, nodes)
-        with pytest.raises(ConfigurationError, match=message):
-            check_world(made)
-        with pytest.raises(ConfigurationError, match=message):  # Without the command line, too.
-            SyntheticDataModule(global_batch_size=12).check_trainer(made)
-
-
-RIGHT = {"SLURM": (SLURM, 1, 1), "SLURM, two nodes": ({**SLURM, **FOUR}, 2, 2), "torchrun": (TORCHRUN, 2, 1)}
-
-
-@pytest.mark.parametrize(("variables", "devices", "nodes"), RIGHT.values(), ids=RIGHT)
-def test_a_world_of_this_size_is_not(variables, devices, nodes, monkeypatch):
-    for name, value in variables.items():
+    assert [type(one) for one in environment_plugins([])] == [LightningEnvironment]
+    with pytest.raises(ConfigurationError, match=r"trainer.num_nodes=2: this job of SLURM has .* write srun before"):
+        environment_plugins([], num_nodes=2)
+    assert find_place() is None
+    monkeypatch.setenv("NODE_RANK", "0")
+    assert [type(one) for one in environment_plugins([], num_nodes=2)] == [LightningEnvironment]
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert [type(one) for one in environment_plugins([], num_nodes=2)] == [SLURMEnvironment]
+    for name, value in {"SLURM_NODEID": "1", "SLURM_NNODES": "2", "SLURM_LOCALID": "0", "MASTER_ADDR": "n1"}.items():
         monkeypatch.setenv(name, value)
-    for strategy in STRATEGIES:
-        check_world(trainer(strategy, devices, nodes))
+    assert find_place() == Place(node=1, nodes=2, local_rank=0, main_address="n1", main_port=15007)
 
 
-def test_two_tasks_that_would_each_train_alone_are_refused(monkeypatch):
-    for name, value in {**SLURM, **FOUR}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigurationError, match=r"SLURM has started 4 processes, and trainer\.num_nodes=1 x"):
-        check_world(Trainer(accelerator="cpu", devices=1, logger=False, strategy="auto"))
+RANKS = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}  # Rank 1 of two on one machine.
+MPIRUNS = (
+    (OpenMPIEnvironment, "--map-by ppr:2:node", "-x MASTER_ADDR=<"),
+    (MPICHEnvironment, "-ppn 2", "-genv MASTER_ADDR <"),
+)
 
 
-def test_lightning_starts_as_many_processes_as_it_is_told(monkeypatch):
-    check_world(trainer("ddp", 4))
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    check_world(trainer("ddp", 4, nodes=2))
+@pytest.fixture
+def become(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the variables of a kind of mpirun."""
+
+    def set_variables(kind: type[MpirunEnvironment], **variables: str) -> None:
+        for name, value in {**RANKS, **variables}.items():
+            monkeypatch.setenv(getattr(kind, name), value)
+
+    return set_variables
+
+
+@pytest.mark.parametrize(("kind", "per_machine", "pass_on"), MPIRUNS)
+def test_ranks_come_from_the_variables_of_mpirun(
+    kind: type[MpirunEnvironment],
+    per_machine: str,
+    pass_on: str,
+    become: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    become(kind)
+    (environment,) = environment_plugins([])
+    assert type(environment) is kind
+    assert (environment.global_rank(), environment.local_rank(), environment.node_rank()) == (1, 1, 0)
+    assert environment.world_size() == 2
+    assert local_rank() == 1
+    assert environment.main_address == "127.0.0.1"
+    environment.validate_settings(num_devices=2, num_nodes=1)
+    become(kind, LOCAL_RANK="0")
+    with pytest.raises(ConfigurationError, match=per_machine):  # Else a machine would not have neighbouring ranks.
+        kind().validate_settings(num_devices=2, num_nodes=1)
+    become(kind, LOCAL_SIZE="1")
+    with pytest.raises(ConfigurationError, match=pass_on):
+        _ = kind().main_address
+    become(kind, LOCAL_RANK="0", LOCAL_SIZE="1")
+    monkeypatch.setenv("MASTER_ADDR", "alpha")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert find_place() == Place(node=1, nodes=2, local_rank=0, main_address="alpha", main_port=29500)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "digits")
+    assert not kind.detect()
+
+
+def test_each_mpirun_has_a_port_of_its_own(become: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of Open MPI by its job's number; MPICH has none that ranks on several machines could see."""
+    become(MPICHEnvironment)
+    kinds = (OpenMPIEnvironment, MPICHEnvironment)
+    ports = []
+    for job in ("1472528385", "1472528386", "1472528385"):
+        monkeypatch.setenv("PMIX_NAMESPACE", job)
+        monkeypatch.setattr("sys.argv", ["cnnstrategies", "fit", f"--config={job}"])
+        ports.append([kind().main_port for kind in kinds])
+    assert ports[0] == ports[2]
+    assert all(first != second for first, second in zip(*ports[:2], strict=True))
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert [kind().main_port for kind in kinds] == [29500, 29500]

@@ -1,63 +1,142 @@
 """Training across two hosts: network namespaces with addresses and names of their own."""
 
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from cluster.two_hosts import Run, TwoHosts, cut_for_a_moment_and_for_good, missing, two_hosts
+import warm
+from cluster.hosts import Network, Run, missing, two_hosts
+from cluster.processes_of import wait_until
 from conftest import ROOT
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from cnnstrategies.cli import main
+from cnnstrategies.paramserver.security import KeyPair
 
 reason = missing()
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(reason is not None, reason=str(reason))]
 
+ENDLESS = ("--trainer.max_epochs=10000", "--trainer.limit_train_batches=5", "--trainer.limit_val_batches=1")
+
 
 @pytest.fixture
-def hosts() -> Iterator[TwoHosts]:
+def hosts() -> Iterator[Network]:
     with two_hosts() as made:
         yield made
 
 
-def train(hosts: TwoHosts, number: int, *arguments: str, address: str = "alpha", port: int = 29511) -> Run:
+def train(hosts: Network, node: int, *arguments: str, address: str = "alpha", port: int = 29511) -> Run:
     """Starts the quickstart on one of the hosts, as its user would by hand."""
 
     def run() -> None:
-        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), NODE_RANK=str(number))
+        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), NODE_RANK=str(node))
+        os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+        warm.install()  # It may start itself again for each rank: by a helper that is on the same host.
         sys.argv = [
-            *("cnnstrategies", "fit", f"--config={ROOT / 'configs/quickstart.yaml'}"),
+            *(str(ROOT / "cli.py"), "fit", f"--config={ROOT / 'configs/quickstart.yaml'}"),
             *("--trainer.devices=1", "--trainer.num_nodes=2", "--trainer.enable_model_summary=false"),
             *("--trainer.enable_progress_bar=false", *arguments),
         ]
         main()
 
-    return hosts.start(number, run)
+    return hosts.start(hosts.hosts[node], run)
 
 
-def test_short_cuts_of_a_link_are_survived_and_long_ones_end_it(hosts: TwoHosts) -> None:
-    """Over the interface that is named, and each tells the other's name."""
-    network = ("--trainer.strategy=hybrid_pipeline", "--network.interface=10.77.9.0/24", "--network.timeout=10")
-    few = ("--trainer.max_epochs=10000", "--trainer.limit_train_batches=5", "--trainer.limit_val_batches=1")
-    runs = [train(hosts, number, *network, *few) for number in (0, 1)]
-    path = cut_for_a_moment_and_for_good(hosts, *runs)
-    assert [run.wait() for run in runs] == [1, 1], "\n".join(run.output() for run in runs)
-    assert f"alpha has not reached beta ({hosts.addresses[1]}, node 1) for 10 s" in runs[0].output()
-    assert f"beta has not reached alpha ({hosts.addresses[0]}, node 0) for 10 s" in runs[1].output()
+def parameter_server(**options: object) -> list[str]:
+    given = {"timeout": 10, **options}
+    words = [f"--trainer.strategy.init_args.{name}={value}" for name, value in given.items()]
+    return ["--trainer.strategy=ParameterServerStrategy", *words]
+
+
+def cut_for_a_moment_and_for_good(hosts: Network, *arguments: str) -> list[str]:
+    """Train; pull a cable for two seconds, and again when the run has gone on since. What the hosts print."""
+    runs = [train(hosts, node, *arguments, *ENDLESS) for node in (0, 1)]
+    path = written(0, runs)
+    hosts.hosts[1].set_link("down")
+    time.sleep(2)  # Nothing can be on its way any more.
+    hosts.hosts[1].set_link("up")
+    written(path.stat().st_mtime_ns, runs)
+    hosts.hosts[1].set_link("down")
+    codes = [run.wait() for run in runs]
+    outputs = [run.output() for run in runs]
+    assert 0 not in codes, "\n".join(outputs)
     torch.load(path, weights_only=True)  # It is whole.
+    return outputs
 
 
-def test_hosts_that_do_not_find_each_other_say_why(hosts: TwoHosts) -> None:
+def written(since: int, runs: list[Run]) -> Path:
+    """The checkpoint, as soon as it has been written again."""
+
+    def newer() -> list[Path]:
+        paths = Path("runs").glob("*/*/checkpoints/last.ckpt")
+        return [path for path in paths if path.stat().st_mtime_ns > since]
+
+    return wait_until(newer, lambda: "\n".join(run.output() for run in runs))[0]
+
+
+def test_short_cuts_of_a_link_are_survived_and_long_ones_end_it(hosts: Network) -> None:
+    """Over the interface that is named, and each tells the other's name."""
+    network = ("--network.interface=10.77.9.0/24", "--network.timeout=10")
+    alpha, beta = cut_for_a_moment_and_for_good(hosts, "--trainer.strategy=hybrid_pipeline", *network)
+    assert "alpha has not reached beta (10.77.9.2, node 1) for 10 s" in alpha
+    assert "beta has not reached alpha (10.77.9.1, node 0) for 10 s" in beta
+
+
+def test_encrypted_runs_survive_short_cuts_and_end_at_long_ones(hosts: Network) -> None:
+    open_network = train(hosts, 0, *parameter_server())
+    assert open_network.wait() == 2
+    assert "--make-keys" in open_network.output()
+    KeyPair.create().save("run.key")
+    alpha, beta = cut_for_a_moment_and_for_good(hosts, *parameter_server(key_file="run.key"))
+    assert "server 1" in alpha, alpha
+    assert "coordinator" in beta, beta
+
+
+class Dies(Callback):
+    """Rank 2, the first of the second node, is killed in mid-epoch; the others tell their weights at the end."""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_rank == 2 and trainer.global_step == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        torch.save([parameter.detach() for parameter in pl_module.parameters()], f"rank{trainer.global_rank}.pt")
+
+
+def test_a_node_that_pushes_once_survives_its_leader(hosts: Network) -> None:
+    arguments = [
+        *parameter_server(combine="true", security="none"),
+        *("--trainer.devices=2", "--trainer.max_epochs=2", "--trainer.limit_train_batches=15"),
+        "--trainer.callbacks+=cluster.test_hosts.Dies",
+    ]
+    runs = [train(hosts, node, *arguments) for node in (0, 1)]
+    codes = [run.wait() for run in runs]
+    outputs = [run.output() for run in runs]
+    assert codes == [0, 0], "\n".join(outputs)
+    assert "one push for each node" in outputs[0]
+    assert "was killed by SIGKILL; it is not replaced" in outputs[1]
+    first, *others = [torch.load(f"rank{rank}.pt") for rank in (0, 1, 3)]
+    for other in others:
+        assert all(map(torch.equal, first, other))
+    assert torch.load(next(Path("runs").rglob("last.ckpt")), weights_only=True)["global_step"] == 30
+
+
+def test_hosts_that_do_not_find_each_other_say_why(hosts: Network) -> None:
     soon = "--network.wait=2"
     alone = train(hosts, 0, soon)
     nothing_listens = train(hosts, 1, soon, port=29512)
     no_such_host = train(hosts, 1, soon, address="10.77.9.3")
-    wrong = [train(hosts, number, "--network.interface=extra", port=29513) for number in (0, 1)]
+    wrong = [train(hosts, node, "--network.interface=extra", port=29513) for node in (0, 1)]
     runs = (alone, nothing_listens, no_such_host, *wrong)
     assert [run.wait() for run in runs] == [2] * 5, "\n".join(run.output() for run in runs)
     assert "alpha has waited 2 s for node 1" in alone.output()
-    assert f"main address alpha ({hosts.addresses[0]}) on port 29512" in nothing_listens.output()
+    assert "main address alpha (10.77.9.1) on port 29512" in nothing_listens.output()
     assert "has rank 0 been started" in nothing_listens.output()
     assert "main address 10.77.9.3" in no_such_host.output()
     for run in wrong:

@@ -1,4 +1,4 @@
-"""The hosts of a run find each other, or all of them say what is wrong."""
+"""The hosts of a run find each other, by the right interface; those of several hosts are in test_hosts.py."""
 
 import json
 import threading
@@ -8,12 +8,15 @@ from ports import free_port
 from torch.distributed import HashStore
 
 from cnnstrategies.cluster import stores
+from cnnstrategies.cluster.addresses import Interface, choose_interface, interface_to
 from cnnstrategies.cluster.hosts import meet
 from cnnstrategies.cluster.stores import open_store
 from cnnstrategies.errors import ConfigurationError
 
+LOOPBACK = Interface("lo", "127.0.0.1")
 
-def test_the_host_with_the_store_ends_after_the_readers():
+
+def test_the_host_with_the_store_ends_after_the_readers() -> None:
     """Else they would lose their connection to it, and say that instead."""
     store = HashStore()
     store.set("source", "127.0.0.1")
@@ -21,7 +24,7 @@ def test_the_host_with_the_store_ends_after_the_readers():
     store.set("failures/1", "[]")
     messages = []
 
-    def first_host():
+    def first_host() -> None:
         with pytest.raises(ConfigurationError) as failure:
             meet(store, 0, 2, "127.0.0.1", None, 60)
         messages.append(str(failure.value))
@@ -37,7 +40,7 @@ def test_the_host_with_the_store_ends_after_the_readers():
     assert "cannot reach beta" in messages[0]
 
 
-def test_a_main_address_that_has_moved_is_found(monkeypatch):
+def test_a_main_address_that_has_moved_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pod that is started again has the same name and another address."""
     port = free_port()
     addresses = iter(["255.255.255.255", "127.0.0.1"])  # No connection is made to the first, whoever listens where.
@@ -47,7 +50,11 @@ def test_a_main_address_that_has_moved_is_found(monkeypatch):
     assert serving.check(["here"])
 
 
-@pytest.mark.parametrize("serve", [True, False], ids=["rank 0", "another"])
-def test_a_main_address_that_nobody_knows_is_named_at_once(serve):
-    with pytest.raises(ConfigurationError, match=r"cannot resolve the host name 'nowhere.invalid'.* MASTER_ADDR=10"):
-        open_store("nowhere.invalid", free_port(), serve, 1)
+def test_an_interface_is_the_users_then_gloos_then_the_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    assert choose_interface("lo", "127.0.0.1") == choose_interface("127.0.0.0/8", "127.0.0.1") == LOOPBACK
+    with pytest.raises(ConfigurationError, match="none0"):
+        choose_interface(None, "127.0.0.1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert choose_interface(None, "127.0.0.1") == LOOPBACK
+    assert interface_to("127.0.1.1").name == "lo"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster.processes_of import PYTHON, Program, fit
-from cluster.ray_cluster import RayCluster, missing, ray_cluster, raylet_of, wait_until_gone
+from cluster.processes_of import PYTHON, Program, fit, wait_until
+from cluster.ray_cluster import RayCluster, missing, ray_cluster, raylet_of
 
 reason = missing()
 pytestmark = [
@@ -40,10 +40,15 @@ def submit(cluster: RayCluster, log: Path, *arguments: str) -> Program:
     return Program([PYTHON, *command], log, RAY_ADDRESS=cluster.address)
 
 
+def wait_until_gone(folder: Path) -> None:
+    """Fails when a program of a run is left."""
+    wait_until(lambda: [raylet_of(folder.name, node) for node in range(2)] == [None] * 2, lambda: "a program is left")
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_after_a_nodes_death_the_run_resumes_on_another(tmp_path: Path, cluster: RayCluster, strategy: str) -> None:
     run = submit(cluster, tmp_path / "log", *STRATEGIES[strategy], f"--trainer.max_epochs={EPOCHS}")
-    run.wait_until(lambda: bool(list(tmp_path.glob("ray/*/checkpoints/last.ckpt"))))
+    run.wait_until(lambda: list(tmp_path.glob("ray/*/checkpoints/last.ckpt")))
     (folder,) = tmp_path.glob("ray/*")
     raylet = raylet_of(folder.name, 1)
     assert raylet is not None, run.output()
@@ -60,17 +65,17 @@ def test_after_a_nodes_death_the_run_resumes_on_another(tmp_path: Path, cluster:
     log = (folder / "node0.log").read_text()
     assert "parameters" in log
     assert set(log.splitlines()) <= set(output.splitlines())
-    wait_until_gone(folder.name, range(2))
+    wait_until_gone(folder)
 
 
 def test_a_signal_stops_all_nodes_with_a_checkpoint(tmp_path: Path, cluster: RayCluster) -> None:
     run = submit(cluster, tmp_path / "log", *STRATEGIES["ddp"], "--trainer.max_epochs=10000")
-    run.wait_until(lambda: bool(list(tmp_path.glob("ray/*/checkpoints/last.ckpt"))))
+    run.wait_until(lambda: list(tmp_path.glob("ray/*/checkpoints/last.ckpt")))
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM, run.output()
     assert re.search(r"Stopped by SIGTERM after step \d+; continue with --ckpt_path .*last.ckpt", run.output())
     (folder,) = tmp_path.glob("ray/*")
-    wait_until_gone(folder.name, range(2))
+    wait_until_gone(folder)
 
 
 def test_a_mistake_is_one_line_and_starts_nothing_again(tmp_path: Path, cluster: RayCluster) -> None:

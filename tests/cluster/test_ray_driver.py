@@ -4,17 +4,16 @@ import concurrent.futures
 import re
 import signal
 import socket
-import types
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cnnstrategies.cluster.job import Size
-from cnnstrategies.cluster.options import ClusterOptions, RayOptions
+from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.ray import connection, driver, node
-from cnnstrategies.cluster.ray.connection import check_nodes, demand
 from cnnstrategies.cluster.ray.driver import Driver, Order
 from cnnstrategies.errors import ConfigurationError
 
@@ -31,18 +30,20 @@ class Actor:
         self.node: Any = node.Node()
 
     def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            if name == "run":
+                arguments[2]["START"] = str(self.number // 2)
+            result = getattr(self.node, name)(*arguments)
+            if name == "run" and self.number in self.cluster.loses:
+                raise ActorError
+            return result
+
         def remote(*arguments: Any) -> "Future[Any]":
             if name == "answer" and self.number in self.cluster.silent:
                 return Future()
-            return self.cluster.pool.submit(self.call, name, arguments)
+            return self.cluster.pool.submit(call, *arguments)
 
-        return types.SimpleNamespace(remote=remote)
-
-    def call(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        result = getattr(self.node, name)(*arguments)
-        if name == "run" and self.number in self.cluster.loses:
-            raise ActorError
-        return result
+        return SimpleNamespace(remote=remote)
 
 
 class FakeRay:
@@ -59,17 +60,17 @@ class FakeRay:
         self.actors: list[Actor] = []
         self.killed: list[Actor] = []
         self.pool = ThreadPoolExecutor(16)
-        self.exceptions = types.SimpleNamespace(RayActorError=ActorError)
-        strategies = types.SimpleNamespace(PlacementGroupSchedulingStrategy=lambda **arguments: None)
-        self.util = types.SimpleNamespace(
+        self.exceptions = SimpleNamespace(RayActorError=ActorError)
+        strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda **arguments: None)
+        self.util = SimpleNamespace(
             placement_group=self.group, remove_placement_group=self.remove, scheduling_strategies=strategies
         )
-        self.cloudpickle = types.SimpleNamespace(register_pickle_by_value=lambda module: None)
+        self.cloudpickle = SimpleNamespace(register_pickle_by_value=lambda module: None)
 
     def group(self, bundles: list[dict[str, float]], strategy: str) -> Any:
         assert strategy == "STRICT_SPREAD"
         self.groups += 1
-        return types.SimpleNamespace(wait=lambda seconds: self.free)
+        return SimpleNamespace(wait=lambda seconds: self.free)
 
     def remove(self, group: Any) -> None:
         self.groups -= 1
@@ -79,7 +80,7 @@ class FakeRay:
             self.actors.append(Actor(self, len(self.actors)))
             return self.actors[-1]
 
-        return types.SimpleNamespace(options=lambda **arguments: types.SimpleNamespace(remote=make))
+        return SimpleNamespace(options=lambda **arguments: SimpleNamespace(remote=make))
 
     def wait(self, references: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
         wanted = "FIRST_COMPLETED" if num_returns == 1 else "ALL_COMPLETED"
@@ -105,13 +106,11 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("digits/config.yaml").touch()
 
 
-def run(
-    ray: FakeRay, capsys: pytest.CaptureFixture[str], script: str, probe: str = "true", wait: float = 0.0
-) -> tuple[int, str]:
+def run(ray: FakeRay, capsys: pytest.CaptureFixture[str], script: str, probe: str = "true") -> tuple[int, str]:
     """The exit code, and what the driver has printed."""
     order = Order(
         *(2, {"CPU": 1.0}, script, probe, Path("digits").absolute(), ".", {"OMP_NUM_THREADS": "3"}),
-        *(1, wait, 10.0, False),
+        *(1, 0.0, 10.0, False),
     )
     try:
         code = Driver(ray, order).run()
@@ -133,11 +132,11 @@ def test_each_node_has_its_rank_and_the_first_ones_address(monkeypatch, capsys):
 
 
 def test_a_failure_is_retried_as_often_as_allowed_and_no_mistake(capsys):
-    says = 'echo "$CNNSTRATEGIES_RUN_NAME $CNNSTRATEGIES_RUN_STARTS"; '
+    says = 'echo "called $CNNSTRATEGIES_RUN_NAME"; '
     code, log = run(FakeRay(), capsys, says + 'if [ "$NODE_RANK" = 1 ]; then exit 3; fi; exit 1')
     assert code in (1, 3)
     assert log.count("The run starts again (1 of at most 1): ") == 1
-    assert {line.split()[-1] for line in log.splitlines() if "digits" in line} == {"0", "1"}
+    assert log.count("called digits\n") == 4  # on two nodes, twice
     assert "cluster.ray.max_restarts=1" in log.splitlines()[-1]
     code, log = run(FakeRay(), capsys, 'if [ "$NODE_RANK" = 1 ]; then exit 2; fi; exit 1')
     assert code == 2
@@ -145,29 +144,29 @@ def test_a_failure_is_retried_as_often_as_allowed_and_no_mistake(capsys):
 
 
 NODE = r"node 1 \(.+, 127\.0\.0\.1\)"
-# At the first start the one node fails, and the other goes on.
-FAILS = '[ "$CNNSTRATEGIES_RUN_STARTS" = 0 ] || exit 0; [ "$NODE_RANK" = {} ] && exit {}; exec sleep 1000'
 
 
-def test_a_lost_node_ends_the_others_and_all_starts_again(capsys):
-    ray = FakeRay(loses=(1,))
-    code, log = run(ray, capsys, FAILS.format(1, 0))
-    assert code == 0
-    assert re.search(rf"\(1 of at most 1\): {NODE} was lost\n", log), log
-    assert ray.actors[0].node.program.wait() == -signal.SIGKILL
+@pytest.mark.parametrize(
+    ("loses", "silent", "failed", "code", "why"),
+    [
+        ((1,), (), 1, 0, rf"{NODE} was lost"),
+        # The lost node is named though another failed first, also where that says that it was started wrongly.
+        ((), (1,), 0, 1, rf"{NODE} was lost; node 0 then ended with code 1"),
+        ((), (1,), 0, 2, rf"{NODE} was lost; node 0 then ended with code 2"),
+        ((), (), 0, 7, r"node 0 ended with code 7"),  # One that answers is not lost.
+    ],
+)
+def test_a_lost_node_ends_the_others_and_all_starts_again(loses, silent, failed, code, why, capsys):
+    """At the first start one node fails, and the other goes on."""
+    ray = FakeRay(loses, silent)
+    script = '[ "$START" = 0 ] || exit 0; [ "$NODE_RANK" = {} ] && exit {}; exec sleep 1000'
+    ended, log = run(ray, capsys, script.format(failed, code))
+    assert ended == 0
+    assert re.search(rf"The run starts again \(1 of at most 1\): {why}\n", log), log
+    assert ray.actors[1 - failed].node.program.wait() == -signal.SIGKILL
 
 
-def test_the_lost_node_is_named_though_another_failed_first(capsys):
-    """Also where the other says that it was started wrongly, since nobody came; one that answers is not lost."""
-    for code in (1, 2):
-        ended, log = run(FakeRay(silent=(1,)), capsys, FAILS.format(0, code))
-        assert ended == 0
-        assert re.search(rf"\(1 of at most 1\): {NODE} was lost; node 0 then ended with code {code}\n", log), log
-    _, log = run(FakeRay(), capsys, FAILS.format(0, 7))
-    assert "(1 of at most 1): node 0 ended with code 7\n" in log, log
-
-
-def test_a_node_without_package_and_a_busy_cluster_are_told(capsys):
+def test_what_keeps_a_run_from_its_start_is_told(capsys, tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match=r"has no cnnstrategies \(nothing here\): install it"):
         run(FakeRay(), capsys, "exit 0", probe="echo nothing here; exit 1")
     with pytest.raises(ConfigurationError, match="2 nodes with 1 CPU each were not free for 0 s"):
@@ -175,28 +174,16 @@ def test_a_node_without_package_and_a_busy_cluster_are_told(capsys):
     Path("digits/config.yaml").unlink()
     with pytest.raises(ConfigurationError, match=r"does not see .*config\.yaml: put cluster.folder on a disk"):
         run(FakeRay(), capsys, "exit 0")
-
-
-def test_a_dead_cluster_of_this_machine_is_not_waited_for(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     (tmp_path / "last").write_text(f"{address}\n")
     monkeypatch.setattr(connection, "LAST", tmp_path / "last")
-    with pytest.raises(ConnectionRefusedError):
+    with pytest.raises(ConnectionRefusedError):  # At once, where this machine's cluster is dead.
         connection.knock("auto")
 
 
 def test_a_node_is_asked_for_what_all_its_processes_need():
     options = ClusterOptions(cpus_per_task=4, memory="64G", gpu_type="a100")
-    needed = demand(options, Size(2, 8, 8))
+    needed = connection.demand(options, Size(2, 8, 8))
     assert needed == {"CPU": 32, "GPU": 8, "accelerator_type:A100": 0.001, "memory": 64 << 30}
-    assert demand(ClusterOptions(), Size(2, 3, 0)) == {"CPU": 3}
-    with pytest.raises(ConfigurationError, match=r"cluster\.memory='much'"):
-        demand(ClusterOptions(memory="much"), Size(1, 1, 0))
-    nodes = [{"Alive": alive, "Resources": {"CPU": cpus}} for alive, cpus in ((True, 4), (True, 2), (False, 4))]
-    check_nodes(nodes, 1, {"CPU": 4})
-    with pytest.raises(ConfigurationError, match="needs 2 nodes with 4 CPUs each, and 1 of the cluster's 2 have that"):
-        check_nodes(nodes, 2, {"CPU": 4})
-    for values in ({"max_restarts": -1}, {"wait": 0}):
-        with pytest.raises(ConfigurationError, match=f"cluster.ray.{next(iter(values))}="):
-            RayOptions(**values)
+    assert connection.demand(ClusterOptions(), Size(2, 3, 0)) == {"CPU": 3}

@@ -1,5 +1,6 @@
-"""A run with a name has a folder, goes on from its last whole checkpoint, and starts anew when that is asked."""
+"""A run that may be started again: its name, its folder, its last whole checkpoint, and how it starts anew."""
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,17 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from jsonargparse import Namespace
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 
-from cnnstrategies.cluster.run_folder import last_checkpoint, place, set_aside, write_record
-from cnnstrategies.cluster.run_name import Run
-from cnnstrategies.commands.run.start_from import check_fresh, checkpoint_of, is_first
+from cnnstrategies.cluster.run_folder import configuration_hash, find_run, last_checkpoint, place, write_record
+from cnnstrategies.commands.run.start_from import checkpoint_of
 from cnnstrategies.errors import ConfigurationError
 
 HERE = Path("runs/mine/digits/checkpoints")
-RUN = Run("digits")
 pytestmark = pytest.mark.light
 
 
@@ -25,57 +22,48 @@ def logger(kind, **arguments):
     return Namespace(class_path=f"lightning.pytorch.loggers.{kind}", init_args=Namespace(**arguments))
 
 
-def config(*loggers, dirpath=None, fresh=False):
+def config(*loggers, dirpath=None):
     trainer = Namespace(logger=list(loggers) or False, default_root_dir="root", callbacks=None)
-    return Namespace(trainer=trainer, checkpoint=Namespace(dirpath=dirpath), fresh=fresh)
+    return Namespace(trainer=trainer, checkpoint=Namespace(dirpath=dirpath))
 
 
 def csv_of(**arguments):
     return logger("CSVLogger", **{"save_dir": "runs", "name": "mine", "version": None, **arguments})
 
 
-@pytest.mark.parametrize(
-    ("given", "folder"),
-    [
+def test_the_folder_is_that_of_the_name_below_the_first_loggers():
+    for given, folder in [
         (config(csv_of()), "runs/mine/digits/checkpoints"),
         (config(csv_of(version=3)), "runs/mine/version_3/checkpoints"),
         (config(csv_of(), dirpath="elsewhere"), "elsewhere"),
         (config(csv_of(save_dir="s3://bucket")), None),
         (config(), "root/digits/checkpoints"),
         (config(logger("MLFlowLogger", run_id=None, run_name=None)), "root/digits/checkpoints"),
-    ],
-)  # fmt: skip
-def test_the_folder_is_that_of_the_name_below_the_first_loggers(given, folder):
-    place(given, RUN)
-    assert given.checkpoint.dirpath == folder
+    ]:
+        place(given, "digits")
+        assert given.checkpoint.dirpath == folder
 
 
 def test_loggers_with_ids_keep_them_when_started_again():
     write_record(HERE, {"run": "digits", "loggers": {"1": "a1", "2": "b2"}})
 
-    def placed(run=RUN, fresh=False, **given):
+    def placed(run="digits", **given):
         names = {"run_id": None, "run_name": None}
         wandb = logger("WandbLogger", **{"version": None, "name": None, **given})
-        made = config(csv_of(), wandb, logger("MLFlowLogger", **names), fresh=fresh)
+        made = config(csv_of(), wandb, logger("MLFlowLogger", **names))
         place(made, run)
         _, wandb, mlflow = made.trainer.logger
         return wandb.init_args.version, wandb.init_args.name, mlflow.init_args.run_id, mlflow.init_args.run_name
 
     assert placed() == ("a1", "digits", "b2", "digits")
     assert placed(version="own", name="shown") == ("own", "shown", "b2", "digits")
-    assert placed(fresh=True) == (None, "digits", None, "digits")
-    assert placed(Run("digits", 1), fresh=True)[0] == "a1"
-    assert placed(Run("other")) == (None, "other", None, "other")
+    assert placed("other") == (None, "other", None, "other")
 
 
-def trainer(folder, environment=None):
+def trainer(folder):
     """What is asked of one: a real one asks for CUDA, and no other test could fork ranks afterwards."""
     last = ModelCheckpoint(folder, filename="last", enable_version_counter=False)
-    loggers = [CSVLogger("runs", "mine", "digits")]
-    strategy = SimpleNamespace(cluster_environment=environment)
-    return SimpleNamespace(
-        checkpoint_callbacks=[last], loggers=loggers, callbacks=[last], fast_dev_run=False, strategy=strategy
-    )
+    return SimpleNamespace(checkpoint_callbacks=[last], loggers=[], callbacks=[last], fast_dev_run=False)
 
 
 def write(file, whole=True):
@@ -87,76 +75,81 @@ def write(file, whole=True):
 
 def test_it_goes_on_from_the_last_whole_checkpoint():
     made = trainer(HERE)
-    assert last_checkpoint(made, RUN) is None
+    assert last_checkpoint(made, "digits") is None
     write(HERE / "best.ckpt")
     write(HERE / "last.ckpt")
-    assert last_checkpoint(made, RUN) == (HERE / "last.ckpt").resolve()
+    assert last_checkpoint(made, "digits") == (HERE / "last.ckpt").resolve()
     write(HERE / "last.ckpt", whole=False)
-    assert last_checkpoint(made, RUN) == (HERE / "best.ckpt").resolve()
+    assert last_checkpoint(made, "digits") == (HERE / "best.ckpt").resolve()
     write(HERE / "best.ckpt", whole=False)
-    assert last_checkpoint(made, RUN) is None
+    assert last_checkpoint(made, "digits") is None
 
 
 def test_another_runs_checkpoint_is_not_gone_on_from():
     """Not even after a crash before the first checkpoint of its own."""
     made = trainer("saved")
     write(Path("saved/last.ckpt"))
-    with pytest.raises(
-        ConfigurationError, match=r"saved/last.ckpt is not of the run digits.* `fit --fresh` sets it aside"
-    ):
-        last_checkpoint(made, RUN)
+    with pytest.raises(ConfigurationError, match="is not of the run digits"):
+        last_checkpoint(made, "digits")
     write_record(Path("saved"), {"run": "digits"})
-    assert last_checkpoint(made, RUN) == Path("saved/last.ckpt").resolve()
+    assert last_checkpoint(made, "digits") == Path("saved/last.ckpt").resolve()
     with pytest.raises(ConfigurationError, match="is not of the run other"):
-        last_checkpoint(made, Run("other"))
+        last_checkpoint(made, "other")
 
 
-@pytest.mark.parametrize("folder", [HERE, Path("saved")])
-def test_what_is_set_aside_is_kept_and_not_gone_on_from(folder):
-    made = trainer(folder)
-    for number in (1, 2):
-        write(folder / "last.ckpt")
-        write(Path("saved/notes.txt"))
-        set_aside(made, RUN)
-        assert last_checkpoint(made, RUN) is None
-        assert len(list(Path().rglob("*.ckpt"))) == number
-    assert Path("saved/notes.txt").exists()
-
-
-def test_a_fresh_start_is_one_start_and_not_each_restart(monkeypatch):
-    last = (HERE / "last.ckpt").resolve()
-    for run, fresh, found in (
-        (RUN, False, last),
-        (RUN, True, None),
-        (Run("digits", 1), True, last),
-        (Run("digits", None), False, last),
-    ):
-        write(last)
-        assert checkpoint_of(trainer(HERE), None, True, run, fresh) == found
-        assert last.exists() == (found is not None)
-    assert checkpoint_of(trainer(HERE), None, True, None, False) is None
-    # A rank that this one starts as a program, and starts again when there is a newer checkpoint.
-    checkpoint_of(trainer("saved"), None, True, RUN, False)
+def test_a_rank_that_another_has_started_takes_what_that_one_has_found(monkeypatch):
+    """It may be started again when there is a newer checkpoint."""
+    write(HERE / "last.ckpt")
+    assert checkpoint_of(trainer(HERE), None, True, "digits") == (HERE / "last.ckpt").resolve()
+    assert checkpoint_of(trainer(HERE), None, True, None) is None
+    checkpoint_of(trainer("saved"), None, True, "digits")
     monkeypatch.setenv("LOCAL_RANK", "0")
     write(Path("saved/last.ckpt"))
-    assert checkpoint_of(trainer("saved"), None, True, RUN, False) is None
+    assert checkpoint_of(trainer("saved"), None, True, "digits") is None
 
 
-def test_one_process_sets_aside_what_is_there(monkeypatch):
-    """Before any starts: loggers open their files before a callback can do something."""
+UUID = "0b3fa0d2-6f0c-4d5f-9a43-2f3f8a0e9d11"
+RAY = {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"metadata": {"job_submission_id": "raysubmit_a1"}})}
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
+SRUN = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_TASK_PID": "1", "SLURM_JOB_NAME": "cnn"}
+SCRIPT = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
+UNNAMED = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "3"}
+DIGITS = {"TORCHELASTIC_RUN_ID": "digits"}
+NAMES = [
+    (None, {}, None),
+    (None, DIGITS, "torchrun_digits"),
+    (None, {"TORCHELASTIC_RUN_ID": "team/a b"}, "torchrun_team-a-b"),
+    (None, {"TORCHELASTIC_RUN_ID": "none"}, None),
+    (None, {"TORCHELASTIC_RUN_ID": UUID}, f"torchrun_{UUID}"),
+    (None, POD | {"HOSTNAME": "resnet-1"}, "kubernetes_resnet"),
+    (None, POD | {"HOSTNAME": "resnet-node-0-1"}, "kubernetes_resnet"),
+    (None, POD | {"HOSTNAME": "a notebook"}, None),
+    (None, RAY, "ray_raysubmit_a1_hash"),
+    (None, {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{"}, None),
+    (None, SRUN, "slurm_4711_0"),
+    (None, SCRIPT, "slurm_4711_hash"),
+    (None, SRUN | {"SLURM_PTY_PORT": "1"}, None),
+    (None, SRUN | {"SLURM_JOB_NAME": "interactive"}, None),
+    # What torchrun has made up is gone with it: whoever starts it again has another name for the run.
+    (None, SRUN | {"TORCHELASTIC_RUN_ID": UUID}, "slurm_4711_0"),
+    (None, POD | {"HOSTNAME": "resnet-1", "TORCHELASTIC_RUN_ID": "none"}, "kubernetes_resnet"),
+    (None, SRUN | DIGITS, "torchrun_digits"),
+    (None, SRUN | UNNAMED, "slurm_4711_0"),
+    # A given name goes before all.
+    (None, {"CNNSTRATEGIES_RUN_NAME": "mine"} | DIGITS, "mine"),
+    ("mine", {"CNNSTRATEGIES_RUN_NAME": "other"} | DIGITS, "mine"),
+    ("mine", POD, "mine"),
+    ("mine", UNNAMED, "mine"),
+]
 
-    assert is_first(trainer(HERE))
-    several = trainer(HERE, LightningEnvironment())
-    for node, local in (("0", "0"), ("0", "1"), ("1", "0")):
-        monkeypatch.setenv("NODE_RANK", node)
-        monkeypatch.setenv("LOCAL_RANK", local)
-        assert is_first(several) == (node == local == "0")
+
+def test_the_name_stays_when_a_launcher_starts_the_run_again():
+    for given, environ, run in NAMES:
+        assert find_run(given, "hash", environ) == run, environ
 
 
-def test_fresh_is_refused_where_it_would_be_in_vain():
-    check_fresh(False, None)
-    check_fresh(True, RUN)
-    with pytest.raises(ConfigurationError, match="add --run_name"):
-        check_fresh(True, None)
-    with pytest.raises(ConfigurationError, match="give another name"):
-        check_fresh(True, Run("digits", None))
+def test_a_configurations_hash_is_the_same_at_a_restart():
+    config = {"model": {"lr": 0.1}, "seed_everything": 1}
+    known = configuration_hash(config)
+    assert known == configuration_hash(config | {"ckpt_path": "last.ckpt", "run_name": "other"})
+    assert known != configuration_hash(config | {"seed_everything": 2})

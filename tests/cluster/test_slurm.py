@@ -4,12 +4,12 @@ import contextlib
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from cluster.processes_of import wait_until
 from conftest import ROOT
 from slurm_cluster import CPUS, Slurm, missing, slurm_cluster
 
@@ -36,7 +36,6 @@ RUN = [
 ]
 HYBRID = "--config=" + str(ROOT / "configs/experiments/digits_smallcnn_hybrid_1-1_cpu.yaml")
 QUICKSTART = "--config=" + str(ROOT / "configs/quickstart.yaml")
-RUNS = ("PENDING", "RUNNING", "COMPLETING")
 SERVER = "--trainer.strategy.init_args"
 PARAMETER_SERVER = (QUICKSTART, "--trainer.strategy=ParameterServerStrategy", f"{SERVER}.key_file=run.key")
 
@@ -50,12 +49,10 @@ def slurm() -> Iterator[Slurm]:
 class Job:
     """A job that `cnnstrategies submit fit` has queued."""
 
-    def __init__(self, slurm: Slurm, run_cli: Callable[..., tuple[int, str]], *args: str) -> None:
+    def __init__(self, slurm: Slurm, run_cli: Callable[..., tuple[int, str]], config: str, *args: str) -> None:
         Path("two_nodes.yaml").write_text(TWO_NODES)
         os.environ |= slurm.environment
-        configs = [arg for arg in args if arg.startswith("--config=")]
-        options = [arg for arg in args if arg not in configs]
-        code, output = run_cli("submit", "fit", *configs, "--config=two_nodes.yaml", *options)
+        code, output = run_cli("submit", "fit", config, "--config=two_nodes.yaml", *args)
         assert code == 0, output
         self.slurm = slurm
         self.number = re.search(r"Submitted job (\d+): ", output)[1]
@@ -70,29 +67,27 @@ class Job:
     def log(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
 
-    def wait_for(self, condition: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + 120
-        while not condition():
-            assert time.monotonic() < deadline, (
-                f"{what}: not within 120 s\n{self.state}\n{self.log}\n{self.slurm.logs()}"
-            )
-            time.sleep(0.1)
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        wait_until(condition, lambda: f"{self.state}\n{self.log}\n{self.slurm.logs()}")
+
+    def wait_for_the_end(self) -> None:
+        self.wait_for(lambda: self.state["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"))
 
 
 def test_an_interrupted_job_goes_on_exactly(slurm, run_cli):
     """On 2 nodes, warned of its end at first, and then pre-empted: the weights are those of an unbroken run."""
     job = Job(slurm, run_cli, HYBRID, *RUN, f"--cluster.cpus_per_task={CPUS - 2}")
-    job.wait_for(job.last.exists, "a checkpoint")
+    job.wait_for(job.last.exists)
     # What SLURM does before the time limit: the signal goes to the processes, not to the script.
     slurm.run("scancel", "--signal=USR1", job.number)
-    job.wait_for(lambda: "Restored all states" in job.log, "that it goes on")
+    job.wait_for(lambda: "Restored all states" in job.log)
     # A more important job comes; SLURM tells this one with SIGTERM.
     slurm.run("sbatch", "--partition=high", "--nodes=2", "--ntasks-per-node=3", "--output=/dev/null", "--wrap=true")
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
     alone = ["--trainer.strategy.init_args.start_method=fork", "--checkpoint.dirpath=whole"]
     code, output = run_cli("fit", HYBRID, *RUN, *quiet, *alone)
     assert code == 0, output
-    job.wait_for(lambda: job.state["JobState"] not in RUNS, "the end")
+    job.wait_for_the_end()
     assert (job.state["JobState"], job.state["Restarts"]) == ("COMPLETED", "2"), f"{job.state}\n{job.log}"
     for name in ("SIGUSR1", "SIGTERM"):
         assert f"{name}: stopping after this step" in job.log
@@ -107,10 +102,10 @@ def test_dedicated_servers_have_nodes_and_the_dead_are_left_out(slurm, run_cli):
     KeyPair.create().save("run.key")
     few = ("--trainer.num_nodes=1", "--trainer.devices=2", "--trainer.max_epochs=20", "--trainer.limit_train_batches=5")
     job = Job(slurm, run_cli, *PARAMETER_SERVER, f"{SERVER}.timeout=8", *few, "--cluster.server_nodes=1")
-    job.wait_for(job.last.exists, "a checkpoint")
+    job.wait_for(job.last.exists)
     assert [slurm.job(f"{job.number}+{part}")["NodeList"] for part in (0, 1)] == ["n1", "n2"]
     os.kill(_rank(job.number, 1), signal.SIGKILL)
-    job.wait_for(lambda: job.state["JobState"] not in RUNS, "the end")
+    job.wait_for_the_end()
     assert torch.load(job.last, weights_only=True)["global_step"] == 100, job.log
     # It counts as failed, since a process of it has; it is not requeued.
     assert (job.state["JobState"], job.state["ExitCode"], job.state["Restarts"]) == ("FAILED", "137:0", "0")

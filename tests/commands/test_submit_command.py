@@ -1,7 +1,8 @@
-"""``cnnstrategies submit``: what it prints without SLURM, and what it refuses before a job is queued."""
+"""``cnnstrategies submit``: what it prints without a cluster, and what it refuses before a job is queued."""
 
 import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from cnnstrategies.cluster.options import KubernetesOptions
 from cnnstrategies.cluster.run_folder import write_record
 from cnnstrategies.commands.submit.command import check, main
 from cnnstrategies.commands.submit.kubernetes import KubernetesTarget
+from cnnstrategies.commands.submit.ray import RayTarget
 from cnnstrategies.commands.submit.slurm import SlurmTarget, write
 from cnnstrategies.errors import ConfigurationError
 
@@ -70,7 +72,6 @@ REFUSED = {
         "by 3 processes that load: use 63 or 66",
     ),
     "own processes": ([QUICKSTART, "--trainer.strategy=ddp_spawn"], "starts its processes itself"),
-    "fresh": ([QUICKSTART, *TWO_NODES, "--fresh"], "fresh: a job has this option at each restart"),
     "a key that there is not": ([QUICKSTART, "--cluster.kubernetes.imag=cnn"], "unknown key cluster.kubernetes.imag: "),
 }
 
@@ -158,3 +159,28 @@ def test_the_pods_read_a_configuration_that_fits_them(capsys):
         (container,) = job["spec"]["template"]["spec"]["containers"]
         assert "cnnstrategies doctor --shared" in container["command"][-1]
         assert job["spec"]["backoffLimit"] == 0
+
+
+def test_a_ray_nodes_request_is_shown_and_the_unfit_refused(monkeypatch):
+    base = check([*PARAMETER_SERVER, *TWO_NODES, "--trainer.devices=2", "--cluster.cpus_per_task=3", "--to=ray"])
+    monkeypatch.setitem(sys.modules, "ray", None)  # As if it were not installed.
+
+    def refused(words, **options):
+        with pytest.raises(ConfigurationError, match=words):
+            RayTarget(replace(base, options=replace(base.options, **options)), "")
+
+    refused("make a key file with")
+    refused("cluster.server_nodes=1 with --to ray", server_nodes=1)
+    base = replace(base, parameter_server=None)
+    options = replace(base.options, setup=["ulimit -n 4096"], venv=Path("/home/me/venv"))
+    shown = RayTarget(replace(base, options=options), "submit").show()
+    assert "(STRICT_SPREAD) of 2 nodes with 6 CPUs each" in shown
+    lines = "source /home/me/venv/bin/activate\nexport OMP_NUM_THREADS=3\nulimit -n 4096\nexec python -m cnnstrategies "
+    assert f"{lines}fit --config {Path.cwd()}/ray/cnnstrategies-" in shown
+    doctor = RayTarget(base, "submit", "doctor").show()
+    assert f" -m cnnstrategies doctor --shared {Path.cwd()}/ray/cnnstrategies-" in doctor
+    with pytest.raises(ConfigurationError, match=r"pip install '\.\[ray\]'"):
+        RayTarget(base, "submit").submit()
+    base.cli.config.trainer.fast_dev_run = True
+    refused("set cluster.ray.max_restarts to 0")
+    assert not list(Path().iterdir())

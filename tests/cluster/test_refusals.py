@@ -1,0 +1,76 @@
+"""What cannot be right is refused, with words that say why."""
+
+import re
+import socket
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from ports import free_port
+
+from cnnstrategies.cluster.addresses import find_interface
+from cnnstrategies.cluster.hosts import Network
+from cnnstrategies.cluster.job import Size, job_size
+from cnnstrategies.cluster.options import ClusterOptions, KubernetesOptions, RayOptions
+from cnnstrategies.cluster.ray.connection import check_nodes, demand
+from cnnstrategies.cluster.run_folder import find_run
+from cnnstrategies.cluster.stores import open_store
+from cnnstrategies.errors import ConfigurationError
+
+pytestmark = pytest.mark.light
+
+NODES = [{"Alive": alive, "Resources": {"CPU": cpus}} for alive, cpus in ((True, 4), (True, 2), (False, 4))]
+UNNAMED = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "3"}
+NAMES = ("", "a/b", "..", "-x", "a b", "version_3", "x" * 121)  # They cannot be folders of their own.
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (partial(ClusterOptions, time=5400), "without quotes"),
+    (partial(ClusterOptions, signal_seconds=10), "at least 30"),
+    (partial(ClusterOptions, job_name="bash"), "takes for a shell"),
+    (partial(ClusterOptions, job_name="a b"), "letters, digits"),
+    (partial(ClusterOptions, cpus_per_task=0), "cpus_per_task=0"),
+    (partial(ClusterOptions, sbatch=["exclusive"]), "no option of sbatch"),
+    (partial(ClusterOptions, sbatch=["--nodes=3"]), "trainer.num_nodes decides it"),
+    (partial(ClusterOptions, sbatch=["-N 3"]), "trainer.num_nodes decides it"),
+    (partial(ClusterOptions, sbatch=["-N2"]), "trainer.num_nodes decides it"),
+    (partial(ClusterOptions, sbatch=["--exclusive -n8"]), "trainer.devices decides it"),
+    (partial(ClusterOptions, sbatch=["--gres=gpu:2"]), "trainer.devices decides it"),
+    (partial(ClusterOptions, sbatch=["--gres gpu:2"]), "trainer.devices decides it"),
+    (partial(ClusterOptions, sbatch=["--array=0-3"]), "cluster.folder decides it"),
+    (partial(ClusterOptions, server_nodes=1, server_sbatch=["-N3"]), "cluster.server_sbatch: '-N3' could disagree"),
+    (partial(ClusterOptions, python="apptainer exec a.sif python"), "container='apptainer exec a.sif' and cluster.py"),
+    (partial(ClusterOptions, server_nodes=-1), "server_nodes=-1"),
+    (partial(ClusterOptions, server_sbatch=["--mem=8G"]), "does not ask for"),
+    (partial(KubernetesOptions, grace_seconds=15), "at least 20"),
+    (partial(KubernetesOptions, max_restarts=-1), "negative"),
+    (partial(KubernetesOptions, volumes={"runs": "runs"}), "from the root"),
+    (partial(KubernetesOptions, volumes={"/dev/shm/mine": "runs"}), "outside of"),
+    (partial(KubernetesOptions, env={"PET_NNODES": "3"}), "PET_NNODES could disagree"),
+    (partial(RayOptions, max_restarts=-1), "cluster.ray.max_restarts=-1"),
+    (partial(RayOptions, wait=0), "cluster.ray.wait=0"),
+    (partial(Network, timeout=0), "network.timeout=0: it must be above 0"),
+    (partial(job_size, 1, "auto", "gpu"), "trainer.devices=auto"),
+    (partial(job_size, 1, -1, "gpu"), "trainer.devices=-1"),
+    (partial(job_size, 1, 2, "auto"), "trainer.accelerator=auto"),
+    (partial(demand, ClusterOptions(memory="much"), Size(1, 1, 0)), "cluster.memory='much'"),
+    (partial(check_nodes, NODES, 2, {"CPU": 4}), "2 nodes with 4 CPUs each, and 1 of the cluster's 2 have that"),
+    (partial(find_interface, "none0"), rf"{socket.gethostname()} has no 'none0'; it has lo (127.0.0.1)"),
+    (partial(find_interface, "10.0.0.0/99"), "'10.0.0.0/99' is no subnet"),
+    # A main address that nobody knows: at once, in rank 0 and in another.
+    (partial(open_store, "nowhere.invalid", free_port(), True, 1), "cannot resolve the host name 'nowhere.invalid'"),
+    (partial(open_store, "nowhere.invalid", free_port(), False, 1), "cannot resolve the host name 'nowhere.invalid'"),
+    (partial(find_run, None, "hash", UNNAMED), "--run_name <name>"),
+    *((partial(find_run, name, "", {}), "run_name=") for name in NAMES),
+    (partial(find_run, None, "", {"CNNSTRATEGIES_RUN_NAME": ".."}), "CNNSTRATEGIES_RUN_NAME="),
+]
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    for call, words in REFUSED:
+        with pytest.raises(ConfigurationError, match=re.escape(words)):
+            call()
+
+
+def test_what_looks_like_it_is_not() -> None:
+    lines = ["--exclusive", "-p gpu", "--gres=nvme:1", "--gpu-freq=high", "--nodelist=n1", "-w n1", "--mail-type=END"]
+    ClusterOptions(sbatch=lines, server_nodes=1, server_sbatch=["--cpus-per-task=8", "--mem=8G"])
+    check_nodes(NODES, 1, {"CPU": 4})
