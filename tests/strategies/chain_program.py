@@ -1,10 +1,11 @@
 """Call a Trainer's functions one after another under a strategy, and write what each of them left.
 
-``python chain_program.py STRATEGY FOLDER``, or under torchrun. STRATEGY is a registered name; ``one`` is one device.
+``python chain_program.py STRATEGY OTHER FOLDER``, or under torchrun; names are registered ones.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +20,16 @@ from torchmetrics import Metric
 from cnnstrategies import ImageClassifier
 
 GLOBAL_BATCH = 16
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+DECAY = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.7)
 
 
-class SharesOfGlobalBatches:
-    """Every rank's part of each global batch, so that all strategies see the same batches as one device.
-
-    Args:
-        samples: Number of samples, a multiple of ``size``.
-        size: Samples of a global batch.
-        parts: Ranks that load.
-        part: Which of them this one is.
-    """
-
-    def __init__(self, samples: int, size: int, parts: int, part: int) -> None:
-        self.samples, self.size, self.parts, self.part = samples, size, parts, part
-
-    def __len__(self) -> int:
-        return self.samples // self.size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in range(0, self.samples, self.size):
-            yield list(range(start, start + self.size))[self.part :: self.parts]
+class Batches(list[list[int]]):
+    """A list with attributes, as Lightning expects of a batch sampler."""
 
 
 class Data(LightningDataModule):
-    """Noise with a trace of its class, in memory."""
+    """Noise with a trace of its class; each rank loads its part of the same global batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,21 +38,22 @@ class Data(LightningDataModule):
         self.targets = torch.randint(3, (80,), generator=generator)
         self.images += self.targets[:, None, None, None] * 0.5
 
-    def loader(self, start: int, stop: int, targets: Any = None) -> DataLoader[Any]:
+    def loader(self, start: int, stop: int, targets: torch.Tensor) -> DataLoader[Any]:
         assert self.trainer is not None
         shard = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        rows = TensorDataset(self.images[start:stop], (self.targets if targets is None else targets)[start:stop])
-        sampler = SharesOfGlobalBatches(stop - start, GLOBAL_BATCH, shard["num_replicas"], shard["rank"])
-        return DataLoader(rows, batch_sampler=sampler)
+        rows = range(start, stop)
+        batches = [rows[first:][:GLOBAL_BATCH] for first in range(0, len(rows), GLOBAL_BATCH)]
+        own = Batches(list(batch[shard["rank"] :: shard["num_replicas"]]) for batch in batches)
+        return DataLoader(TensorDataset(self.images, targets), batch_sampler=own)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return self.loader(0, 48)
+        return self.loader(0, 48, self.targets)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return self.loader(48, 64)
+        return self.loader(48, 64, self.targets)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        return self.loader(64, 80)
+        return self.loader(64, 80, self.targets)
 
     def predict_dataloader(self) -> DataLoader[Any]:
         return self.loader(48, 80, torch.arange(80))
@@ -79,16 +66,12 @@ class Model(ImageClassifier):
         network = nn.Sequential(
             nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)
         )
-        super().__init__(network.double(), 3, optimizer=momentum)
+        super().__init__(network.double(), 3, optimizer=ADAMW, lr_scheduler=DECAY)
         self.example_input_array = torch.zeros(4, 1, 6, 6, dtype=torch.float64)
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
         images, indices = batch
         return {"index": indices, "logits": self.network(images)}
-
-
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 class Leftovers(Callback):
@@ -119,13 +102,13 @@ class Chain:
     Args:
         strategy: For the first Trainer.
         other: For the one after it.
-        devices: Ranks.
         folder: Where everything is written.
+        devices: Ranks.
         callbacks: More callbacks for the first Trainer.
     """
 
     def __init__(
-        self, strategy: Any, other: Any, devices: int, folder: str | Path, callbacks: Sequence[Callback] = ()
+        self, strategy: Any, other: Any, folder: str | Path, devices: int = 2, callbacks: Sequence[Callback] = ()
     ) -> None:
         self.folder = Path(folder)
         self.strategy, self.other, self.devices, self.callbacks = strategy, other, devices, callbacks
@@ -181,41 +164,28 @@ class Chain:
             self.note("predict", trainer)
         trainer.save_checkpoint(self.folder / "after_fit.ckpt")
         self.note("save_checkpoint", trainer)
-        self.fit_again(trainer)
+        start = "after_fit.ckpt" if self.fit_again(trainer) else "last.ckpt"
         if not short:
             # The first epoch's is the best, another than the last.
             trainer.test(self.model, self.data, ckpt_path="best", weights_only=True, verbose=False)
             self.note("test the best", trainer)
-            self.go_on_with_another()
+            # A new Trainer with a new strategy goes on where the first fit has ended, with its optimizer's state.
+            trainer = self.trainer(self.other, 4)
+            trainer.fit(self.model, self.data, ckpt_path=self.folder / start, weights_only=True)
+            self.note("another strategy", trainer)
 
-    def fit_again(self, trainer: Trainer) -> None:
+    def fit_again(self, trainer: Trainer) -> bool:
+        """Whether it can: Lightning's own launcher brings no loops back from the ranks that it has started."""
         trainer.fit_loop.max_epochs = 3
         try:
             trainer.fit(self.model, self.data)
         except NotImplementedError as error:
-            # Lightning's own: its launcher cannot bring the loops back from the ranks that it has started.
             (self.folder / "refusal.txt").write_text(str(error))
-            return
+            return False
         self.note("second fit", trainer)
         trainer.save_checkpoint(self.folder / "after_second_fit.ckpt")
-
-    def go_on_with_another(self) -> None:
-        """A new Trainer with a new strategy goes on where the first fit has ended, with its optimizer's state."""
-        refused = (self.folder / "refusal.txt").exists()
-        start = "last.ckpt" if refused else "after_fit.ckpt"
-        trainer = self.trainer(self.other, 4)
-        trainer.fit(self.model, self.data, ckpt_path=self.folder / start, weights_only=True)
-        self.note("another strategy", trainer)
-
-
-def names(strategy: str) -> tuple[str, str, int]:
-    """The strategy, the one that goes on after it, and the number of devices."""
-    if strategy == "one":
-        return "auto", "auto", 1
-    suffix = next((ending for ending in ("_spawn", "_fork") if strategy.endswith(ending)), "")
-    others = {"ddp": "hybrid_pipeline", "parameter_server_async": "parameter_server"}
-    return strategy, others.get(strategy.removesuffix(suffix), "ddp") + suffix, 2
+        return True
 
 
 if __name__ == "__main__":
-    Chain(*names(sys.argv[1]), sys.argv[2]).run(short=sys.argv[1].endswith("_spawn"))
+    Chain(*sys.argv[1:]).run(short=sys.argv[1].endswith("_spawn"))
