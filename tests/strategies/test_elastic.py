@@ -13,38 +13,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cluster.processes_of import PYTHON, Program
 from conftest import ROOT, leaves_no_sockets
 from digit_commands import read_samples, write_samples
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from ports import free_port
-from rough_wires import FAR, HERE, Wires
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
 
-from cnnstrategies import cli
+from cnnstrategies.callbacks import summary
 from cnnstrategies.cli import main
 from cnnstrategies.commands.joining_cli import is_for_others, strategy_of
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.coordinator.dispatch import Chunk
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.places import OVER, RunAddress, find_place
-from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.strategies.parameter_server.joining import JoinedDispatch, check_parameters, check_seed
 from cnnstrategies.strategies.parameter_server.start import SEED
 
 CONFIG = "experiments/digits_smallcnn_elastic_cpu"
-FAST = ["--trainer.enable_progress_bar=false", "--data.init_args.augment=false"]
 EPOCHS = 3
 SECONDS = 100.0  # for the others to come
-COMMON = {"start_method": "fork"}
-OPTIONS = {
-    "async": COMMON,
-    "ssp": {**COMMON, "mode": "ssp", "staleness": 3},
-}
+OPTIONS = {"async": {"start_method": "fork"}, "ssp": {"start_method": "fork", "mode": "ssp", "staleness": 3}}
 
 
 class Diary(Callback):
@@ -60,6 +51,9 @@ class Diary(Callback):
         self.name, self.others, self.signum = name, others, signum
         self.batches = 0
 
+    def setup(self, trainer, pl_module, stage):
+        summary.draw_curves = lambda *_: None
+
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.batches += 1
         write_samples(self.name, trainer.current_epoch, batch)
@@ -72,73 +66,41 @@ class Diary(Callback):
             os.kill(os.getpid(), self.signum)
 
 
-def diary(name, others, signum=0):
-    return [
+def start(name, others, *command, words=(), signum=0):
+    """A process of the command line, with a diary."""
+    words = [
+        *("-m", "cnnstrategies", *command, "--config", CONFIG, *words),
+        *("--trainer.enable_progress_bar=false", "--data.init_args.augment=false"),
         "--trainer.callbacks+=test_elastic.Diary",
         f"--trainer.callbacks.init_args.name={name}",
         f"--trainer.callbacks.init_args.others=[{','.join(others)}]",
         f"--trainer.callbacks.init_args.signum={int(signum)}",
     ]
+    return Program([PYTHON, *words], Path(f"{name}.log"), PYTHONPATH=os.pathsep.join(sys.path))
 
 
-def start_joiner(name, *args):
-    """Joins as soon as there is a run; gives the process's id."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        torch.set_num_threads(1)
-        log = os.open(f"{name}.log", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        sys.stdout, sys.stderr = (os.fdopen(one, "w", buffering=1, closefd=False) for one in (1, 2))
-        until = time.monotonic() + SECONDS
-        while not list(Path("runs").glob("digits_elastic/*/watch.json")) and time.monotonic() < until:
-            time.sleep(0.05)
-        words = ["--run", "runs/digits_elastic", "--config", CONFIG, "--trainer.max_epochs=0", *FAST, *args]
-        sys.argv = [str(ROOT / "cli.py"), "join", *words]
-        cli.main()
-        code = 0
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
-
-
+@pytest.mark.warm
 @pytest.mark.parametrize(  # They take 20 s each.
     "mode", ["async", pytest.param("ssp", marks=pytest.mark.cluster)]
 )
-def test_workers_come_in_mid_epoch_and_go_in_every_way(run_cli, mode):
+def test_workers_come_in_mid_epoch_and_go_in_every_way(mode):
     ends = {"killed": signal.SIGKILL, "told": signal.SIGTERM, "stays": 0}
-    names = ["own", *ends]
     options = [f"--trainer.strategy.init_args.{name}={value}" for name, value in OPTIONS[mode].items()]
-    processes = {
-        name: start_joiner(name, *diary(name, [one for one in names if one != name], signum))
-        for name, signum in ends.items()
-    }
-    try:
-        with leaves_no_sockets():
-            code, output = run_cli(
-                *("fit", "--config", CONFIG, *FAST, f"--trainer.max_epochs={EPOCHS}"),
-                *options,
-                *diary("own", list(ends)),
-            )
-        codes = {name: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for name, pid in processes.items()}
-    except BaseException:
-        for pid in processes.values():
-            os.kill(pid, signal.SIGKILL)
-        raise
-    logs = {name: Path(f"{name}.log").read_text() for name in ends}
-    assert code == 0, (output, logs)
-    assert codes == {"killed": -signal.SIGKILL, "told": 0, "stays": 0}, (logs, output)
+    with leaves_no_sockets():
+        run = {"own": start("own", ends, "fit", words=[f"--trainer.max_epochs={EPOCHS}", *options])}
+        run["own"].wait_until(lambda: list(Path("runs/digits_elastic").glob("*/watch.json")))
+        for name, signum in ends.items():
+            others = {"own", *ends} - {name}
+            run[name] = start(name, others, "join", "--run", "runs/digits_elastic", signum=signum)
+        codes = {name: program.wait() for name, program in run.items()}
+    logs = {name: program.output() for name, program in run.items()}
+    assert codes == {"own": 0, "killed": -signal.SIGKILL, "told": 0, "stays": 0}, logs
     assert "it was told to leave" in logs["told"]
     # On a busy machine the others may be through an epoch before it is back.
     assert re.search(f"worked on [1-{EPOCHS}] epochs?", logs["stays"])
     # It hears so as a member, or when it asks for its next place.
     assert "the session is over: every worker has left" in logs["stays"] or OVER in logs["stays"]
-    done = {name: read_samples(name) for name in names}
+    done = {name: read_samples(name) for name in run}
     # They came in the middle of the first epoch, in which all of them had a part.
     assert all(0 in {epoch for epoch, _ in entries} for entries in done.values())
     times = Counter(sample for entries in done.values() for _, sample in entries)
@@ -147,41 +109,6 @@ def test_workers_come_in_mid_epoch_and_go_in_every_way(run_cli, mode):
     again = Counter(sample for _, sample in done["killed"])
     for sample, count in last.items():
         assert EPOCHS * count <= times[sample] <= EPOCHS * count + again[sample], sample
-
-
-@pytest.mark.cluster
-@pytest.mark.parametrize("fault", ["byte", "half"])
-def test_one_joins_over_wires_that_do_harm(run_cli, fault):
-    """Those to the coordinator; what it asks the servers goes past them."""
-    port = free_port()
-    KeyPair.create().save(Path("keys"))
-    keys = f"--trainer.strategy.init_args.key_file={Path('keys').resolve()}"
-    wires = Wires(0, (fault,), faulty=2)
-    wires.lay(port)
-    wires.start()
-    joins = ["--run", f"tcp://{FAR}:{port}", "--key_file", "keys"]
-    pid = start_joiner("stays", *joins, *diary("stays", ["own"]))
-    coordinator = f"--trainer.strategy.init_args.coordinator=tcp://{HERE}:{port}"
-    try:
-        code, output = run_cli(
-            *("fit", "--config", CONFIG, *FAST, "--trainer.max_epochs=2", "--trainer.strategy.init_args.timeout=10"),
-            *(coordinator, keys, "--trainer.strategy.init_args.start_method=fork"),
-            *diary("own", ["stays"]),
-        )
-        found = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except BaseException:
-        os.kill(pid, signal.SIGKILL)
-        raise
-    finally:
-        wires.end()
-    log = Path("stays.log").read_text()
-    assert (code, found) == (0, 0), (output, log, wires.met)
-    assert wires.met, "nothing was harmed"
-    assert re.search("worked on [12] epochs?", log)
-    done = {*read_samples("own"), *read_samples("stays")}  # Some twice, where the joiner was cut off for the time-out.
-    samples = {sample for _, sample in done}
-    assert done == {(epoch, sample) for epoch in range(2) for sample in samples}
-    assert len(samples) == 1150
 
 
 @pytest.mark.cluster  # It imports everything once more.
@@ -270,28 +197,13 @@ def test_another_configuration_is_not_the_runs(monkeypatch):
     check_seed("3")
     with pytest.raises(ConfigurationError, match="the run has seed_everything 1 and this configuration 3"):
         check_seed("1")
-
-
-@pytest.mark.light
-def test_another_number_of_batches_is_not_the_runs():
-    class Run:
-        def begin_epoch(self, number, samples, chunk):
-            return 36
-
-        def take(self, number, processed):
-            return Chunk(number, 0, 0)
-
-    visitor = SimpleNamespace(collectives=Run(), is_in=True, leaving=False)
-    trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_progress=None), current_epoch=0)
-
-    def begin(batches):
-        data = range(batches)
-        loader = DataLoader(data, sampler=DistributedSampler(data, num_replicas=1, rank=0))
-        return list(JoinedDispatch(visitor).loader(loader, trainer))
-
-    assert begin(36) == []
+    run = JoinedDispatch(SimpleNamespace(collectives=SimpleNamespace(begin_epoch=lambda *_: 36)))
+    run.begin(0, 36, "")
     with pytest.raises(ConfigurationError, match="an epoch of the run has 36 batches and of this configuration 72"):
-        begin(72)
+        run.begin(0, 72, "")
+    with pytest.raises(ConfigurationError, match=r"trainer\.strategy is ddp: a run is joined with its own"):
+        strategy_of("ddp")
+    assert strategy_of("parameter_server_async").options.mode == "async"
 
 
 @pytest.mark.light
@@ -299,6 +211,3 @@ def test_a_joiner_leaves_to_others_what_monitors_and_saves():
     assert is_for_others(EarlyStopping("val_acc"))
     assert is_for_others(ModelCheckpoint())
     assert not is_for_others(Diary("own", []))
-    with pytest.raises(ConfigurationError, match=r"trainer\.strategy is ddp: a run is joined with its own"):
-        strategy_of("ddp")
-    assert strategy_of("parameter_server_async").options.mode == "async"
