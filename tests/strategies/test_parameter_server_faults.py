@@ -81,15 +81,30 @@ def accuracy():
     return [row["val_acc"] for row in logged("runs/run/version_0") if "val_acc" in row]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "ssp"])
-def test_the_others_go_on_without_a_worker_that_is_killed(run_cli, quick, mode):
-    options = {"mode": mode, **({"staleness": 3} if mode == "ssp" else {})}
-    code, output = train(run_cli, quick, {}, **options)
-    assert code == 0, output
-    assert "worker 1 (process" in output
-    assert "was killed by SIGKILL; it is not replaced" in output
-    assert len(accuracy()) == 4
-    assert torch.load(checkpoint("run"), weights_only=True)["global_step"] == 24
+LEFT_OUT = ["worker 1 (process", "was killed by SIGKILL; it is not replaced"]
+LOST = [f"Rank {rank} ends: server 0 (process" for rank in range(2)]
+LOST += ["its parameters are lost; with replication: 2 a run survives this"]
+WRONG = "AssertionError: no process nobody"
+# What is done, to a run with which options, whether it goes on, and what is said.
+ENDS: dict[str, tuple[dict, dict, bool, list[str]]] = {
+    "sync": ({}, {}, True, LEFT_OUT),
+    "async": ({}, {"mode": "async"}, True, LEFT_OUT),
+    "ssp": ({}, {"mode": "ssp", "staleness": 3}, True, LEFT_OUT),
+    "rank 0": ({"rank": 0}, {}, False, ["worker 0 (process", "Rank 1 ends: worker 0 (process"]),
+    "a server": ({"victim": "ps-server-0"}, {}, False, LOST),
+    "an error": ({"victim": "nobody"}, {}, False, [WRONG, f"ends: worker 1 failed: {WRONG}"]),
+}
+
+
+@pytest.mark.parametrize(("kill", "options", "goes_on", "said"), ENDS.values(), ids=ENDS)
+def test_a_run_goes_on_or_ends_and_says_who_it_was(run_cli, quick, kill, options, goes_on, said):
+    code, output = train(run_cli, quick, kill, epochs=4 if goes_on else 200, **options)
+    assert (code == 0) is goes_on, output
+    for words in said:
+        assert words in output
+    if goes_on:
+        assert len(accuracy()) == 4
+        assert torch.load(checkpoint("run"), weights_only=True)["global_step"] == 24
 
 
 def test_a_stopped_worker_is_left_out_and_ended(run_cli, quick, monkeypatch):
@@ -112,13 +127,6 @@ def test_a_worker_that_is_killed_is_started_again_and_joins(run_cli, quick, rank
         assert "Rank 0 was started again and goes on in epoch" in output
 
 
-def test_without_restarts_rank_0s_death_ends_the_run(run_cli, quick):
-    code, output = train(run_cli, quick, {"rank": 0})
-    assert code != 0
-    assert "worker 0 (process" in output
-    assert "Rank 1 ends: worker 0 (process" in output
-
-
 def hurried() -> float:
     """A clock that goes fast after the fault."""
     now = time.monotonic()
@@ -135,14 +143,6 @@ def test_without_its_coordinator_the_run_ends_and_says_so(run_cli, quick, monkey
     assert code != 0
     for rank in range(2):
         assert f"Rank {rank} ends: the coordinator at ipc://" in output
-
-
-def test_a_lost_server_ends_the_run_for_all(run_cli, quick):
-    code, output = train(run_cli, quick, {"victim": "ps-server-0"}, epochs=200)
-    assert code != 0
-    for rank in range(2):
-        assert f"Rank {rank} ends: server 0 (process" in output
-    assert "its parameters are lost; with replication: 2 a run survives this" in output
 
 
 def test_with_a_copy_a_lost_server_or_coordinator_changes_none(run_cli, quick):
@@ -168,10 +168,3 @@ def assert_equal_weights(untouched, version, case):
     whole = torch.load(checkpoint("run", version), weights_only=True)
     for name, value in untouched["state_dict"].items():
         assert torch.allclose(whole["state_dict"][name], value, rtol=1e-9, atol=1e-12), (name, case)
-
-
-def test_an_error_in_one_worker_ends_the_run_with_its_message(run_cli, quick):
-    code, output = train(run_cli, quick, {"victim": "nobody"}, epochs=200)
-    assert code != 0
-    assert "AssertionError: no process nobody" in output
-    assert "ends: worker 1 failed: AssertionError: no process nobody" in output

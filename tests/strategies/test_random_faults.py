@@ -19,7 +19,7 @@ import pytest
 import torch
 import warm
 from conftest import leaves_no_sockets
-from digit_commands import COMMON, checkpoint, served
+from digit_commands import COMMON, checkpoint
 from lightning.pytorch import Callback
 
 from cnnstrategies.callbacks import summary
@@ -52,15 +52,11 @@ class Fault:
     @property
     def words(self):
         """For the command line."""
-        if self.strategy == "ddp":
-            suffix = {"popen": "", "fork": "_fork", "spawn": "_spawn"}[self.start]
-            return [f"--trainer.strategy=ddp{suffix}"]
-        if self.strategy == "parameter_server":
-            return served(**self.options, start_method=self.start)
+        kind = {"parameter_server": "ParameterServer", "hybrid_pipeline": "HybridPipeline", "ddp": "DDP"}
         options = {**self.options, "start_method": self.start}
         return [
-            "--trainer.strategy.class_path=HybridPipelineStrategy",
-            f"--trainer.devices={len(self.processes)}",
+            f"--trainer.strategy.class_path={kind[self.strategy]}Strategy",
+            f"--trainer.devices={2 if self.strategy == 'parameter_server' else len(self.processes)}",
             *(f"--trainer.strategy.init_args.{name}={value}" for name, value in options.items()),
         ]
 
@@ -71,16 +67,12 @@ def draw(seed):
     strategy = chance.choice(["ddp", "hybrid_pipeline", "parameter_server", "parameter_server"])
     if strategy == "parameter_server":
         return draw_for_servers(chance, start)
-    options = {}
-    ranks = 2
+    replicas, options = [2], {}
     if strategy == "hybrid_pipeline":
         replicas = chance.choice([[1, 1], [2, 1], [1, 2]])
-        ranks = sum(replicas)
         options = {"replicas": replicas, "cuts": ["2"], "microbatches": 4, "timeout": "0:00:30"}
-    processes = [f"rank {rank}" for rank in range(ranks)]
-    return Fault(
-        strategy, start, options, processes, chance.choice(processes), signal.SIGKILL, chance.uniform(0, LATEST)
-    )
+    ranks = [f"rank {rank}" for rank in range(sum(replicas))]
+    return Fault(strategy, start, options, ranks, chance.choice(ranks), signal.SIGKILL, chance.uniform(0, LATEST))
 
 
 def draw_for_servers(chance, start):
@@ -137,23 +129,14 @@ class Marks(Callback):
         Path(f"trained-{trainer.global_rank}").touch()
 
 
-@dataclass
 class Moment:
-    """How far the run was when a process got its signal."""
+    """How far the run is when a process gets its signal."""
 
-    process: int
-    training: bool  # Both ranks had begun.
-    last: bool  # A rank was in its last epoch, or after it.
-    over: bool  # A rank had trained to the end.
-
-    @classmethod
-    def of(cls, process):
-        return cls(
-            process,
-            all(Path(f"epoch-0-{rank}").exists() for rank in range(2)),
-            any(Path(f"epoch-{EPOCHS - 1}-{rank}").exists() for rank in range(2)),
-            any(Path(f"trained-{rank}").exists() for rank in range(2)),
-        )
+    def __init__(self, process):
+        self.process = process
+        self.training = all(Path(f"epoch-0-{rank}").exists() for rank in range(2))
+        self.last = any(Path(f"epoch-{EPOCHS - 1}-{rank}").exists() for rank in range(2))
+        self.over = any(Path(f"trained-{rank}").exists() for rank in range(2))
 
 
 class Sender(threading.Thread):
@@ -179,7 +162,7 @@ class Sender(threading.Thread):
                     place = self.fault.processes.index(self.fault.victim)
                     if place < len(processes):
                         if lives(processes[place]):
-                            self.moment = Moment.of(processes[place])
+                            self.moment = Moment(processes[place])
                             os.kill(self.moment.process, self.fault.how)
                         return
             time.sleep(0.01)
@@ -252,7 +235,7 @@ def test_a_run_keeps_what_its_options_promise(run_cli, quick, seed, tmp_path):
         with one_refusal():
             pass  # What a starter that was killed has left, the next run removes.
     moment = sender.moment
-    print(moment, output, sep="\n")
+    print(moment and vars(moment), output, sep="\n")
     log_how(fault, moment, code)
     assert sender.looked, "the run's processes were not seen"
     assert (GOES_ON if code == 0 else ENDS) in promised(fault, moment)
