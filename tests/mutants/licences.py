@@ -5,7 +5,6 @@ import contextlib
 import test_parameter_server_own_code as own_code
 import test_pipeline_own_code as stages
 import test_pipeline_refusals
-import test_step
 from mutants.faulty import removes, replaces
 
 from cnnstrategies.errors import ConfigurationError
@@ -35,8 +34,10 @@ removes(
 
 @replaces(
     Readers.__torch_function__,
-    killed_by=test_step.test_what_servers_parameters_do_not_allow_is_refused,
+    killed_by=own_code.test_what_a_module_does_is_done_on_one_device,
     noticed_by=(ConfigurationError,),
+    kind=own_code.Following,
+    callbacks=(),
 )
 def weights_that_no_forward_of_their_own_reads_are_not_waited_for(right, self, func, types, args=(), kwargs=None):
     return func(*args, **(kwargs or {}))

@@ -2,15 +2,13 @@
 
 import copy
 import resource
-from dataclasses import replace
 
 import test_combiner
 import test_compression
 import test_control_sockets
 import test_given_out_samples
 import test_limits
-import test_parameter_server_own_code as own_code
-import test_parameter_server_sessions as test_sessions
+import test_parameter_server_refusals as refusals
 import test_security
 import test_step
 import test_supervision
@@ -27,7 +25,6 @@ from cnnstrategies.paramserver.supervision import Watched
 from cnnstrategies.paramserver.worker.outgoing import check_range
 from cnnstrategies.strategies.parameter_server.checks import check_dispatch, check_optimizers
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, check_order, items_of
-from cnnstrategies.strategies.parameter_server.run import WAIT, choose_rendezvous
 from cnnstrategies.strategies.parameter_server.step import Stepper
 
 # Nodes that push once
@@ -95,7 +92,7 @@ def workers_save_together_at_steps_that_they_make_at_different_times(right, trai
 removes(
     check_optimizers,
     "options that are not finite go to servers",
-    killed_by=own_code.test_what_servers_cannot_take_is_refused_with_a_remedy,
+    killed_by=refusals.test_what_servers_cannot_take_is_refused_with_a_remedy,
 )
 
 
@@ -129,11 +126,6 @@ def a_proof_is_anybodys(right, run, public_key):
 def the_outer_momentum_moves_the_weights_without_own_steps(right, self):
     self.own_steps = max(self.own_steps, 1)
     right(self)
-
-
-@replaces(choose_rendezvous, killed_by=test_sessions.test_a_worker_waits_as_long_as_network_wait_says)
-def nobody_is_told_how_long_to_wait(right, options, layout, session, supervised=False, directory=None):
-    return replace(right(options, layout, session, supervised, directory), wait=WAIT)
 
 
 @replaces(allow_files, killed_by=test_limits.test_the_limit_of_files_is_raised_or_the_start_refused)

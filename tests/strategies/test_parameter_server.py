@@ -1,17 +1,23 @@
-"""The parameter server trains the same model as one process, with what users switch on, and goes on from others."""
+"""The parameter server trains the same model as one process, with what users switch on, or refuses it."""
 
 import json
+import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import digit_commands
 import pytest
 import torch
+from digit_commands import COMMON, checkpoint
 from digit_runs import ADAMW, assert_same_run, load, logged, train
 from lightning.pytorch import Callback, LightningModule, Trainer
-from test_hybrid_pipeline import hybrid
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from torch import nn
 
 from cnnstrategies.callbacks.traffic import ServerTraffic
+from cnnstrategies.paramserver.worker.codecs import CodecChooser
 from cnnstrategies.strategies import ParameterServerStrategy
 
 served = partial(ParameterServerStrategy, start_method="fork")
@@ -97,24 +103,144 @@ def test_a_resumed_local_run_equals_an_uninterrupted_one() -> None:
         assert (before - expected).norm() > 1e-2 * expected.norm()
 
 
-def test_resumes_under_any_other_strategy() -> None:
-    """An epoch each under servers, pipelines, DDP and one process, as if one process had not stopped.
+class NormalisedCNN(nn.Sequential):
+    """A CNN for the digits with batch normalisation."""
 
-    Lightning loads a checkpoint before it converts the module to float64, so each resumption rounds to float32.
-    """
-    options: dict[str, Any] = {
-        "model": {"optimizer": ADAMW, "lr_scheduler": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.7)},
-        "data": {"drop_last": True},
-    }
-    chain: dict[str, tuple[Any, int]] = {
-        "2-1": (hybrid(replicas=[2, 1], cuts=["2"], microbatches=4, schedule="gpipe", placement="replicas"), 3),
-        "two servers": (served(servers=2), 2),
-        "ddp": ("ddp_fork", 2),
-        "one": ("auto", 1),
-    }
-    whole = train("whole", **options, max_epochs=len(chain))
-    previous = None
-    for epochs, (name, (strategy, devices)) in enumerate(chain.items(), start=1):
-        last = train(name, strategy, devices, **options, ckpt_path=previous, max_epochs=epochs)
-        previous = Path(name, "last.ckpt").resolve()
-    assert_same_run(last, whole, rtol=1e-4)
+    def __init__(self, num_classes: int = 10) -> None:
+        layers = nn.Conv2d(1, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LazyLinear(num_classes)
+        super().__init__(*layers)
+        self(torch.zeros(2, 1, 8, 8))
+
+
+class SameEverywhere(Callback):
+    """Fails when the ranks do not validate with the same weights and buffers, and writes down with which they end."""
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        if batch_idx == 0 and not trainer.sanity_checking:
+            own = self.state(pl_module)
+            everyone = trainer.strategy.all_gather(own)
+            assert len(everyone) == trainer.world_size
+            assert all(torch.equal(one, own) for one in everyone)
+
+    def on_fit_end(self, trainer, pl_module):
+        torch.save(self.state(pl_module), Path(trainer.log_dir, f"end-of-{trainer.global_rank}"))
+
+    def state(self, module):
+        return torch.cat([t.detach().double().flatten() for t in module.network.state_dict().values()])
+
+
+class Collectives(Callback):
+    """Checks the strategy's collectives with what Lightning and users pass to them."""
+
+    def on_train_start(self, trainer, pl_module):
+        strategy, rank, world = trainer.strategy, trainer.global_rank, trainer.world_size
+        assert strategy.broadcast({"path": rank, "none": None}, src=1) == {"path": 1, "none": None}
+        value = torch.tensor([float(rank), 1.0])
+        assert strategy.reduce(value, reduce_op="sum").tolist() == [sum(range(world)), world]
+        assert strategy.reduce(value).tolist() == [sum(range(world)) / world, 1]
+        assert strategy.reduce(value, reduce_op="max").tolist() == [world - 1, 1]
+        assert strategy.reduce("text") == "text"
+        assert strategy.reduce_boolean_decision(rank == 0, all=False)
+        assert not strategy.reduce_boolean_decision(rank == 0)
+        assert pl_module.all_gather(value).shape == (world, 2)
+        assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"combine": True, "pull_compression": "fp16"},
+        {"mode": "async"},
+        {"mode": "local", "sync_every": 6, "outer_momentum": 0.9},
+    ],
+    ids=["sync", "combined, rounded", "async", "local"],
+)
+def test_every_rank_validates_with_the_same_values(options):
+    strategy, callbacks = served(**options), [SameEverywhere(), Collectives()]
+    more = {"precision": "bf16-mixed"} if options.get("mode") == "async" else {}
+    data = {"global_batch_size": 60}
+    saved = train("run", strategy, 3, NormalisedCNN, data=data, callbacks=callbacks, **more)["state_dict"]
+    assert any("running_mean" in name for name in saved)
+    assert not any(name.endswith("grad") for name in saved)
+    losses = [row["train_loss"] for row in logged("run") if "train_loss" in row]
+    assert losses[-1] < losses[0]
+    ends = [torch.load(f"run/end-of-{rank}") for rank in range(3)]
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
+
+
+def test_validation_is_no_part_of_the_steps_that_are_measured(monkeypatch, tmp_path):
+    def note(chooser, step, seconds):
+        with (tmp_path / "notes").open("a") as notes:
+            print(step, seconds is None, file=notes)
+        return 0
+
+    monkeypatch.setattr(CodecChooser, "next", note)
+    train("run", served(compression="auto"), 2, val_check_interval=3)
+    notes = (tmp_path / "notes").read_text().splitlines()
+    assert notes == [f"{step} {step % 3 == 0}" for step in range(12)], "of the first worker alone"
+
+
+def test_averages_stopping_and_best_checkpoint_equal_one_process():
+    runs = []
+    for name, *where in (("single", "auto", 1), ("served", served(), 2)):
+        best = ModelCheckpoint(Path(name).resolve(), "best", monitor="val_loss", mode="min")
+        stops = EarlyStopping("val_loss", patience=1, min_delta=0.2)
+        last = train(name, *where, callbacks=[EMAWeightAveraging(decay=0.8), best, stops], max_epochs=12)
+        runs.append((last, load(name, "best.ckpt")["epoch"]))
+    (single, best_of_one), (several, best_of_several) = runs
+    assert single["epoch"] == several["epoch"] < 11
+    assert best_of_one == best_of_several
+    # The average is made before Lightning converts the module to float64.
+    assert_same_run(several, single, rtol=1e-5)
+
+
+class Terminate(Callback):
+    """Sends SIGTERM to the process that was started, as a scheduler does."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_rank == 1 and trainer.global_step == 8:
+            os.kill(os.getppid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("options", "restarts"),
+    [
+        pytest.param({}, 1, id="sync"),
+        pytest.param({"combine": True, "pull_compression": "fp16"}, 0, marks=pytest.mark.cluster, id="combined"),
+    ],  # `test_midway.py` has async.
+)
+def test_a_signal_stops_the_run_at_a_step_and_it_resumes(run_cli, quick, options, restarts):
+    layout = [*digit_commands.served(**options, max_restarts=restarts), "--trainer.max_epochs=2000", "--stop.grace=60"]
+    terminate = "--trainer.callbacks+=test_parameter_server.Terminate"
+    code, output = run_cli("fit", *quick, *COMMON, *layout, terminate, "--trainer.logger.init_args.name=stopped")
+    assert code == 128 + signal.SIGTERM, output
+    path = checkpoint("stopped")
+    stopped = torch.load(path, weights_only=True)
+    assert stopped["global_step"] > 0
+    assert stopped["epoch"] < 1999, "the run was over before the signal"
+    epochs = stopped["epoch"] + 2
+    resumed = train("resumed", served(**options), 2, ckpt_path=path.resolve(), max_epochs=epochs)
+    assert resumed["global_step"] == 6 * epochs
+
+
+PIPELINED = [
+    ({}, {}, True),
+    ({"pull_compression": "fp16"}, {"clip_value": 1.0}, True),
+    ({}, {"clip_norm": 1.0}, False),
+    ({"mode": "async"}, {}, False),
+    ({"pull_compression": "topk"}, {}, False),
+    ({"endpoints": []}, {}, False),
+]
+
+
+def test_steps_are_pipelined_where_slices_are_independent():
+    dedicated = {"endpoints": ["tcp://127.0.0.1:7000"], "coordinator": "tcp://127.0.0.1:7001", "security": "none"}
+    module = NormalisedCNN()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for options, changes, is_pipelined in PIPELINED:
+        strategy = ParameterServerStrategy(**{**dedicated, **options})
+        specification = strategy.options.specification(module, optimizer, 1, 2, **changes)
+        assert specification.pipelined is is_pipelined, (options, changes)
+        assert (specification.slice_bytes < 1 << 21) is is_pipelined, "the sooner the first comes back"

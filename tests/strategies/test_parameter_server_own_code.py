@@ -1,7 +1,6 @@
 """Modules whose own code reads and changes gradients and weights: as on one device, or refused by name."""
 
 import copy
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from digit_runs import train
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,8 +18,7 @@ from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
-from cnnstrategies.strategies.parameter_server.checks import check_module, check_optimizers, watch_gradients
-from cnnstrategies.strategies.parameter_server.options import Options
+from cnnstrategies.strategies.parameter_server.checks import watch_gradients
 from cnnstrategies.verifying import verify
 
 SAMPLES, STEPS = 32, 4
@@ -123,6 +120,11 @@ def test_what_a_module_does_is_done_on_one_device(kind: type[Module], callbacks:
     assert verdict.equal, verdict
 
 
+class Clips(Module):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
 class Clamped(Module):
     def on_train_batch_end(self, *_: Any) -> None:
         for parameter in self.parameters():
@@ -138,28 +140,75 @@ class Sparse(Module):
         return super().training_step(batch, index) + F.embedding(torch.tensor([1]), self.words, sparse=True).sum()
 
 
-class Clips(Module):
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+class Rewritten(Module):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        with torch.no_grad():
+            self.net.head.weight.div_(2)
+        return super().training_step(batch, index)
 
 
-def test_a_hook_that_clips_each_workers_own_gradient_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"Clips\.on_before_optimizer_step computes _foreach_norm of the"):
-        verify(Clips(), loader(4), "parameter_server", steps=STEPS)
-    verdict = verify(Clips(), loader(8), "parameter_server", devices=1, steps=1)
-    assert verdict.equal, "of one worker they are all there is"
+class Replaced(Module):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        self.net.head.weight.data = self.net.head.weight.data * 1.0
+        return super().training_step(batch, index)
+
+
+class Sudden(Module):
+    """Uses a weight by itself, but in none of its first steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(1, 1, bias=False).double()
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        scale = self.scale(torch.ones(1, dtype=torch.float64)) if index < 2 else self.scale.weight
+        return super().training_step(batch, index) * scale.sum()
+
+
+class Unseen(Module):
+    """Its own hook comes after that of the strategy."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if index == 0:
+            self.net.head.weight.register_post_accumulate_grad_hook(double)  # type: ignore[no-untyped-call]
+        return super().training_step(batch, index)
+
+
+def double(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad *= 2
+
+
+class Rollback(Callback):
+    """Loads weights in the middle of training."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        trainer.strategy.load_model_state_dict({"state_dict": module.state_dict()})
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("kind", "callbacks", "devices", "message"),
     [
-        (Clamped, "(maybe by Clamped.on_train_batch_end): the servers hold the parameters"),
-        (Sparse, "the gradient of words is sparse"),
+        (Clips, (), 2, "Clips.on_before_optimizer_step computes _foreach_norm of the"),
+        (Clamped, (), 1, "(maybe by Clamped.on_train_batch_end): the servers hold the parameters"),
+        (Sparse, (), 1, "the gradient of words is sparse"),
+        (Rewritten, (), 1, "net.head.weight was changed between two steps, or in training_step: the servers"),
+        (Replaced, (), 1, "net.head.weight was changed between two steps, or in training_step: the servers"),
+        (Sudden, (), 1, "scale.weight was used without a forward of its own module"),
+        (Unseen, (), 1, "the gradient of net.head.weight was changed after backward"),
+        (Module, (Rollback(),), 1, "weights were loaded in the middle of training"),
     ],
 )
-def test_what_servers_parameters_do_not_allow_is_refused(kind: type[Module], message: str) -> None:
+def test_what_servers_parameters_do_not_allow_is_refused(
+    kind: type[Module], callbacks: tuple[Callback, ...], devices: int, message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
-        verify(kind(), loader(8), "parameter_server", devices=1, steps=STEPS)
+        verify(kind(), loader(8), "parameter_server", devices=devices, callbacks=callbacks, steps=STEPS)
+
+
+def test_one_worker_may_clip_its_own_gradient() -> None:
+    verdict = verify(Clips(), loader(8), "parameter_server", devices=1, steps=1)
+    assert verdict.equal, "they are all there is"
 
 
 class StopsAlone(Callback):
@@ -243,100 +292,6 @@ def test_values_of_a_worker_that_joins_again_are_no_writes() -> None:
     """In mode ssp each leaves at the end of an epoch, and the others may go on meanwhile."""
     mode = ParameterServerStrategy(mode="ssp", staleness=3, start_method="fork")
     verify(Module(), loader(4), mode, callbacks=[Looks()], steps=3 * STEPS)
-
-
-class WithModes(torch.optim.SGD):
-    """As schedulefree has it."""
-
-    def train(self) -> None: ...
-
-    def eval(self) -> None: ...
-
-
-def with_option(value: float) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(Module().parameters(), 0.1)
-    optimizer.param_groups[0]["growth_rate"] = value
-    return optimizer
-
-
-def sparse() -> Module:
-    module = Module()
-    module.words = nn.Embedding(3, 2, sparse=True)
-    return module
-
-
-def gathers() -> Module:
-    module = Module()
-    module.loss = nn.Module()
-    module.loss.sinkhorn_gather_distributed = True
-    return module
-
-
-def by_hand() -> Module:
-    module = Module()
-    module.automatic_optimization = False
-    return module
-
-
-def servers(**options: Any) -> Options:
-    return ParameterServerStrategy(**options).options
-
-
-class OwnClipping(Module):
-    def configure_gradient_clipping(self, *_: Any) -> None: ...
-
-
-def fit_with(callback: Callback, start_method: Any, **options: Any) -> None:
-    strategy = ParameterServerStrategy(start_method=start_method, **options)
-    Trainer(accelerator="cpu", strategy=strategy, logger=False, callbacks=[callback]).fit(Module(), loader(8))
-
-
-REFUSED: dict[str, Callable[[], Any]] = {
-    r"endpoint 'tcp://fe80::1:80': the .* \(MASTER_ADDR\)": lambda: servers(
-        endpoints=["tcp://fe80::1:80"], coordinator="tcp://10.0.0.1:80", security="none"
-    ),
-    "SGD has growth_rate=inf in parameter group 0.* local or strategy ddp": lambda: check_optimizers(
-        [with_option(math.inf)], servers()
-    ),
-    "WithModes keeps other weights .* mode: local": lambda: check_optimizers(
-        [WithModes(Module().parameters(), 0.1)], servers(mode="async")
-    ),
-    r"loss.sinkhorn_gather_distributed=True gathers .* or use strategy ddp": lambda: check_module(gathers(), servers()),
-    "Module sets automatic_optimization=False: .* leave it on": lambda: check_module(by_hand(), servers()),
-    r"words is Embedding\(sparse=True\).* use sparse=False": lambda: check_module(sparse(), servers()),
-    r"OwnClipping\.configure_gradient_clipping would clip": lambda: check_module(OwnClipping(), servers()),
-    "StochasticWeightAveraging puts averaged weights": lambda: fit_with(StochasticWeightAveraging(0.1), "fork"),
-    "BatchSizeFinder: search on one device": lambda: fit_with(BatchSizeFinder(), "fork"),
-    "LearningRateFinder: search on one device": lambda: fit_with(LearningRateFinder(), "popen"),
-    "replication=2 needs as many servers": lambda: fit_with(Callback(), "popen", replication=2),
-}
-
-
-def test_what_servers_cannot_take_is_refused_with_a_remedy() -> None:
-    for message, use in REFUSED.items():
-        with pytest.raises(ConfigurationError, match=message):
-            use()
-
-
-def test_what_a_worker_does_for_itself_in_local_is_not_refused() -> None:
-    local = servers(mode="local")
-    for module in (sparse(), OwnClipping()):
-        check_module(module, local)
-    for optimizer in (with_option(math.inf), WithModes(Module().parameters(), 0.1)):
-        check_optimizers([optimizer], local)
-    check_optimizers([with_option(2.0)], servers())
-
-
-class Rollback(Callback):
-    """Loads weights in the middle of training."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        trainer.strategy.load_model_state_dict({"state_dict": module.state_dict()})
-
-
-def test_weights_that_are_loaded_while_training_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="weights were loaded in the middle of training"):
-        verify(Module(), loader(8), "parameter_server", devices=1, callbacks=[Rollback()], steps=STEPS)
 
 
 def test_known_hooks_are_known_and_all_others_are_named() -> None:

@@ -1,4 +1,4 @@
-"""Where the sessions of a script meet, what a script is told that cannot have another one, and who stops."""
+"""What a script is told that cannot have another session, whom its processes wait for, and who stops."""
 
 import contextlib
 import os
@@ -20,13 +20,7 @@ from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server import base, run
-from cnnstrategies.strategies.parameter_server.run import (
-    VARIABLE,
-    Layout,
-    Sessions,
-    choose_rendezvous,
-    worker_address,
-)
+from cnnstrategies.strategies.parameter_server.run import VARIABLE, Layout, Sessions
 
 LAYOUT = Layout(1, 0, 2, "127.0.0.1", 29400)
 DEDICATED = {"endpoints": ["tcp://127.0.0.1:7000"], "coordinator": "tcp://127.0.0.1:7001"}
@@ -40,49 +34,12 @@ def options(**changes):
     return ParameterServerStrategy(**changes).options
 
 
-def test_ranks_find_their_launchers_session_first(monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    launcher, rank = Sessions(), Sessions()
-    launched = []
-    for _ in range(2):
-        place = choose_rendezvous(options(), LAYOUT, launcher.launch(), supervised=True)
-        launched.append(place)
-        monkeypatch.setenv(VARIABLE, "")  # Puts it back after the test.
-        place.publish()
-    first, second = (rank.open(options(), layout, True) for _ in range(2))
-    assert first == launched[1]
-    assert second.directory == first.directory
-    assert not second.supervised
-    sessions = [place.session for place in (*launched, second)]
-    assert len(set(sessions)) == len({place.coordinator for place in (*launched, second)}) == 3
-    # Another strategy of the same script may ask for encryption.
-    assert rank.open(options(security="curve"), layout, True).key_file == f"{first.directory}/keys"
-
-
-def test_ranks_that_something_else_starts_number_their_sessions(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    rank, other = Sessions(), Sessions()
-    places = [rank.open(options(), layout, True) for _ in range(3)]
-    assert [place.session for place in places] == [0, 1, 2]
-    assert len({place.coordinator for place in places}) == 3
-    assert [other.open(options(), layout, True) for _ in range(3)] == places, "they meet"
-    spread = rank.open(options(security="none"), lambda: replace(LAYOUT, nodes=2), True)
-    assert (spread.coordinator, spread.session) == ("tcp://127.0.0.1:29400", 3)
-
-
 def test_nodes_are_asked_for_when_torchruns_store_has_moved(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     ports = [29400]
     monkeypatch.setattr(run, "own_store", lambda listens: contextlib.nullcontext(ports.append(29401)))
     place = Sessions().open(options(security="none"), lambda: replace(LAYOUT, nodes=2, main_port=ports[-1]), True)
     assert place.coordinator == "tcp://127.0.0.1:29401"
-
-
-def test_a_worker_waits_as_long_as_network_wait_says(monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for nodes in (1, 2):
-        place = choose_rendezvous(options(security="none"), replace(LAYOUT, nodes=nodes, wait=7.0), 0, supervised=True)
-        assert worker_address(options(), place, 0).appear == 7.0
 
 
 @pytest.mark.cluster
@@ -103,15 +60,6 @@ def test_a_node_that_was_never_started_is_named(run_cli, quick, monkeypatch, nod
     assert line in output
 
 
-def test_a_session_after_a_death_is_refused(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    rank = Sessions()
-    rank.open(options(), layout, True)
-    rank.lost = [1, 3]
-    with pytest.raises(RunEnded, match="rank 1, rank 3 died before, and every rank is needed here"):
-        rank.open(options(), layout, False)
-
-
 class Die(Callback):
     """Kills rank 1 in the second epoch."""
 
@@ -123,7 +71,7 @@ class Die(Callback):
 @pytest.mark.cluster  # It waits for a time-out of several seconds.
 def test_a_script_that_has_lost_a_rank_hears_of_it_next(tmp_path):
     def script():
-        chain = Chain("parameter_server", "auto", 2, tmp_path)
+        chain = Chain("parameter_server", "auto", tmp_path)
         trainer = chain.trainer(ParameterServerStrategy(timeout=6.0), 3, Die())
         trainer.fit(chain.model, chain.data)
         assert trainer.current_epoch == 3

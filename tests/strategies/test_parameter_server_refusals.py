@@ -1,0 +1,123 @@
+"""What the parameter server cannot do is refused with a remedy, before any process starts."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
+from torch import nn
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies import ParameterServerStrategy
+from cnnstrategies.strategies.parameter_server.checks import check_module, check_optimizers
+from cnnstrategies.strategies.parameter_server.options import Options
+
+ARGUMENTS = [
+    ({"staleness": 3}, "is for mode='ssp'"),
+    ({"sync_every": 3}, "is for mode: local"),
+    ({"data_dispatch": "dynamic"}, "dynamic is for mode: async and ssp"),
+    ({"mode": "local", "data_dispatch": "dynamic"}, "in mode: local every worker makes the same number of steps"),
+    ({"timeout": 0.0}, "timeout=0.0: use a number of seconds above 0"),
+    ({"security": "some"}, "security='some': use one of auto, curve, none"),
+    ({"max_restarts": -1}, "max_restarts=-1: use at least 0"),
+    ({"endpoints": ["tcp://10.0.0.1:4000"]}, "coordinator: tcp://address:port"),
+    ({"endpoints": ["tcp://10.0.0.1:4000"], "servers": 2, "coordinator": "tcp://10.0.0.1:1"}, "leave one out"),
+    ({"coordinator": "tcp://[::1]:80"}, r"endpoint 'tcp://\[::1\]:80': the parameter server speaks IPv4 only"),
+    (
+        {"endpoints": ["tcp://fe80::1:80"], "coordinator": "tcp://10.0.0.1:80", "security": "none"},
+        r"endpoint 'tcp://fe80::1:80': the .* \(MASTER_ADDR\)",
+    ),
+    ({"key_file": "nowhere"}, "does not exist; make it with"),
+    ({"combine": True, "mode": "async"}, "combine: true is for mode: sync"),
+    ({"combine": True, "max_restarts": 1}, "who comes back has no node"),
+    ({"outer_lr": 0.7}, "are for mode: local, not mode: sync"),
+    ({"mode": "local", "outer_lr": 0.0}, "outer_lr=0.0: use more than 0"),
+    ({"mode": "local", "outer_lr": float("nan")}, "outer_lr=nan: use more than 0"),
+    ({"mode": "local", "outer_momentum": 1.0}, "outer_momentum=1.0: use 0 or more and less than 1"),
+    ({"elastic": 2, "mode": "sync"}, "elastic=2 is for mode: async, and ssp with a staleness: in mode: sync"),
+    ({"elastic": 2, "mode": "ssp"}, "in mode: ssp with staleness 0 all workers step together"),
+    ({"elastic": 2, "mode": "async"}, "elastic=2 with data_dispatch: static"),
+    ({"elastic": -1, "mode": "async"}, "elastic=-1: use at least 0"),
+]
+
+
+def test_arguments_that_contradict_each_other_are_refused() -> None:
+    for options, message in ARGUMENTS:
+        with pytest.raises(ConfigurationError, match=message):
+            ParameterServerStrategy(**options)
+    ParameterServerStrategy(replication=2).options.check_nodes(2)  # Servers of all nodes count.
+
+
+class WithModes(torch.optim.SGD):
+    """As schedulefree has it."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+class Module(LightningModule):
+    def __init__(self, **more: Any) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+        for name, value in more.items():
+            setattr(self, name, value)
+
+
+class OwnClipping(Module):
+    def configure_gradient_clipping(self, *_: Any) -> None: ...
+
+
+def with_option(value: float) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(Module().parameters(), 0.1)
+    optimizer.param_groups[0]["growth_rate"] = value
+    return optimizer
+
+
+def servers(**options: Any) -> Options:
+    return ParameterServerStrategy(**options).options
+
+
+def fit_with(callback: Callback, start_method: Any, **options: Any) -> None:
+    strategy = ParameterServerStrategy(start_method=start_method, **options)
+    Trainer(accelerator="cpu", strategy=strategy, logger=False, callbacks=[callback]).fit(Module(), [torch.zeros(1)])
+
+
+SPARSE = Module(words=nn.Embedding(3, 2, sparse=True))
+GATHERS = Module(loss=nn.Module())
+GATHERS.loss.sinkhorn_gather_distributed = True
+BY_HAND = Module(automatic_optimization=False)
+USES: dict[str, Callable[[], Any]] = {
+    "SGD has growth_rate=inf in parameter group 0.* local or strategy ddp": lambda: check_optimizers(
+        [with_option(math.inf)], servers()
+    ),
+    "WithModes keeps other weights .* mode: local": lambda: check_optimizers(
+        [WithModes(Module().parameters(), 0.1)], servers(mode="async")
+    ),
+    r"loss.sinkhorn_gather_distributed=True gathers .* or use strategy ddp": lambda: check_module(GATHERS, servers()),
+    "Module sets automatic_optimization=False: .* leave it on": lambda: check_module(BY_HAND, servers()),
+    r"words is Embedding\(sparse=True\).* use sparse=False": lambda: check_module(SPARSE, servers()),
+    r"OwnClipping\.configure_gradient_clipping would clip": lambda: check_module(OwnClipping(), servers()),
+    "StochasticWeightAveraging puts averaged weights": lambda: fit_with(StochasticWeightAveraging(0.1), "fork"),
+    "BatchSizeFinder: search on one device": lambda: fit_with(BatchSizeFinder(), "fork"),
+    "LearningRateFinder: search on one device": lambda: fit_with(LearningRateFinder(), "popen"),
+    "replication=2 needs as many servers": lambda: fit_with(Callback(), "popen", replication=2),
+}
+
+
+def test_what_servers_cannot_take_is_refused_with_a_remedy() -> None:
+    for message, use in USES.items():
+        with pytest.raises(ConfigurationError, match=message):
+            use()
+
+
+def test_what_a_worker_does_for_itself_in_local_is_not_refused() -> None:
+    local = servers(mode="local")
+    for module in (SPARSE, OwnClipping()):
+        check_module(module, local)
+    for optimizer in (with_option(math.inf), WithModes(Module().parameters(), 0.1)):
+        check_optimizers([optimizer], local)
+    check_optimizers([with_option(2.0)], servers())
