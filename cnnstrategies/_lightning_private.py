@@ -1,6 +1,6 @@
 """The private Lightning names that this package needs, each with the reason.
 
-`tests/test_lightning_private.py` fails when one of them changes.
+A test fails when one of them changes; `tests/test_lightning_private.py` has those that no other test would notice.
 """
 
 import subprocess

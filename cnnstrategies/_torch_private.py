@@ -1,6 +1,6 @@
 """The private torch names that this package needs, each with the reason.
 
-`tests/test_torch_private.py` fails when one of them changes.
+A test fails when one of them changes; `tests/test_torch_private.py` has those that no other test would notice.
 """
 
 from collections.abc import Sequence

@@ -61,13 +61,8 @@ def test_tensors_of_every_type_and_layout_arrive(name):
         assert back.dtype == tensor.dtype
         assert torch.equal(back, tensor)
         assert back.shape == tensor.shape
-
-
-def test_what_is_received_is_a_copy_that_can_be_written():
-    tensor = torch.zeros(3)
-    back = decode(encode(tensor))
-    back += 1
-    assert tensor.sum() == 0
+        back.zero_()
+        assert torch.equal(values, torch.arange(24).reshape(2, 3, 4).to(DTYPES[name])), "it is a copy"
 
 
 def test_what_torch_and_numpy_have_arrives():
@@ -154,11 +149,7 @@ def test_broken_messages_raise_one_error_and_allocate_nothing():
     for message in ([], [b"[" * 100_000], [huge, b""], [b'["x", 0, "float32", [-1, -1]]', b"1234"], [b'["?"]']):
         with pytest.raises(CodecError):
             decode(message)
-
-
-def test_a_message_that_is_cut_or_says_other_lengths_is_refused():
-    whole = to_bytes([torch.arange(3.0), "text"])
-    lengths = [whole[: 8 * index] for index in range(3)]
-    for message in (*lengths, whole[:-1], whole + b"x", b"\xff" * 8 + whole[8:], b"\0" * 8):
+    whole = to_bytes([torch.arange(3.0), "text"])  # Cut, or with other lengths.
+    for message in (b"", whole[:8], whole[:16], whole[:-1], whole + b"x", b"\xff" * 8 + whole[8:], b"\0" * 8):
         with pytest.raises(CodecError):
             from_bytes(message)

@@ -2,37 +2,25 @@
 
 import os
 import subprocess
-import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.compile import from_compiled
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
 
 from cnnstrategies._lightning_private import (
-    GlobalState,
-    MultiProcessingLauncher,
-    ScriptLauncher,
     ask_of_sigterm,
     asks_of_sigterm,
     built_by_cli,
-    check_start,
     end_observation,
     is_compiled_whole,
     leave_samplers,
-    own_values,
-    ranks_are_children,
-    script_command,
     set_batches_that_stepped,
     train_loader,
 )
@@ -49,23 +37,6 @@ def test_built_by_cli_is_true_only_in_lightnings_context():
     with _given_hyperparameters_context(hparams={}, instantiator="x"):
         assert built_by_cli()
     assert not built_by_cli()
-
-
-def test_launchers_whose_ranks_are_children_are_told_apart():
-    for start_method, expected in (("fork", True), ("spawn", True), ("popen", False)):
-        strategy = DDPStrategy(start_method=start_method, cluster_environment=LightningEnvironment())
-        strategy._configure_launcher()
-        assert ranks_are_children(strategy.launcher) is expected
-
-
-def test_the_launchers_that_are_replaced_have_their_parts():
-    for name in ("launch", "kill", "_wrapping_function", "_recover_results_in_main_process"):
-        assert callable(getattr(MultiProcessingLauncher, name))
-    for name in ("launch", "kill"):
-        assert callable(getattr(ScriptLauncher, name))
-    check_start("fork", torch.device("cpu"))
-    assert script_command()[0] == sys.executable
-    GlobalState.capture().restore()
 
 
 def test_the_number_of_steps_that_loggers_see_can_be_set():
@@ -85,10 +56,6 @@ def test_ranks_are_told_of_a_sigterm_or_not(ask, monkeypatch):
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
     ask_of_sigterm(trainer, True)
     assert asks_of_sigterm(trainer)
-
-
-def test_an_overriding_method_keeps_its_name():
-    assert callable(LightningCLI._parse_ckpt_path)
 
 
 def test_a_resumed_run_keeps_the_configuration_it_was_given(run_cli, quick):
@@ -125,30 +92,6 @@ def test_the_observer_of_started_ranks_ends_when_it_has_none():
     assert len(end_observation(launcher)) == 1
     assert observer._run()
     assert len(launcher.procs) == 1, "they can still be killed"
-
-
-def test_it_is_known_which_logged_values_are_of_a_rank_alone():
-    class Logs(LightningModule):
-        def training_step(self, batch, index):
-            loss = self.layer(batch).sum()
-            self.log("own", loss, on_step=True, on_epoch=True)
-            self.metric(loss)
-            self.log("metric", self.metric, on_step=True, on_epoch=True)
-            return loss
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-        def on_train_end(self):
-            self.found = own_values(self.trainer)
-
-    module = Logs()
-    module.layer, module.metric = torch.nn.Linear(1, 1), MeanMetric()
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
-    )
-    trainer.fit(module, torch.zeros(2, 1, 1))
-    assert module.found == {"own", "own_step", "own_epoch", "metric_step"}
 
 
 def test_samplers_are_left_where_it_is_said():

@@ -9,16 +9,9 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR
 
 from cnnstrategies._torch_private import (
     PARTS_OF_A_SCHEDULE,
-    OperationMode,
-    abort_all_groups,
-    add_all,
     communication_seconds,
-    copy_all,
     is_compiled,
     measure_every_step,
-    put_buffer,
-    put_module,
-    writes,
 )
 
 
@@ -40,61 +33,12 @@ def test_the_reducer_times_the_all_reduce_of_every_step(tmp_path):
     mp.start_processes(step, args=(tmp_path / "store",), nprocs=2, start_method="fork")
 
 
-def test_an_operation_mode_sees_collectives(tmp_path):
-    class Seen(OperationMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            names.append(func.name())
-            return func(*args, **(kwargs or {}))
-
-    names = []
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    with Seen():
-        dist.all_reduce(torch.ones(1))
-    assert "c10d::allreduce_" in names
-    dist.destroy_process_group()
-
-
-def test_all_groups_are_ended(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    dist.new_group([0])
-    abort_all_groups()
-    assert not dist.is_initialized()
-
-
 def test_a_compiled_module_is_told_from_others():
     layer = nn.Linear(1, 1)
     assert not is_compiled(layer)
     assert is_compiled(torch.compile(layer, backend="eager"))
     layer.compile(backend="eager")
     assert is_compiled(layer)
-
-
-def test_many_tensors_are_copied_and_added_to_in_one_call():
-    targets, others = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), 2 * torch.ones(3)]
-    copy_all(targets, others)
-    add_all(targets, others)
-    assert [float(target.sum()) for target in targets] == [4, 12]
-
-
-def test_a_buffer_is_put_where_the_layer_and_its_state_read_it():
-    layer, mean = nn.BatchNorm2d(2), torch.ones(2)
-    put_buffer(layer, "running_mean", mean)
-    assert layer.running_mean is mean
-    assert layer.state_dict()["running_mean"].data_ptr() == mean.data_ptr()
-
-
-def test_a_module_is_put_where_the_parent_calls_it():
-    network, layer = nn.Sequential(nn.Linear(2, 2)), nn.Identity()
-    put_module(network, "0", layer)
-    assert network[0] is layer
-    assert not network.state_dict()
-
-
-def test_writes_in_place_are_counted_through_views():
-    tensor = torch.zeros(2)
-    before = writes(tensor)
-    tensor[0].add_(1)
-    assert writes(tensor) == before + 1
 
 
 def test_a_schedule_of_several_has_them_and_their_states():

@@ -13,6 +13,7 @@ from conftest import ROOT
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 import cnnstrategies
 from cnnstrategies.errors import ConfigurationError
@@ -38,11 +39,14 @@ class Module(LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Dropout(), nn.Linear(64, 3))
+        self.metric = MeanMetric()
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
         self.log("loss", loss)
         self.log("mean", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.metric(loss)
+        self.log("metric", self.metric, on_step=True, on_epoch=True)
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -65,7 +69,7 @@ def test_equal_is_said_with_what_was_compared(strategy: str) -> None:
         assert words in said
     if strategy == "ddp":
         assert "5 on 40 samples, 24 of them different, loaded by 2 of 2 processes" in said
-        assert "of rank 0's batches alone: loss (sync_dist=True makes a mean)" in said
+        assert "of rank 0's batches alone: loss, metric_step (sync_dist=True makes a mean)" in said
 
 
 @pytest.mark.light
