@@ -1,6 +1,7 @@
 """What strategies say of themselves, and what they do in another way than one device."""
 
 import copy
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,6 @@ from torch import nn
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.strategies import CompressedDDPStrategy, HybridPipelineStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.differences import OWN_MEANS, RANK_ZERO, differences_of_replicas
@@ -65,7 +65,7 @@ def of_servers(workers=2, accumulated=1, **options):
     return ParameterServerStrategy(**options).options.differences(PlainCNN(), workers, 16, accumulated)
 
 
-def test_a_parameter_server_says_how_old_its_gradients_may_be():
+def test_a_parameter_server_says_how_old_and_rounded_values_are():
     assert of_servers() == [RANDOM]
     assert of_servers(workers=1, mode="async") == []
     update = "each update is one worker's gradient on 16 images"
@@ -79,48 +79,13 @@ def test_a_parameter_server_says_how_old_its_gradients_may_be():
     outer = of_servers(mode="local", sync_every=8, outer_lr=0.7, outer_momentum=0.9)[1]
     assert outer == "an outer step every 8 steps, on the mean of what they changed (outer_lr 0.7, outer_momentum 0.9)"
     assert of_servers(mode="async", data_dispatch="dynamic")[2] == "faster workers take more of the batches"
-
-
-def test_a_parameter_server_says_what_is_rounded():
-    assert of_servers(compression="fp16", pull_compression="bf16")[:2] == [
-        "gradients are sent as fp16",
-        "forward and backward use weights rounded to bf16",
-    ]
-    assert of_servers(mode="local", compression="bf16")[2] == "differences are sent as bf16"
-    assert of_servers(compression="topk")[0] == "0.01 of all gradients is sent, the rest later"
-    assert of_servers(compression="onebit")[0] == "gradients are sent as one bit a value, the rest later"
-    changes = of_servers(compression="topk", pull_compression="topk", compression_ratio=0.05)
-    assert changes[1] == "forward and backward use weights of which 0.05 is renewed in a step"
-    assert "one bit a value" in of_servers(pull_compression="onebit")[0]
-    assert of_servers(compression="auto", pull_compression="auto")[:2] == [
+    both = {"compression": "auto", "pull_compression": "auto"}
+    assert of_servers(**both)[:2] == [
         "gradients may be sent as bf16, or as one bit a value, the rest later",
         "forward and backward may use weights rounded to fp16, or that change by one bit a value, the rest later",
     ]
-    own = of_servers(pull_compression="auto", mode="async")
-    assert "forward and backward may use weights rounded to fp16" in own, "nobody else has the same"
-
-
-SHARES = [
-    ({}, 1, "1 (on this node), 1.2 MB of parameters each"),
-    ({"servers": 2}, 2, "4 (2 on each of 2 nodes), 0 to 0.4 MB of parameters each"),
-    ({"servers": 2, "replication": 2}, 1, "2 (on this node), 1.2 MB of parameters each; each part is on 2 of them"),
-    (
-        {"endpoints": ["tcp://10.0.0.5:7700"], "coordinator": "tcp://10.0.0.1:7000", "security": "none"},
-        3,
-        "1 (dedicated), 1.2 MB of parameters each",
-    ),
-]
-
-
-def test_servers_say_which_share_each_holds():
-    """Three parameters of 0.4 MB, each whole in one slice."""
-    parameters = [(str(index), nn.Parameter(torch.zeros(100_000))) for index in range(3)]
-    optimizer = torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1)
-    for options, nodes, text in SHARES:
-        asked = ParameterServerStrategy(**options).options
-        counts = {"servers": asked.server_count(nodes), "replication": asked.replication}
-        specification = Specification.of(parameters, optimizer, 2, **counts)
-        assert asked.describe(specification, nodes) == [("mode", "sync"), ("servers", text)]
+    alone = of_servers(**both, mode="async")[3]
+    assert alone == "forward and backward may use weights rounded to fp16", "nobody else has the same"
 
 
 def test_small_normalised_microbatches_are_warned_of():
@@ -128,12 +93,9 @@ def test_small_normalised_microbatches_are_warned_of():
         warn_of_small_microbatches(NORMALISED, Split((28,), 8))
     with pytest.warns(UserWarning, match="BatchNorm normalises over 1 image: a batch of 3 is cut into 8"):
         warn_of_small_microbatches(NORMALISED, Split((3,), 8))
-
-
-@pytest.mark.filterwarnings("error")
-def test_others_are_not():
-    warn_of_small_microbatches(NORMALISED, Split((64,), 8))
-    warn_of_small_microbatches(PlainCNN(), Split((8,), 8))
+    with warnings.catch_warnings(action="error"):
+        warn_of_small_microbatches(NORMALISED, Split((64,), 8))
+        warn_of_small_microbatches(PlainCNN(), Split((8,), 8))
 
 
 @pytest.mark.parametrize("strategy", [HybridPipelineStrategy, ParameterServerStrategy])

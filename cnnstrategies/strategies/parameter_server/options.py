@@ -12,7 +12,6 @@ from torch.optim import SGD, Optimizer
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.security import check_endpoint, is_local
-from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import RunOptions, Specification, too_small, unknown_choices
 from cnnstrategies.strategies.differences import differences_of_replicas
 
@@ -23,7 +22,6 @@ PIPELINED_BYTES = 1 << 19  # of a slice, where each is made when its own pushes 
 MOST_HEARTBEAT, BEATS = 0.5, 20  # seconds; signs of life in a time-out
 AVERAGING = (1.0, 0.0)  # outer_lr and outer_momentum: the outer step ends at the mean of the workers' weights
 LEAST_SECONDS = 5.0  # for a server that gives signs of life to answer: it may be short of a processor
-MEGABYTE = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,19 +181,13 @@ class Options(RunOptions):
 
     # In words
 
-    def describe(self, specification: Specification, nodes: int) -> list[tuple[str, str]]:
-        """Mode, servers, and the part of the parameters that each of them holds."""
-        load = [0] * specification.servers
-        for part in cut(specification):
-            for server in part.servers:
-                load[server] += part.nbytes
-        least, most = (f"{bytes / MEGABYTE:.3g}" for bytes in (min(load), max(load)))
-        share = least if least == most else f"{least} to {most}"
+    def describe(self, nodes: int) -> list[tuple[str, str]]:
+        """Mode and servers."""
         if self.endpoints:
             where = "dedicated"
         else:
             where = f"{self.servers} on each of {nodes} nodes" if nodes > 1 else "on this node"
-        text = f"{specification.servers} ({where}), {share} MB of parameters each"
+        text = f"{self.server_count(nodes)} ({where})"
         if self.replication > 1:
             text += f"; each part is on {self.replication} of them"
         mode = self.mode + (f", staleness {self.staleness}" if self.mode == "ssp" else "")
@@ -216,7 +208,6 @@ class Options(RunOptions):
         Args:
             batch_size: Samples of a worker's batch; None where they are not known.
             accumulated: Batches that a worker makes an update from.
-            sees_gradients: The user's hooks that look at gradients.
         """
         lines = [*self._different_steps(batch_size, accumulated)] if workers > 1 else []
         if self.data_dispatch == "dynamic":

@@ -419,10 +419,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     def describe(self, batch_size: int | None) -> list[tuple[str, str]]:
         """Mode and servers, for a panel; there are none when the run does not train."""
-        if self.trainer.state.fn != TrainerFn.FITTING:
-            return []
-        shape = self.options.specification(self.module, self.optimizers[0], self.num_nodes, self.world_size)
-        return self.options.describe(shape, self.num_nodes)
+        return self.options.describe(self.num_nodes) if self.trainer.state.fn == TrainerFn.FITTING else []
 
     def differences(self, batch_size: int | None) -> list[str]:
         """What is different from one device, a line each; see :meth:`describe`."""
