@@ -104,9 +104,7 @@ class JoiningStrategy(ParameterServerStrategy):
 
     Attributes:
         leaving: Whether it was told to leave.
-        epochs: In how many it has taken part.
-        batches: That it has worked on.
-        samples: In these.
+        epochs: In how many it has taken part; so for ``batches`` and ``samples``.
     """
 
     def __init__(self, options: Options, address: RunAddress, place: Place) -> None:
@@ -190,7 +188,6 @@ class JoiningStrategy(ParameterServerStrategy):
 
         Raises:
             RunEnded: The run is over, or this process was told to leave.
-            ConfigurationError: The configuration is not the run's.
         """
         self._handle_signals()
         while self._stepper is None:

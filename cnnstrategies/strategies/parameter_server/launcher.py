@@ -86,7 +86,6 @@ class _Watching:
         """Start the coordinator, servers and ranks of this node, until the ranks have ended; nothing of them is left.
 
         Args:
-            training: Whether there is something for servers to do.
             method: How the others than ranks are started.
             start: Starts a rank, given its number on this node and how often it was started before.
             tick: Called many times a second.
@@ -120,15 +119,11 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Run a function on every rank.
-
-        Returns:
-            What it returned on rank 0.
+        """What a function returned on rank 0 of those that run it.
 
         Raises:
             RunEnded: The run could not go on; the message says who died.
             ProcessRaisedException: It raised on a rank.
-            ConfigurationError: A callback or an option of the trainer cannot do its work here.
         """
         check_start(self._start_method, self._strategy.root_device)
         training = self.check(trainer)
@@ -215,7 +210,6 @@ class WatchingScriptLauncher(_Watching, ScriptLauncher):
 
         Raises:
             SystemExit: In the process that has watched the ranks: it has nothing more to do.
-            ConfigurationError: A callback or an option of the trainer cannot do its work here.
         """
         training = self.check(trainer)
         if self.cluster_environment.creates_processes_externally:

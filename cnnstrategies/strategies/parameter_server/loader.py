@@ -22,9 +22,6 @@ from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 class ChunkSampler:
     """Yields those of a sampler's items whose positions are given out to this worker.
 
-    Args:
-        sampler: A batch sampler or sampler over a ``DistributedSampler``, which is asked for the items of all ranks.
-
     Attributes:
         epoch: That is given out.
         count: Its number of items.
@@ -61,7 +58,6 @@ class BatchDispatch:
     Attributes:
         seen: Batches of the present epoch that were worked on.
         processed: Those of them whose gradients have left.
-        has_loader: Whether this training has a loader already.
     """
 
     def __init__(self, strategy: CoordinatedStrategy) -> None:
@@ -97,9 +93,8 @@ class BatchDispatch:
 
     def progress(self, epoch: int) -> str:
         """What all have worked on, for rank 0, which saves it; called on every rank."""
-        return (
-            self._strategy.collectives.progress(epoch, self.processed) if self._strategy.membership is not None else ""
-        )
+        run = self._strategy
+        return "" if run.membership is None else run.collectives.progress(epoch, self.processed)
 
     def take(self, epoch: int) -> Chunk:
         """The next ones of an epoch."""

@@ -40,10 +40,8 @@ class Rendezvous:
     """Where a run's processes meet; the processes of a node read it from the environment.
 
     Attributes:
-        directory: For sockets and keys, where all processes are on one machine; private to their user.
-        key_file: The run's keys; None for no encryption.
-        supervised: Whether the processes are watched and restarted.
-        session: Number of the first session there.
+        directory: For sockets and keys; None where processes are on other machines, too.
+        key_file: None for no encryption.
         wait: Seconds in which all must be there.
     """
 
@@ -80,12 +78,7 @@ class Layout:
 def choose_rendezvous(
     options: Options, layout: Layout, session: int, supervised: bool = False, directory: str | None = None
 ) -> Rendezvous:
-    """Decide where the processes of a session meet.
-
-    Args:
-        supervised: Whether this process starts those of its node; then one node alone needs no network.
-        directory: That of the process that has started this one, if it has made one.
-    """
+    """Decide where the processes of a session meet, in the directory of whoever has started them if there is one."""
     if layout.nodes == 1 and options.coordinator is None:
         if directory is None:
             directory = str(make_run_directory() if supervised else machine_directory(layout))
@@ -126,12 +119,7 @@ def key_file_of(options: Options, coordinator: str) -> str | None:
 def open_supervision(
     options: Options, layout: Layout, place: Rendezvous, training: bool, method: StartMethod
 ) -> Supervision:
-    """Start this node's coordinator and servers.
-
-    Raises:
-        ConfigurationError: They may not open as many files as they will have connections, or start as many threads, or
-            another program listens where the coordinator is to.
-    """
+    """Start this node's coordinator and servers."""
     allow_threads(1 + layout.processes + options.servers)
     if layout.node == 0 and place.session == 0:  # A later session's waits for the one before to make room.
         _check_free(place.coordinator)
@@ -161,7 +149,11 @@ def open_supervision(
             elastic=elastic,
         )
         service = CoordinatorProcess(settings, place.key_file, place.directory, _journal(place) if again else None)
-        supervision.start(Watched(COORDINATOR, 0, partial(_start_coordinator, service, method), again))
+
+        def start_coordinator(incarnation: int) -> Handle:
+            return start(replace(service, follows=incarnation > 0), method)
+
+        supervision.start(Watched(COORDINATOR, 0, start_coordinator, again))
     if servers and not options.endpoints:
         for index in range(options.servers):
             identity = layout.node * options.servers + index
@@ -188,10 +180,6 @@ def _journal(place: Rendezvous) -> str:
     """The file of a coordinator that may be started again, which goes on with it: in a directory of this machine."""
     directory = place.directory or _shared_directory(place.coordinator)
     return f"{directory}/coordinator-{place.session}.journal"
-
-
-def _start_coordinator(service: CoordinatorProcess, method: StartMethod, incarnation: int) -> Handle:
-    return start(replace(service, follows=incarnation > 0), method)
 
 
 def _start_server(options: Options, place: Rendezvous, identity: int, method: StartMethod, incarnation: int) -> Handle:
@@ -269,12 +257,7 @@ class Sessions:
         return (self._launches - 1) * OF_A_LAUNCH
 
     def open(self, options: Options, layout: Callable[[], Layout], training: bool) -> Rendezvous:
-        """Where the next session of this rank meets; the nodes are asked for once torchrun's store is out of the way.
-
-        Raises:
-            RunEnded: A rank is gone, and no launcher brings it back.
-            ConfigurationError: It trains with dedicated servers that have ended with an earlier session.
-        """
+        """Where this rank's next session meets; the nodes are asked for once torchrun's store is out of the way."""
         published = Rendezvous.published()
         opened, self._opened = self._opened, self._opened + 1
         if published is not None and opened == 0:

@@ -172,13 +172,9 @@ class Alive:
 
 
 def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int) -> dict[str, Any]:
-    """Where training stands, at the first batch of an epoch: counters, schedulers, callbacks, learning rates.
-
-    The parameters and the optimizer's state are the servers'.
+    """Where training stands, at the first batch of an epoch; parameters and the optimizer's state are the servers'.
 
     Args:
-        trainer: The trainer.
-        optimizer: The user's.
         own_steps: In mode ``local``, those since the last outer step: a newcomer counts on from there.
     """
     callbacks = {}
