@@ -4,10 +4,11 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.api import Worker
-from cnnstrategies.paramserver.combiner.board import NEVER, Board, StepSum
+from cnnstrategies.paramserver.combiner.board import NEVER, Board
 from cnnstrategies.paramserver.core.view import RemovedError, ServersUnreachableError
 from cnnstrategies.paramserver.drivers.staging import staging_for
 from cnnstrategies.paramserver.worker.codecs import Codecs
@@ -23,7 +24,6 @@ class CombinedWorker:
     still on the boards. Steps that the servers have made meanwhile are left out.
 
     Args:
-        rank: This worker's.
         boards: Of the node's workers, by rank; its own among them.
         parameters: The parameters in the specification's order; new values are written into them, in place.
         connect: Connects to the servers; given what to call with each parameter that has come, and its value.
@@ -58,11 +58,15 @@ class CombinedWorker:
         self._exact = False  # Values that come are those that the servers have, not rounded.
         self._first_state: tuple[Mapping[str, Any] | None] | None = None
         self._left_out = 0  # batches, of steps that were made without this node
-        self._begun: tuple[Sequence[Mapping[str, Any]], float] = ((), 0.0)
+        self._groups: Sequence[Mapping[str, Any]] = ()
+        self._samples = 0.0  # that the own gradients are means of
         self._given: set[int] = set()
-        self._sum: StepSum | None = None
+        self._summed = NEVER  # the step whose sum one that leads pushes
+        self._gradients: dict[int, Tensor] = {}  # its own ones
+        self._weights: dict[int, float] | None = None  # of the others in its step, once all have begun it
+        self._open: dict[int, None] = {}  # what is to be pushed, in the order in which it came
+        self._sums: list[Tensor | None] = [None] * len(parameters)  # memory, kept from step to step
         self._staging = staging_for(parameters)
-        self._sums: list[Tensor | None] = [None] * len(parameters)
         self._counters = Counters()
         self._waited = 0.0  # seconds, for the node's other workers
 
@@ -101,12 +105,7 @@ class CombinedWorker:
     stand_in = initialise
 
     def join(self) -> int:
-        """Take part from the step on that the node begins with, in :attr:`step`; the parameters are those of it.
-
-        Raises:
-            ServersUnreachableError: A server does not answer.
-            RunEnded: The run is over.
-        """
+        """Take part from the step on that the node begins with, in :attr:`step`; the parameters are those of it."""
         self._look()
         if self._engine is None:
             # The servers wait some seconds for whoever they do not know. And who cannot reach them should say so now.
@@ -136,11 +135,12 @@ class CombinedWorker:
         self.wait_all()
         if self._left_out:
             return
-        self._begun = groups, samples
+        self._groups, self._samples = groups, samples
         self._given.clear()
         self._counters.samples += samples
         if self._engine is not None:
-            self._add_up(self.step, {}).advance(self._engine)
+            self._begin_sum(self.step, {})
+            self._push_sums(self._engine)
         else:
             self._own.begin(self.step, samples)
 
@@ -159,9 +159,9 @@ class CombinedWorker:
             self._own.give(index, gradient, self.step)
             self._given.add(index)
             return
-        assert self._sum is not None, "push before begin_step"
-        self._sum.add(index, gradient)
-        self._sum.advance(self._engine)
+        self._gradients[index] = gradient
+        self._open[index] = None
+        self._push_sums(self._engine)
 
     def _give_fetched(self, wait: bool = False) -> None:
         """Give the gradients that have come from the device."""
@@ -180,36 +180,70 @@ class CombinedWorker:
         if self._engine is None:
             self._own.end(self.step)
         else:
-            self._finish()
+            self._finish(self._engine)
         self.step += 1
         self._exact = False
 
-    def _add_up(self, step: int, own: dict[int, Tensor]) -> StepSum:
-        """Begin a step's sum, for the leader."""
-        self._sum = StepSum(step, *self._begun, own, self._others, self._alive, self._sums)
-        return self._sum
+    # The sum of a step, of one that leads
 
-    def _finish(self) -> None:
-        """Wait for the others' gradients, and push the rest."""
-        assert self._engine is not None
-        assert self._sum is not None, "end_step before begin_step"
-        self._sum.end()
-        while not self._sum.advance(self._engine):
+    def _begin_sum(self, step: int, own: dict[int, Tensor]) -> None:
+        """Begin a step's sum, of which some own gradients are there."""
+        self._summed, self._gradients = step, own
+        self._weights = None
+        self._open = dict.fromkeys(own)
+
+    def _push_sums(self, engine: Worker) -> bool:
+        """Push what all have given by now; whether nothing is open."""
+        others = {rank: self._others[rank] for rank in self._alive() if rank in self._others}
+        if self._weights is None:
+            if any(board.begun < self._summed for board in others.values()):
+                return False
+            self._weights = {rank: board.samples for rank, board in others.items()}
+            engine.begin_step(self._groups, self._samples + sum(self._weights.values()))
+        give_more = [board for board in others.values() if board.ended < self._summed]
+        for index in list(self._open):
+            if all(board.has_given(index, self._summed) for board in give_more):
+                del self._open[index]
+                mean = self._mean(index, others.keys(), self._weights)
+                if mean is not None:
+                    engine.push(index, mean)
+        return not self._open
+
+    def _mean(self, index: int, alive: Collection[int], weights: Mapping[int, float]) -> Tensor | None:
+        """The mean gradient of a parameter, weighted by samples; None if nobody has one.
+
+        A worker that dies in the step takes part with the gradients that it has given.
+        """
+        given = {rank: own for rank, own in weights.items() if self._others[rank].has_given(index, self._summed)}
+        # Who lives and has no gradient counts as one of zeros, as in the mean over the workers of a run.
+        total = self._samples + sum(weight for rank, weight in weights.items() if rank in alive or rank in given)
+        parts = [(self._samples, self._gradients[index].to("cpu"))] if index in self._gradients else []
+        parts += [(weight, self._others[rank].gradients[index]) for rank, weight in sorted(given.items())]
+        if not parts:
+            return None
+        if parts[0][0] == total:
+            return parts[0][1]
+        mean = self._sums[index]
+        if mean is None:
+            mean = self._sums[index] = torch.empty_like(parts[0][1], memory_format=torch.contiguous_format)
+        torch.mul(parts[0][1], parts[0][0] / total, out=mean)
+        for weight, gradient in parts[1:]:
+            mean.add_(gradient, alpha=weight / total)
+        return mean
+
+    def _finish(self, engine: Worker) -> None:
+        """Wait for the others' gradients, and push the rest: also those that only others have."""
+        self._open.update(dict.fromkeys(index for index in range(len(self._sums)) if index not in self._gradients))
+        while not self._push_sums(engine):
             self._look()
             self._rest()
-        self._engine.end_step()
-        self._sum = None
+        engine.end_step()
+        self._gradients = {}
 
     # Waiting
 
     def wait(self, index: int) -> None:
-        """Wait until one parameter is up to date.
-
-        Raises:
-            ServersUnreachableError: A server does not answer.
-            RemovedError: This worker was taken for dead.
-            RunEnded: The run is over.
-        """
+        """Wait until one parameter is up to date."""
         while self._engine is None and self._has[index] < self._mark:
             if not self._take(index):
                 self._look()
@@ -301,8 +335,8 @@ class CombinedWorker:
         if self.step == step + 1:
             # The servers have not made the step whose gradients all workers of the node have given, or will.
             own = {index: self._own.gradients[index] for index in self._given}
-            self._add_up(step, own)
-            self._finish()
+            self._begin_sum(step, own)
+            self._finish(self._engine)
             self._exact = False
         else:
             self._go_on_with(step)
