@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import zmq
 from simulation.traces import Cue, Cues, name
 from torch import Tensor, nn
 
@@ -30,8 +31,9 @@ from cnnstrategies.paramserver.drivers.control import Line
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.drivers.links import Links
 from cnnstrategies.paramserver.drivers.server import ServerService
+from cnnstrategies.paramserver.drivers.sockets import reconnect
 from cnnstrategies.paramserver.membership import Membership
-from cnnstrategies.paramserver.messages import SERVER, Parcel
+from cnnstrategies.paramserver.messages import Parcel
 from cnnstrategies.paramserver.services import (
     SPECIFICATION,
     CoordinatorProcess,
@@ -52,6 +54,7 @@ SLICE = 8  # elements
 TIMEOUT = 40.0  # seconds: no trace waits for it, however slow the machine
 HEARTBEAT = 0.1
 PAUSE = 0.3  # seconds of a process that is stopped
+LEAVES = 0.2  # seconds in which what was sent last has left
 _context = multiprocessing.get_context("fork")
 
 
@@ -63,32 +66,28 @@ class Player:
         self._all = list(cues)
         self._cues = Cues([cue for cue in cues if cue.who == who])
         self._directory = directory
+        self._connected: dict[str, zmq.Socket[bytes]] = {}
 
-    def play(
-        self, kind: str, to: str, send: Callable[[], None], cut: Callable[[], None], drain: Callable[[], None]
-    ) -> None:
-        """Send a message, or do what is to happen when it is sent.
-
-        Args:
-            kind: Its kind.
-            to: Its receiver.
-            send: Sends it.
-            cut: Makes the connection to the receiver anew, without what was sent.
-            drain: Waits until all that was sent has left this process.
-        """
+    def fate(self, kind: str, to: str) -> str:
+        """What is to happen when a message is sent; mostly nothing."""
         cue = self._cues.sends(self._who, kind, to)
-        fate = "" if cue is None else cue.moment.kind
-        if cue is not None:
-            (self._directory / f"met {self._all.index(cue)}").touch()
+        if cue is None:
+            return ""
+        (self._directory / f"met {self._all.index(cue)}").touch()
+        return cue.moment.kind
+
+    def play(self, fate: str, to: str, send: Callable[[], None]) -> None:
+        """Send a message, or do what is to happen instead."""
         if fate == "last":
             send()
-            drain()
+            time.sleep(LEAVES)
         if fate in ("kill", "last"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif fate == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fate == "cut":
-            cut()
+            place = to.replace(" ", "-")
+            reconnect([socket for endpoint, socket in self._connected.items() if f"/{place}" in endpoint][-1])
         if fate not in ("lost", "cut"):
             send()
 
@@ -98,44 +97,43 @@ class Player:
         """Stand between the roles of this process and its sockets."""
         # As at any other interval, but a test need not wait for it.
         worker_role.PROBE_SECONDS = 0.1
+        connect = zmq.Socket.connect
         act, send, say, tell = ServerService.act, Links.send, Line.send, CoordinatorService.send
+
+        def note(socket: zmq.Socket[bytes], endpoint: str) -> Any:
+            self._connected[endpoint] = socket
+            return connect(socket, endpoint)
 
         def of_server(service: ServerService, effects: Any) -> None:
             for effect in effects:
-                one = partial(act, service, [effect])
                 if isinstance(effect, Parcel):
-                    to = _server(effect.to) if isinstance(effect.to, int) else _worker(service, effect.to)
-                    cut: Any = partial(service.cut, effect.to)  # type: ignore[arg-type]
-                    self.play(effect.header.kind.name, to, one, cut, service.drain)
+                    to = f"server {effect.to}" if isinstance(effect.to, int) else _worker(service, effect.to)
+                    fate = self.fate(effect.header.kind.name, to)
+                    one = effect._replace(wait=effect.wait and not fate)
+                    self.play(fate, to, partial(act, service, [one]))
                 else:
-                    one()
+                    act(service, [effect])
 
         def of_worker(links: Links, parcels: Any) -> None:
             for parcel in parcels:
-                one, cut = partial(send, links, [parcel]), partial(links.cut, parcel.to)
-                self.play(parcel.header.kind.name, _server(parcel.to), one, cut, links.drain)
+                to = f"server {parcel.to}"
+                fate = self.fate(parcel.header.kind.name, to)
+                one = parcel._replace(wait=parcel.wait and not fate)
+                self.play(fate, to, partial(send, links, [one]))
 
         def of_member(line: Line, message: Any) -> None:
-            self.play(message.kind, COORDINATOR, partial(say, line, message), line.cut, line.drain)
+            self.play(self.fate(message.kind, COORDINATOR), COORDINATOR, partial(say, line, message))
 
         def of_coordinator(service: CoordinatorService, peer: Any, message: Any) -> None:
-            self.play(message.kind, name(peer), partial(tell, service, peer, message), _no_cut, service.drain)
+            self.play(self.fate(message.kind, name(peer)), name(peer), partial(tell, service, peer, message))
 
+        zmq.Socket.connect = note  # type: ignore[method-assign]
         ServerService.act, Links.send = of_server, of_worker  # type: ignore[method-assign]
         Line.send, CoordinatorService.send = of_member, of_coordinator  # type: ignore[method-assign]
 
 
-def _server(number: int | bytes) -> str:
-    assert isinstance(number, int)
-    return f"server {number & ~SERVER}"
-
-
-def _worker(service: ServerService, route: bytes) -> str:
+def _worker(service: ServerService, route: Any) -> str:
     return next(f"worker {worker}" for worker, known in service.role.routes.items() if known == route)
-
-
-def _no_cut() -> None:
-    raise AssertionError("who has connected cuts")
 
 
 # The run
@@ -146,10 +144,8 @@ class Plan:
     """A run.
 
     Attributes:
-        restarts: How often each process that is killed is started again.
-        coordinates: How often the coordinator is.
+        restarts: How often each process that is killed is started again; the coordinator: `coordinates`.
         returns: Whether one of these is a worker other than rank 0, for which the others wait by themselves.
-        mode: Of the specification, as are the others.
     """
 
     workers: int = 2
@@ -208,14 +204,7 @@ def expected(plan: Plan, members: Callable[[int], Sequence[int]]) -> list[Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How it went.
-
-    Attributes:
-        values: Of the workers that came to the end, the parameters.
-        errors: Of the others that lived, what they were told.
-        output: What the processes printed.
-        times: When each worker began, had made each step, and had left.
-    """
+    """How it went: of workers that came to the end the parameters and their times, of others what they were told."""
 
     values: dict[int, list[Tensor]]
     errors: dict[int, str]

@@ -146,14 +146,6 @@ class Line:
                 found.append(parse(sockets.take(self._socket, routed=False)[1].buffer))
         return found
 
-    def cut(self) -> None:
-        """Make the connection anew: what is on its way is lost."""
-        sockets.reconnect(self._socket)
-
-    def drain(self) -> None:
-        """Wait until all that was sent has left, and send no more."""
-        self._context.destroy(sockets.DRAIN_MS)
-
     def close(self) -> None:
         """Close the connection; what was sent last has a moment to leave."""
         self._socket.close()

@@ -18,7 +18,7 @@ from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.window import WATCHER
 from cnnstrategies.paramserver.core.node import Call, ControlError, End, Message, Peer
 from cnnstrategies.paramserver.drivers.control import DESK, LARGEST_MESSAGE, Loop, encode, parse, parse_checked
-from cnnstrategies.paramserver.drivers.sockets import DRAIN_MS, allow_files, files_of_coordinator, key_of, secure, take
+from cnnstrategies.paramserver.drivers.sockets import allow_files, files_of_coordinator, key_of, secure, take
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 
 BIND_SECONDS = 60.0  # for a coordinator of an earlier session to make room
@@ -154,10 +154,6 @@ class CoordinatorService:
 
     def _end(self, end: End) -> None:
         self._stopped = True
-
-    def drain(self) -> None:
-        """Wait until all that was sent has left, and send no more."""
-        self._context.destroy(DRAIN_MS)
 
     def close(self) -> None:
         """Close the socket."""

@@ -9,7 +9,6 @@ import zmq
 
 from cnnstrategies.paramserver.core.view import ServerInfo, View, ViewSource
 from cnnstrategies.paramserver.drivers.sockets import (
-    DRAIN_MS,
     IO_THREADS,
     Bundle,
     Context,
@@ -17,7 +16,6 @@ from cnnstrategies.paramserver.drivers.sockets import (
     Socket,
     client_socket,
     largest_frame,
-    reconnect,
 )
 from cnnstrategies.paramserver.messages import LARGEST_JSON, Bounds, Header, InvalidMessageError, Parcel, unpack
 from cnnstrategies.paramserver.security import KeyPair
@@ -92,16 +90,6 @@ class Links:
         socket = self._links.pop(server).socket
         self._poller.unregister(socket)
         socket.close(linger=0)
-
-    def cut(self, server: int) -> None:
-        """Make the connection to a server anew: what is on its way is lost."""
-        reconnect(self._links[server].socket)
-
-    def drain(self) -> None:
-        """Wait until all that was sent has left, and send no more."""
-        for link in self._links.values():
-            link.bundle.flush()
-        self._context.destroy(DRAIN_MS)
 
     def send(self, parcels: Iterable[Parcel]) -> None:
         """Send some messages."""

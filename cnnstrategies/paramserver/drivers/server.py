@@ -13,7 +13,6 @@ import zmq
 from cnnstrategies.paramserver.core.node import End
 from cnnstrategies.paramserver.core.view import RunEnded, ServerInfo, View, ViewSource
 from cnnstrategies.paramserver.drivers.sockets import (
-    DRAIN_MS,
     IO_THREADS,
     Bundle,
     Context,
@@ -25,7 +24,6 @@ from cnnstrategies.paramserver.drivers.sockets import (
     client_socket,
     files_of_server,
     largest_frame,
-    reconnect,
     server_socket,
 )
 from cnnstrategies.paramserver.messages import (
@@ -195,16 +193,6 @@ class ServerService:
                 dealer = client_socket(self._context, info, self._keys, self._largest, self._specification.timeout)
                 self._dealers[server] = info, dealer
                 self._bundles[server] = Bundle(dealer)
-
-    def cut(self, server: int) -> None:
-        """Make the connection to another server anew: what is on its way there is lost."""
-        reconnect(self._dealers[server][1])
-
-    def drain(self) -> None:
-        """Wait until all that was sent has left, and send no more."""
-        for bundle in self._bundles.values():
-            bundle.flush()
-        self._context.destroy(DRAIN_MS)
 
     # Messages
 

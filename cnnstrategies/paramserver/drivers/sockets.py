@@ -71,7 +71,6 @@ MOST_TOGETHER, BUNDLE_BYTES = 32, 1 << 19
 MOST_OPEN = 1 << 12  # headers that are kept for payloads: of connections that ended there, too
 SLOWEST = 1_250_000  # bytes per second that a connection has at least: 10 Mbit/s
 IO_THREADS = 2  # of libzmq in each process: one copies for one connection while the other does for another
-DRAIN_MS = 10_000  # for what was sent, to leave
 THREADS = 8  # of a process with its own, libzmq's and torch's, about
 OWN_FILES = 256  # of a process besides its connections: its program, its data, libzmq's own
 
