@@ -12,10 +12,9 @@ from cnnstrategies.paramserver.compression import check_length, decode
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
 from cnnstrategies.paramserver.server.clocks import RollCall, StaleClock
-from cnnstrategies.paramserver.server.pushes import Begin
+from cnnstrategies.paramserver.server.pushes import TOGETHER_BYTES, Begin
 from cnnstrategies.paramserver.server.shard import Pull, Shard
 from cnnstrategies.paramserver.server.store import Who, check_absent
-from cnnstrategies.paramserver.server.updater import TOGETHER_BYTES
 from cnnstrategies.paramserver.specification import Specification
 
 

@@ -19,11 +19,10 @@ from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import Header, InvalidMessageError, Kind
 from cnnstrategies.paramserver.server.clocks import RollCall, SyncClock
 from cnnstrategies.paramserver.server.decision import Decision, Entry, Reports
-from cnnstrategies.paramserver.server.pushes import Backlog, Begin
+from cnnstrategies.paramserver.server.pushes import Backlog, Begin, Updater
 from cnnstrategies.paramserver.server.senders import Outbox
 from cnnstrategies.paramserver.server.shard import Shard
 from cnnstrategies.paramserver.server.store import Who
-from cnnstrategies.paramserver.server.updater import Updater
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 
