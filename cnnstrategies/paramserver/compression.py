@@ -47,9 +47,6 @@ def from_bytes(payload: memoryview, dtype: torch.dtype) -> Tensor:
 class Encoder:
     """Encodes the gradients of one slice; remembers what it left out and adds it to the next.
 
-    Args:
-        ratio: Share of the elements that ``topk`` sends; at least one.
-
     Attributes:
         encoding: Of the next gradient. It may change: what was left out before is in the next one all the same.
         left_out: What was left out so far; None for nothing.
@@ -76,13 +73,7 @@ class Encoder:
 
 
 def compress(wanted: Tensor, encoding: Encoding, ratio: float) -> memoryview:
-    """A payload with a part of what some flat float32 numbers say.
-
-    Args:
-        wanted: The numbers.
-        encoding: `TOPK` or `ONEBIT`.
-        ratio: Share of the elements that top-k sends; at least one.
-    """
+    """A payload, `TOPK` or `ONEBIT`, with a part of what some flat float32 numbers say; top-k sends at least one."""
     if encoding == Encoding.TOPK:
         indices = largest(wanted.abs(), max(1, round(ratio * wanted.numel())))
         payload = np.concatenate(
@@ -101,11 +92,8 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:
     """Where the largest elements are, in rising order.
 
     Among many elements those are selected that reach a bound which a sample gives (Lin et al., "Deep Gradient
-    Compression", 2018); the result is that of a selection among all, but for which of equal elements it takes.
-
-    Args:
-        magnitudes: Flat; one that is no number counts as the largest.
-        count: How many; from 1 to all.
+    Compression", 2018); the result is that of a selection among all, but for which of equal elements it takes. Of
+    the flat magnitudes one that is no number counts as the largest; the count is from 1 to all.
     """
     total = magnitudes.numel()
     sample = magnitudes[:: total // SAMPLE | 1]
@@ -130,11 +118,7 @@ def rounded(values: Tensor, encoding: Encoding) -> Tensor:
 
 
 def check_length(length: int, encoding: Encoding, numel: int, dtype: torch.dtype) -> None:
-    """Refuse a payload whose size does not fit.
-
-    Raises:
-        InvalidMessageError: It cannot hold a gradient of `numel` elements in this encoding.
-    """
+    """Refuse a payload whose size does not fit."""
     if encoding == Encoding.DENSE:
         fits = length == numel * dtype.itemsize
     elif encoding == Encoding.NOTHING:
@@ -152,14 +136,7 @@ def check_length(length: int, encoding: Encoding, numel: int, dtype: torch.dtype
 def decode(payload: memoryview, encoding: Encoding, numel: int, dtype: torch.dtype) -> Tensor:
     """The gradient in a payload, flat; it may lie on the payload's memory.
 
-    Args:
-        payload: Of a length that :func:`check_length` accepts.
-        encoding: Its encoding, not `NOTHING`.
-        numel: Elements of the slice.
-        dtype: Of the slice's elements.
-
-    Raises:
-        InvalidMessageError: Indices are out of range or not in rising order.
+    :func:`check_length` accepts the length, and the encoding is not `NOTHING`.
     """
     if encoding == Encoding.DENSE:
         return from_bytes(payload, dtype)

@@ -2,7 +2,8 @@
 
 A message is the header (little-endian, 72 bytes) and then the payload. A frame holds one or several, one after the
 other; a payload that is not small is the whole next frame. A payload may begin with a JSON object of `Header.meta`
-bytes. Everything is checked before it is used, and a message that fails a check is dropped as a whole.
+bytes. Everything is checked before it is used: what fails raises an :class:`InvalidMessageError`, and the message is
+dropped as a whole.
 """
 
 import json
@@ -85,17 +86,11 @@ class Header(NamedTuple):
     """The fixed part of a message.
 
     Attributes:
-        kind: What it is.
         sender: Id of the worker, or `SERVER` plus that of the server.
-        session: `Specification.session`.
         sequence: Grows with each message of the sender: an old one is a replay. From one server to another it grows by
             one, so that a gap shows what was lost.
-        encoding: How the payload holds numbers.
         incarnation: Of the worker; from a server the number of the view that it follows.
-        key: Number of the slice.
-        length: Bytes of the payload.
         meta: Bytes of the JSON object at the payload's start.
-        step: The step it belongs to.
         base: Depends on the kind: a view's number, a version, a count, the worker whose update is relayed, which values
             are pulled, or of a step that begins how they will be.
         weight: Samples, or a norm, or a factor, or the version that a relayed update leads to; of a pulled slice what
@@ -130,12 +125,7 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a receiver accepts at most, known before the first message.
-
-    Attributes:
-        payload: Bytes of a payload.
-        slices: Number of slices.
-    """
+    """What a receiver accepts at most: bytes of a payload, and slices; known before the first message."""
 
     payload: int
     slices: int
@@ -185,11 +175,7 @@ def pack_json(values: dict[str, Any]) -> bytes:
 
 
 def unpack_json(payload: memoryview, header: Header) -> dict[str, Any]:
-    """The JSON object at the start of a payload.
-
-    Raises:
-        InvalidMessageError: There is none.
-    """
+    """The JSON object at the start of a payload."""
     try:
         values = json.loads(str(payload[: header.meta], "utf-8"))
     except (ValueError, RecursionError):
@@ -217,11 +203,7 @@ def compose(
 
 
 def fields_of(payload: memoryview, header: Header) -> Message:
-    """The JSON object at the start of a payload, to be read field by field.
-
-    Raises:
-        InvalidMessageError: There is none; of the methods, ``ControlError``.
-    """
+    """The JSON object at the start of a payload, to be read field by field."""
     return Message(header.kind.name, unpack_json(payload, header))
 
 
@@ -231,11 +213,7 @@ def pack_keys(keys: Sequence[int]) -> bytes:
 
 
 def unpack_keys(payload: memoryview) -> list[int]:
-    """The inverse of :func:`pack_keys`.
-
-    Raises:
-        InvalidMessageError: It is of another size.
-    """
+    """The inverse of :func:`pack_keys`."""
     if len(payload) % 4:
         raise InvalidMessageError("keys of another size")
     keys: list[int] = np.frombuffer(payload, "<u4").tolist()
@@ -247,7 +225,6 @@ class Parcel(NamedTuple):
 
     Attributes:
         to: A server's id; or the route over which a worker was last heard.
-        header: The message's.
         payload: Its memory is read later, when it leaves.
         wait: It may wait for the next ones to the same peer.
     """
@@ -259,12 +236,7 @@ class Parcel(NamedTuple):
 
 
 class Say(NamedTuple):
-    """Tell whoever looks after the run.
-
-    Attributes:
-        text: What.
-        urgent: Whether nobody may miss it.
-    """
+    """Tell whoever looks after the run; what is urgent nobody may miss."""
 
     text: str
     urgent: bool

@@ -126,11 +126,7 @@ def pack_state(name: str, value: StateValue) -> tuple[dict[str, Any], bytes]:
 
 
 def unpack_state(described: dict[str, Any], raw: memoryview) -> tuple[str, StateValue]:
-    """The inverse of :func:`pack_state`, on memory of its own.
-
-    Raises:
-        InvalidMessageError: It describes nothing that fits the bytes.
-    """
+    """The inverse of :func:`pack_state`, on memory of its own."""
     name = described.get("name")
     if not isinstance(name, str) or len(name) > LARGEST_NAME:
         raise InvalidMessageError("a state without a name")
@@ -153,11 +149,7 @@ def unpack_state(described: dict[str, Any], raw: memoryview) -> tuple[str, State
 
 
 def check_part(name: str, state: Collection[str], slice_: Slice) -> None:
-    """Refuse a state of a part that a slice does not have, and one beside more of them than it may have.
-
-    Raises:
-        InvalidMessageError: So it is.
-    """
+    """Refuse a state of a part that a slice does not have, and one beside more of them than it may have."""
     place, slash, _ = name.partition("/")
     if not (slash and place.isdecimal() and place.isascii() and int(place) < len(slice_.parts)):
         raise InvalidMessageError("a state of a part that its slice does not have")

@@ -56,13 +56,6 @@ class FusedOptimizer:
     Those that are updated together cost one call of its ``step``, whose fixed costs outweigh a small parameter's own.
     Where the user leaves open which of torch's implementations is used it is the fused one, which reads and writes
     memory once: on one core 1.5 (SGD with momentum) to 2.4 times (Adam) as fast for 2 MiB, more for small ones.
-
-    Args:
-        parameters: Updated in place.
-        options: The group's hyper-parameters.
-
-    Attributes:
-        optimizer: torch's.
     """
 
     def __init__(self, kind: type[Optimizer], parameters: Sequence[nn.Parameter], options: Mapping[str, Any]) -> None:

@@ -20,12 +20,9 @@ SLICES_OF_A_SERVER = 4  # that small parameters leave at least, where there are 
 
 @dataclass(frozen=True)
 class Part:
-    """A range of a flattened parameter.
+    """A range of a flattened parameter, from `start` up to `stop`.
 
     Attributes:
-        parameter: Index of the parameter.
-        start: First element.
-        stop: One past the last element.
         shape: ``(stop - start,)``, or the parameter's own shape where the optimizer needs whole tensors.
     """
 
@@ -45,8 +42,7 @@ class Slice:
     """What is pushed, updated and pulled as one: a part of a parameter, or some small ones of one parameter group.
 
     Attributes:
-        parts: What lies in it, one after the other.
-        sizes: Elements of each part.
+        parts: What lies in it, one after the other, of so many elements: `sizes`.
         servers: Ids of the servers that hold it, the first choice for its primary first.
     """
 

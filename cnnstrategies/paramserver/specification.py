@@ -296,11 +296,7 @@ LARGEST_OPTION = 1e30
 
 
 def check_options(options: Any, groups: Sequence[Group]) -> Options:
-    """The hyper-parameters of each parameter group that a message brings, if they are of the groups' form.
-
-    Raises:
-        InvalidMessageError: They are not.
-    """
+    """The hyper-parameters of each parameter group that a message brings, if they are of the groups' form."""
     if not _alike(options, [group.options for group in groups]):
         raise InvalidMessageError("hyper-parameters of other parameter groups")
     checked: Options = options

@@ -27,9 +27,6 @@ class Request:
     """One that is not answered.
 
     Attributes:
-        message: What was sent.
-        call: What it is for.
-        asked: When.
         progress: When the other end has last said something of it.
         blames: Who the other end waits for before it answers.
     """
@@ -42,11 +39,9 @@ class Request:
 
 
 class Asking:
-    """The asking end of the requests to one peer.
+    """The asking end of the requests to one peer; all messages have some `common` fields.
 
     Args:
-        peer: Who is asked.
-        common: Fields of every message.
         most: Seconds between two probes, once there were some.
     """
 
@@ -76,11 +71,7 @@ class Asking:
         return [Send(self.peer, message), Timer(TIMER, now + self._interval)]
 
     def on_reply(self, now: float, message: Message) -> tuple[Request | None, Effects]:
-        """Take a reply: the request that it ends, if it ends one, and what is to be done.
-
-        Raises:
-            ControlError: It has other fields.
-        """
+        """Take a reply: the request that it ends, if it ends one, and what is to be done."""
         if message.kind == HELD:
             for number, blames in zip(message.integers("ids"), _blames(message), strict=False):
                 if number in self.open:
@@ -164,11 +155,7 @@ class Answering:
         self._sides: dict[Peer, _Side] = {}
 
     def take(self, sender: Peer, message: Message) -> tuple[bool, Effects]:
-        """Whether a request is new and to be handled, and what is to be done if it is not.
-
-        Raises:
-            ControlError: It has no number.
-        """
+        """Whether a request is new and to be handled, and what is to be done if it is not."""
         floor = message.integer("floor")
         side = self._sides.setdefault(sender, _Side())
         side.rise(floor)
