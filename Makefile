@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EXTRAS ?= test,docs
 
-.PHONY: quickstart test test-cluster test-ray test-extras test-zoo test-gpu test-portable test-bounds fuzz-pipeline ends-pipeline mutants simulate long-run faults lint types docs check clean
+.PHONY: quickstart test test-cluster test-ray test-extras test-zoo test-gpu test-portable test-bounds fuzz-pipeline ends-pipeline mutants simulate faults lint types docs check clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/cnnstrategies fit --config quickstart
@@ -101,11 +101,6 @@ FIRST ?= 0
 PROCESSES ?= $(shell nproc)
 simulate: $(INSTALLED)
 	PYTHONPATH=tests/paramserver $(BIN)/python -m simulation.run --first $(FIRST) --seeds $(SEEDS) --processes $(PROCESSES)
-
-# The same without stopping at a seed that fails.
-long-run: $(INSTALLED)
-	PYTHONPATH=tests/paramserver $(BIN)/python -m simulation.run --brief --keep-going \
-		--first $(FIRST) --seeds $(SEEDS) --processes $(PROCESSES)
 
 # Runs of the command line under a parameter server, each with one process killed or stopped at a random moment, and as
 # many runs over connections that change bytes, break, fall silent and are slow; some minutes for 200 of each on a

@@ -10,11 +10,11 @@ from types import FrameType
 from typing import Any
 
 import pytest
-import test_traces
 import torch
 from conftest import ROOT
 from lightning.pytorch import Callback, Trainer
 from simulation import traces
+from simulation.run import play
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -93,7 +93,7 @@ def test_the_life_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def simulated(text: str) -> Callable[[], Any]:
     (trace,) = traces.read(text)
-    return lambda: test_traces.simulate(trace)
+    return lambda: play(trace)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The workers' side of the servers: what they push, wait for and take for values."""
 
-import test_data_simulation
+import test_simulation
 import test_staging
 import test_sync
 from mutants.faulty import removes, replaces
@@ -11,7 +11,7 @@ from cnnstrategies.paramserver.worker.outgoing import Outgoing
 from cnnstrategies.paramserver.worker.pulls import Pulls
 from cnnstrategies.paramserver.worker.worker import WorkerRole
 
-HUNDRED_RUNS = test_data_simulation.test_nothing_is_violated
+HUNDRED_RUNS = test_simulation.test_workers_and_servers_violate_nothing
 
 
 @replaces(Pulls.take, killed_by=HUNDRED_RUNS)

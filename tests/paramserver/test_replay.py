@@ -9,7 +9,6 @@ import torch
 from replay import EPOCH, STEPS, Outcome, Places, Plan, expected, replay
 from simulation import traces
 from simulation.traces import Trace
-from test_traces import of
 
 
 def the_weights_are_those_of_one_process(plan: Plan, outcome: Outcome, exactly: str | None) -> None:
@@ -56,7 +55,7 @@ PROMISES: dict[str, Callable[..., None]] = {
 }
 
 
-@pytest.mark.parametrize("trace", of("processes"), ids=str)
+@pytest.mark.parametrize("trace", traces.of("processes"), ids=str)
 def test_what_was_promised_holds(trace: Trace, tmp_path: Path) -> None:
     plan = traces.plan(Plan, trace.plan)
     outcome = replay(plan, trace.cues, Places(tmp_path))

@@ -1,52 +1,99 @@
-"""The coordinator and its members in virtual time, with faults: the code that runs is the code that is simulated."""
+"""The parameter server in virtual time, with faults: the code that runs is the code that is simulated."""
 
+import re
 from collections import Counter
 
 import pytest
 from simulation import traces
-from simulation.control import TIMEOUT, Plan, run, simulate
-from simulation.run import PLANES, explain, shrink
+from simulation.faults import Moment
+from simulation.run import PLANES, explain, play, shrink
+from simulation.traces import Trace, TraceError
 
 from cnnstrategies.paramserver.core.requests import Asking
 
 pytestmark = pytest.mark.light
 SEEDS = 100
+HIT = {f"{kind} {role}" for kind in ("kill", "pause", "cut", "deaf", "mute") for role in ("worker", "server")}
+FAULTS = {
+    "control": {"kill worker", "kill server", "kill coordinator", "pause worker", "cut worker", "deaf worker", "lost"}
+    | {"join", "join after a boundary"},
+    "data": HIT | {"kill coordinator", "sleep", "lost with a connection", "delayed"},
+}
 
 
-def test_nothing_is_violated(pytestconfig: pytest.Config) -> None:
+def check(plane: str, pytestconfig: pytest.Config) -> None:
     """`make simulate FIRST=... SEEDS=1` explains a seed."""
     counts: Counter[str] = Counter()
     first = SEEDS * pytestconfig.getoption("seed_offset")
     for seed in range(first, first + SEEDS):
-        outcome = simulate(seed)
+        outcome = PLANES[plane](seed)
         assert outcome.violation is None, f"seed {seed}: {outcome.violation}"
         counts += outcome.counts
-    faults = "kill worker", "kill server", "kill coordinator", "pause worker", "cut worker", "deaf worker", "lost"
-    for kind in (*faults, "join", "join after a boundary"):
-        assert counts[kind], kind
+    assert counts.keys() >= FAULTS[plane]
 
 
-def test_a_seed_is_all_that_is_needed_to_repeat_a_run():
+def test_nothing_is_violated(pytestconfig: pytest.Config) -> None:
+    check("control", pytestconfig)
+
+
+def test_workers_and_servers_violate_nothing(pytestconfig: pytest.Config) -> None:
+    check("data", pytestconfig)
+
+
+@pytest.mark.parametrize("plane", PLANES)
+def test_a_seed_is_all_that_is_needed_to_repeat_a_run(plane: str) -> None:
+    simulate = PLANES[plane]
     assert simulate(3, traced=True) == simulate(3, traced=True)
     assert simulate(3).events == simulate(3, traced=True).events
 
 
-def test_what_is_left_after_shrinking_is_needed():
-    assert shrink(range(100), lambda part: {3, 70} <= set(part)) == [3, 70]
-    assert shrink(range(10), lambda part: True) == []
-
-
 def test_a_failing_seed_is_explained_by_few_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Asking.on_reply
+    assert shrink(range(100), lambda part: {3, 70} <= set(part)) == [3, 70]
+    right, plane = Asking.on_reply, PLANES["control"]
     # A request that never came is not sent again.
     monkeypatch.setattr(Asking, "on_reply", lambda self, now, message: (right(self, now, message)[0], []))
-    seed, outcome = next((seed, found) for seed in range(SEEDS) if (found := simulate(seed)).violation)
-    text, _, lines = explain(seed, outcome, PLANES["control"]).partition("\n(of ")
+    seed, outcome = next((seed, found) for seed in range(SEEDS) if (found := plane(seed)).violation)
+    text, _, lines = explain(seed, outcome, plane).partition("\n(of ")
     (trace,) = traces.read(text)
     assert trace.title.startswith(f"seed {seed}: 17: ")
     assert 1 <= len(trace.timed) + len(trace.cues) < int(lines.partition(" ")[0])
     assert "coordinator 0 starts" in lines
-    script = traces.Script(trace, TIMEOUT)
-    again = run(traces.plan(Plan, trace.plan), script, trace.pace)
-    assert f"seed {seed}: {again.violation}" == trace.title, "what it prints fails in the same way"
-    assert not script.cues.left
+    assert f"seed {seed}: {play(trace).violation}" == trace.title, "what it prints fails in the same way"
+
+
+@pytest.mark.parametrize("trace", traces.of("control") + traces.of("data"), ids=str)
+def test_nothing_is_violated_in_a_trace(trace: Trace) -> None:
+    """A run that once went wrong, or that says what is promised; see `traces/`."""
+    outcome = play(trace)
+    assert outcome.violation is None, "\n".join((str(outcome.violation), *play(trace, traced=True).trace[-60:]))
+    for promise in trace.then:
+        assert re.search(promise, outcome.end), f"{trace}: it ends so: {outcome.end}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("  control: workers 2", "'control: workers 2' belongs to no trace"),
+        ("a\n  control:\n  worker 0's 3th hallo: gone", 'a: nobody understands "worker 0\'s 3th hallo: gone"'),
+        ("a\n  control: worker 2", "a plan has no worker: it has workers, servers"),
+        ("a\n  control: workers 2\n  worker 1's 999th hello to coordinator: lost", "these moments do not come: "),
+    ],
+)
+def test_what_cannot_be_played_is_refused(text: str, message: str) -> None:
+    with pytest.raises((TraceError, AssertionError), match=re.escape(message)):
+        play(*traces.read(text))
+
+
+def test_moments_count_from_the_start_or_the_moment_before() -> None:
+    (trace,) = traces.read(
+        "a\n  control:\n  worker 0's 2nd beat to coordinator: lost\n  worker 0's 2nd take after that: late by 0.2 s\n"
+        "  worker 0 (life 1)'s 1st beat: kill server 2\n"
+    )
+    cues = traces.Cues(trace.cues)
+    sent = [("worker 0", kind, "coordinator") for kind in ("take", "beat", "beat", "beat", "take", "take", "take")]
+    came = [
+        cue and cue.moment for cue in (cues.sends(*one) for one in (*sent, ("worker 0 (life 1)", "beat", "server 1")))
+    ]
+    lost, late, kill = Moment("lost"), Moment("late", 0.2), Moment("kill", 0.0, ("server", 2))
+    assert came == [None, None, lost, None, None, late, None, kill]
+    assert not cues.left

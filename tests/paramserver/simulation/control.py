@@ -6,9 +6,8 @@ from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from simulation.faults import Fault, Faults, Network, draw
 from simulation.invariants import Invariants
 from simulation.joiners import Joiners
-from simulation.outcome import Outcome, ViolationError
 from simulation.toys import Toys
-from simulation.world import World
+from simulation.world import Outcome, ViolationError, World
 
 TIMEOUT = 1.0
 BUSY = 1.5  # seconds in which faults begin
@@ -22,12 +21,8 @@ class Plan(NamedTuple):
     """What is simulated.
 
     Attributes:
-        workers: Of the run's own.
-        servers: How many.
         survivable: Servers that may be lost at once.
         restarts: How often a process that was killed is started again.
-        epochs: To train.
-        nodes: Each with a supervision.
         elastic: Places for workers that join.
         eager: Whether workers load before they know where others are, and come midway.
         meets: Whether they meet at the end of an epoch.
@@ -72,12 +67,7 @@ class Plan(NamedTuple):
 
 
 def drawn(seed: int, kind: type[Faults] = Faults) -> tuple[Plan, Faults]:
-    """What is simulated for a seed, and what goes wrong.
-
-    Args:
-        seed: Decides everything.
-        kind: Of the faults: they may note what they hit.
-    """
+    """What is simulated for a seed, and what goes wrong; faults of a kind may note what they hit."""
     plan = Plan.of(seed)
     faults = kind(seed, plan.places, TIMEOUT, BUSY)
     faults.timed += _kills(seed) + [_kill_of_worker(seed, plan.workers)] * plan.eager
@@ -92,14 +82,7 @@ def simulate(seed: int, traced: bool = False) -> Outcome:
 
 
 def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome:
-    """Run a plan.
-
-    Args:
-        plan: What is simulated.
-        faults: What goes wrong.
-        pace: A number from which is drawn how long things take.
-        traced: Whether to write down what happens.
-    """
+    """Run a plan; `pace` is a number from which is drawn how long things take."""
     settings = CoordinatorSettings(
         "sim", plan.workers, plan.servers, TIMEOUT, 3 * TIMEOUT, plan.survivable, plan.restarts > 0,
         nodes=plan.nodes, elastic=plan.elastic,

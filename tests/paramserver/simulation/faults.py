@@ -83,25 +83,12 @@ class Moment(NamedTuple):
 
 
 class Network:
-    """Links that delay messages, and by chance do worse.
+    """Links that delay messages, and by chance do worse: `rate` is that of each message.
 
-    Args:
-        timeout: The run's; what goes wrong is short compared with it.
-        tcp: Whether messages keep their order, and are lost only with a connection; else any is lost, doubled, late.
-        rate: The chance of each message.
-
-    Attributes:
-        timed: What happens to processes, at times.
-        counts: What has happened, by kind.
+    With `tcp` messages keep their order, and are lost only with a connection; else any is lost, doubled, late.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        timeout: float,
-        tcp: bool,
-        rate: float = 0.0,
-    ) -> None:
+    def __init__(self, seed: int, timeout: float, tcp: bool, rate: float = 0.0) -> None:
         self.counts: Counter[str] = Counter()
         self.timed: list[Fault] = []
         self.tcp = tcp
@@ -120,14 +107,7 @@ class Network:
         return 0.2 * self.timeout * draw(self._seed, 13, link, ordinal)
 
     def arrivals(self, now: float, link: int, ordinal: int, moment: Moment | None = None) -> list[float]:
-        """When a message arrives: once, several times, or never.
-
-        Args:
-            now: When it is sent.
-            link: A number for its sender and receiver.
-            ordinal: How many this sender has sent to this receiver before.
-            moment: What happens to it whatever the chance.
-        """
+        """When the `ordinal`-th message of a link arrives: once, several times, or never."""
         states = self._links.get(link)
         if states is None:
             states = self._links[link] = mixed(self._seed, 11, link), mixed(self._seed, 12, link)
@@ -165,27 +145,18 @@ class Network:
 
 
 class Faults(Network):
-    """The faults of one seed.
-
-    Half of the seeds have a network like TCP.
+    """The faults of one seed; half of the seeds have a network like TCP.
 
     Args:
         places: Role and id of each process that can be hit.
-        timeout: The run's; faults are short or long compared with it.
         busy: Seconds in which the faults happen.
-        tcp: Whether every seed's network is like TCP.
 
     Attributes:
         dies_saying: Numbers of the messages of the coordinator, of any life, before each of which it is killed.
     """
 
     def __init__(
-        self,
-        seed: int,
-        places: Sequence[tuple[str, int]],
-        timeout: float,
-        busy: float,
-        tcp: bool = False,
+        self, seed: int, places: Sequence[tuple[str, int]], timeout: float, busy: float, tcp: bool = False
     ) -> None:
         rate = (0.0, 0.05, 0.25)[int(3 * draw(seed, 2))]
         super().__init__(seed, timeout, tcp or draw(seed, 1) < 0.5, rate)

@@ -8,9 +8,8 @@ from cnnstrategies.paramserver.coordinator.window import WATCH, WATCHER
 from cnnstrategies.paramserver.core.node import Message, Peer, Send
 from cnnstrategies.paramserver.core.view import ServerInfo, View
 from simulation.faults import DEADLY
-from simulation.outcome import ViolationError
 from simulation.toys import MARKS, SAMPLES, Toys, contents
-from simulation.world import Process, World
+from simulation.world import Process, ViolationError, World
 
 WITHIN = 6  # times the time-out: until a run that met a fault goes on or ends
 HARD = 0.55  # times the time-out: a fault, or a silence, that a run may have to go on without its victim
@@ -121,11 +120,7 @@ class Invariants:
         self._known[process.peer] = number, 0 if view is None else view.begun
 
     def look(self) -> None:
-        """Raise if nothing has gone on for long; to be called now and then.
-
-        Raises:
-            ViolationError: So it is.
-        """
+        """Raise if nothing has gone on for long; to be called now and then."""
         since = max(self._world.progress, self._last_fault())
         if self._world.now - since > WITHIN * self._settings.timeout and self._unfinished():
             names = ", ".join(map(str, self._unfinished()))
@@ -166,11 +161,7 @@ class Invariants:
     # At the end
 
     def check(self) -> None:
-        """Raise if something did not go as it should.
-
-        Raises:
-            ViolationError: So it is.
-        """
+        """Raise if something did not go as it should."""
         self._check_results()
         self._check_ends()
         self._check_samples()

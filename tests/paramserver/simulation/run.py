@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from simulation import control
+from simulation import control, traces
 from simulation.data import run as data
 from simulation.faults import Fault, Faults
-from simulation.outcome import Outcome
 from simulation.traces import Cue, Noted, Script, Trace, given, written
+from simulation.world import Outcome
 
 One = TypeVar("One")
 
@@ -43,15 +43,11 @@ TOGETHER = 10  # seeds that a process runs before it says what came of them
 
 
 class Plane(NamedTuple):
-    """What can be simulated.
-
-    Attributes:
-        name: In traces.
-        drawn: Gives a seed's plan and faults.
-        run: Runs them.
-    """
+    """What can be simulated, under its name in traces."""
 
     name: str
+    plan: Callable[..., Any]
+    timeout: float
     drawn: Callable[..., tuple[Any, Faults]]
     run: Callable[..., Outcome]
 
@@ -60,46 +56,38 @@ class Plane(NamedTuple):
         return self.run(*self.drawn(seed), seed, traced)
 
 
-PLANES: dict[str, Plane] = {
-    "control": Plane("control", control.drawn, control.run),
-    "data": Plane("data", data.drawn, data.run),
+PLANES = {
+    "control": Plane("control", control.Plan, control.TIMEOUT, control.drawn, control.run),
+    "data": Plane("data", data.Plan, data.TIMEOUT, data.drawn, data.run),
 }
 
 
-class Failure(NamedTuple):
-    """A run in which something was not as it should be.
+def play(trace: Trace, traced: bool = False) -> Outcome:
+    """What comes of a trace; each of its moments must come."""
+    plane = PLANES[trace.plane]
+    script = Script(trace, plane.timeout)
+    outcome = plane.run(traces.plan(plane.plan, trace.plan), script, trace.pace, traced)
+    missed = [cue.text for cue in script.cues.left]
+    assert not missed, f"{trace}: these moments do not come: {missed}"
+    return outcome
 
-    Attributes:
-        plane: Which plane's.
-        seed: Its seed.
-        outcome: What came of it; the traceback's text if a role could not go on at all.
-    """
+
+class Failure(NamedTuple):
+    """A run in which something was not as it should be: the traceback's text if a role could not go on at all."""
 
     plane: str
     seed: int
     outcome: Outcome | str
 
-    def __str__(self) -> str:
-        what = self.outcome if isinstance(self.outcome, str) else explain(self.seed, self.outcome, PLANES[self.plane])
-        return f"{self.plane} plane, {what}"
-
     @property
     def brief(self) -> str:
-        """Which rule is violated, without a search for the fewest faults with which it is."""
-        what = self.outcome if isinstance(self.outcome, str) else f"seed {self.seed}: {self.outcome.violation}"
-        return f"{self.plane} plane, {what}"
+        """What is wrong, without a search for the fewest faults with which it is."""
+        what = self.outcome if isinstance(self.outcome, str) else self.outcome.violation
+        return f"{self.plane} plane, seed {self.seed}: {what}"
 
 
 class Part(NamedTuple):
-    """What came of some seeds.
-
-    Attributes:
-        seeds: How many there were.
-        events: In all of their runs.
-        worked: Seconds of processor time.
-        counts: Injected faults by plane and kind.
-        failures: What was not as it should be.
-    """
+    """What came of some seeds: how many, the events in their runs, seconds of processor time, injected faults."""
 
     seeds: int
     events: int
@@ -144,7 +132,7 @@ def simulate_all(planes: Sequence[str], seeds: range) -> Part:
             try:
                 outcome = PLANES[plane](seed)
             except Exception:
-                failures.append(Failure(plane, seed, f"seed {seed}: {traceback.format_exc()}"))
+                failures.append(Failure(plane, seed, traceback.format_exc()))
                 continue
             counts[plane] += outcome.counts
             events += outcome.events
@@ -159,49 +147,39 @@ def simulate_all(planes: Sequence[str], seeds: range) -> Part:
 def results(seeds: range, planes: Sequence[str], processes: int) -> Iterator[Iterator[Part]]:
     """What comes of seeds in some planes, in their order, from so many processes."""
     parts = [seeds[start : start + TOGETHER] for start in range(0, len(seeds), TOGETHER)]
-    if processes == 1:
-        yield map(partial(simulate_all, planes), parts)
-        return
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         yield pool.imap(partial(simulate_all, planes), parts)
 
 
 def main() -> None:
-    """Run seeds; the first that fails ends it, unless it is to go on."""
+    """Run seeds; the first that fails ends it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=300, help="how many")
     parser.add_argument("--first", type=int, default=0, help="number of the first: to see one again")
     parser.add_argument("--processes", type=int, default=1, help="that share the seeds")
     parser.add_argument("--planes", nargs="+", choices=PLANES, default=[*PLANES], help="which; all by default")
-    parser.add_argument("--keep-going", action="store_true", help="run the other seeds too when one fails")
-    parser.add_argument("--brief", action="store_true", help="do not explain a seed that fails, which takes a while")
     arguments = parser.parse_args()
-    seeds = range(arguments.first, arguments.first + arguments.seeds)
-    shown = sys.stdout.isatty()  # Else a line now and then, that is kept.
     counts = {plane: Counter[str]() for plane in arguments.planes}
-    done, events, worked, said, began, failed = 0, 0, 0.0, 0.0, time.monotonic(), list[int]()
+    done, events, worked, said, began = 0, 0, 0.0, 0.0, time.monotonic()
     gc.freeze()
+    seeds = range(arguments.first, arguments.first + arguments.seeds)
     with results(seeds, arguments.planes, arguments.processes) as parts:
         for part in parts:
             done, events, worked = done + part.seeds, events + part.events, worked + part.worked
             for plane, injected in part.counts.items():
                 counts[plane] += injected
             for failure in part.failures:
-                print(f"\n{failure.brief if arguments.brief else failure}", flush=True)
-                failed.append(failure.seed)
-                if not arguments.keep_going:
-                    sys.exit(1)
-            if time.monotonic() - said > (1.0 if shown else 30.0) or done == len(seeds):
+                print(f"\n{failure.brief}", flush=True)
+                if isinstance(failure.outcome, Outcome):
+                    print(explain(failure.seed, failure.outcome, PLANES[failure.plane]))
+                sys.exit(1)
+            if time.monotonic() - said > 30.0 or done == len(seeds):
                 said = time.monotonic()
                 rate = f"{events / worked:,.0f} events and {done / worked:,.1f} seeds per second of processor time"
-                text = f"{done:,} of {len(seeds):,} seeds, {len(failed)} violations, {rate}"
-                print(f"\r{text}" if shown else text, end="" if shown else "\n", flush=True)
+                print(f"{done:,} of {len(seeds):,} seeds, no violation, {rate}", flush=True)
     print(f"\n{time.monotonic() - began:,.0f} s, of processor time {worked:,.0f} s")
     for plane, injected in counts.items():
         print(f"injected, {plane} plane: " + ", ".join(f"{kind} {n:,}" for kind, n in sorted(injected.items())))
-    if failed:
-        print(f"seeds that failed: {', '.join(map(str, failed))}")
-        sys.exit(1)
 
 
 if __name__ == "__main__":

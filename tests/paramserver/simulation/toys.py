@@ -13,9 +13,8 @@ from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.requests import KEPT
 from cnnstrategies.paramserver.core.view import View
 from simulation.faults import draw
-from simulation.outcome import ViolationError
 from simulation.sameness import differing
-from simulation.world import Ask, Process, Program, Sleep, Tell, Until, World
+from simulation.world import Ask, Process, Program, Sleep, Tell, Until, ViolationError, World
 
 SAMPLES, CHUNK = 24, 2
 SETUP = 2  # collectives before training
@@ -77,18 +76,10 @@ class Toys:
     """Starts the processes of a run.
 
     Args:
-        world: Where.
-        settings: Of the coordinator.
-        epochs: To train.
         restarts: How often a process that was killed is started again.
         nodes: Each with a supervision.
-        seed: Of how long things take.
         eager: Whether workers load before they know in which epoch they are, as Lightning does, and come midway.
         meets: Whether they meet at the end of an epoch.
-
-    Attributes:
-        coordinator: The present one.
-        restarts: How often each process is started again.
     """
 
     coordinator: Coordinator

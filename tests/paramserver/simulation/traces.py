@@ -29,11 +29,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from cnnstrategies.paramserver.core.node import Peer, Send
 from simulation.faults import DEADLY, KINDS, Fault, Faults, Moment, Network
 
+FOLDER = Path(__file__).parents[1] / "traces"
 WHO = r"\w+(?: \d+)?(?: \(life \d+\))?"
 PLACE = r"coordinator|(?:worker|server|supervision) \d+"
 HIT = (
@@ -51,17 +53,7 @@ class TraceError(ValueError):
 
 
 class Cue(NamedTuple):
-    """When a moment comes.
-
-    Attributes:
-        who: Sends.
-        ordinal: How many it has sent with this one.
-        what: The kind of message.
-        to: Its receiver; None for any.
-        next: Whether it is counted from the moment before.
-        moment: What happens.
-        text: The line.
-    """
+    """When a moment comes: as one sends its n-th message of a kind, to somebody or anybody, since the one before."""
 
     who: str
     ordinal: int
@@ -74,19 +66,7 @@ class Cue(NamedTuple):
 
 @dataclass
 class Trace:
-    """One.
-
-    Attributes:
-        title: What happens.
-        plane: What is run.
-        plan: What is not as usual.
-        pace: Of how long things take.
-        tcp: Whether links keep the order.
-        chance: Of each message to be hit.
-        timed: Faults at times.
-        cues: Faults when a message is sent.
-        then: What must hold.
-    """
+    """One: what is run (`plane`), what is not as usual of its plan, and what goes wrong."""
 
     title: str
     plane: str = ""
@@ -109,11 +89,7 @@ class Trace:
 
 
 def read(text: str) -> list[Trace]:
-    """The traces of a file.
-
-    Raises:
-        TraceError: A line is none that this page describes.
-    """
+    """The traces of a file."""
     found: list[Trace] = []
     for line in text.splitlines():
         said = line.partition("#")[0].rstrip()
@@ -126,6 +102,12 @@ def read(text: str) -> list[Trace]:
         else:
             _add(found[-1], said.strip())
     return found
+
+
+def of(plane: str) -> list[Trace]:
+    """The traces of a plane."""
+    every = [trace for file in sorted(FOLDER.glob("*.txt")) for trace in read(file.read_text())]
+    return [trace for trace in every if trace.plane == plane]
 
 
 def _add(trace: Trace, line: str) -> None:
@@ -167,14 +149,7 @@ def _place(text: str) -> tuple[str, int]:
 
 
 class Cues:
-    """Which moments of a trace have come.
-
-    Args:
-        cues: They, of one process or of all, in the trace's order.
-
-    Attributes:
-        left: Those that have not.
-    """
+    """The moments of a trace, of one process or of all; those that have not come are `left`."""
 
     def __init__(self, cues: list[Cue]) -> None:
         self.left = list(cues)
@@ -209,15 +184,7 @@ def name(peer: Peer) -> str:
 
 
 def plan(kind: Callable[..., Any], given: Mapping[str, str]) -> Any:
-    """A plan of a plane, or of another program, with what a trace says of it.
-
-    Args:
-        kind: A named tuple or a dataclass, whose values are numbers, texts and flags; a flag alone is true.
-        given: Its fields.
-
-    Raises:
-        TraceError: It has none of that name.
-    """
+    """A plan with what a trace says of it: `kind` has numbers, texts and flags; a flag alone is true."""
     usual = inspect.signature(kind).parameters
     if unknown := set(given) - set(usual):
         raise TraceError(f"a plan has no {', '.join(sorted(unknown))}: it has {', '.join(usual)}")
@@ -229,11 +196,7 @@ def plan(kind: Callable[..., Any], given: Mapping[str, str]) -> Any:
 
 
 class Noted(Faults):
-    """The faults of a seed, which note what messages they hit.
-
-    Attributes:
-        cues: The moments at which they do.
-    """
+    """The faults of a seed, which note the moments at which they hit messages."""
 
     def __init__(self, seed: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(seed, *args, **kwargs)
@@ -290,11 +253,7 @@ def _for(seconds: float) -> str:
 
 
 class Script(Network):
-    """The faults of a trace.
-
-    Attributes:
-        cues: Its moments.
-    """
+    """The faults of a trace."""
 
     def __init__(self, trace: Trace, timeout: float) -> None:
         super().__init__(trace.pace, timeout, trace.tcp, trace.chance)

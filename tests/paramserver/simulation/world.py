@@ -1,6 +1,7 @@
 """Virtual time: runs roles, their programs and the links between them, event by event, the same for the same seed."""
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,28 @@ from cnnstrategies.paramserver.core.node import (
     Timer,
 )
 from simulation.faults import DEADLY, Fault, Network, draw
+
+
+class ViolationError(Exception):
+    """An invariant does not hold."""
+
+
+class Outcome(NamedTuple):
+    """What came of a simulated run: the invariant that did not hold, or None, and how it has ended for each worker.
+
+    Attributes:
+        events: How many there were.
+        seconds: Of virtual time.
+        counts: Injected faults, by kind.
+        trace: A line for each event, if it was asked for.
+    """
+
+    violation: str | None
+    events: int
+    seconds: float
+    counts: Counter[str]
+    trace: list[str]
+    end: str
 
 
 class Sleep(NamedTuple):
@@ -59,16 +82,7 @@ class EndedError(Exception):
 
 @dataclass
 class Process:
-    """A simulated process: a role, and the program that calls it.
-
-    Attributes:
-        peer: Who it is.
-        role: What receives its messages.
-        program: What it does.
-        alive: Whether it has not been killed and has not ended.
-        ended: How its role has ended.
-        done: Whether its program has come to its end.
-    """
+    """A simulated process: a role that receives messages, and the program that calls it."""
 
     peer: Peer
     role: Role
@@ -88,21 +102,14 @@ class Process:
 
 
 class World:
-    """Processes and what happens to them.
+    """Processes and what happens to them; a new life takes the place of an older.
 
     Attributes:
-        now: The time, in seconds.
-        events: How many there were.
-        processes: By role and id; a new life takes the place of an older.
         progress: When a program last had a result.
-        trace: Filled with a line for each event if it is a list.
-        on_send: Called with each message that is sent.
         on_lost: Called with sender and receiver of each message that is lost, and whether one of them is cut off.
-        on_death: Called with each process that was killed.
-        tcp: Whether what a process has sent is partly lost with it when it is killed.
         on_node: Says which processes run on a node, but for its supervision.
         on_fault: Called with each fault of a process that happens when a message is sent.
-        on_return: Called with each process whose role returns a call: the call's number, and the result.
+        tcp: Whether what a process has sent is partly lost with it when it is killed.
     """
 
     def __init__(self, seed: int, faults: Network) -> None:

@@ -7,8 +7,7 @@ from simulation.data.processes import LOOK_WORKER, SimulatedServer, SimulatedWor
 from simulation.data.watch import MOST_WORKERS
 from simulation.faults import DEADLY
 from simulation.invariants import HARD, WITHIN
-from simulation.outcome import ViolationError
-from simulation.world import Process, World
+from simulation.world import Process, ViolationError, World
 
 OFTEN = 5  # messages that are lost within a time-out: as if the connection was cut
 ENTRIES = MOST_WORKERS  # steps, or workers, of which a server keeps something
@@ -51,11 +50,7 @@ class Checks:
         return self._members.over is not None or all(not one.alive or one.ended is not None for one in own)
 
     def look(self) -> None:
-        """Raise if nothing has gone on for long; take out workers that have ended with an error.
-
-        Raises:
-            ViolationError: So it is.
-        """
+        """Raise if nothing has gone on for long; take out workers that have ended with an error."""
         for worker, process in self._members.workers.items():
             if process.ended is not None and process.ended.clean and worker not in self._members.left:
                 self._members.leave(worker)
@@ -120,11 +115,7 @@ class Checks:
         )
 
     def check(self) -> None:
-        """Raise if something is not as it should be at the end.
-
-        Raises:
-            ViolationError: So it is.
-        """
+        """Raise if something is not as it should be at the end."""
         for identity, process in self._members.servers.items():
             simulated = process.role
             assert isinstance(simulated, SimulatedServer)

@@ -24,20 +24,9 @@ JOINED = 125  # the draw of whether a worker joins a run: none whose seeds have 
 
 
 class Members:
-    """The processes of a run.
-
-    Args:
-        world: Where.
-        restarts: How often a process that is lost is started again.
-        busy: Seconds in which faults begin.
-        away: Whether the coordinator is killed, and another goes on.
+    """The processes of a run, by role and id; a new life takes the place of an older.
 
     Attributes:
-        servers: By id; a new life takes the place of an older.
-        workers: The same.
-        watch: Looks at the values.
-        on_begin: Called with each worker that begins a step, and the step.
-        left: The workers that have come to the end.
         died: Who has died, or was missed.
         died_at: When one last died that no fault of the schedule has hit.
         gone: Role, id and life of each.
@@ -111,14 +100,7 @@ class Members:
         else:
             store.look(store.slices)
         role = Server(self._specification, identity, store)
-        simulated = SimulatedServer(
-            role,
-            peer,
-            self._wires,
-            self._seconds,
-            lambda: self._world.now,
-            self._world.note,
-        )
+        simulated = SimulatedServer(role, peer, self._world, self._wires, self._seconds)
         return self._world.spawn(peer, simulated, _idle())
 
     def _is_alone(self, identity: int, key: int) -> bool:
@@ -140,8 +122,8 @@ class Members:
     def _work(self, identity: int, life: int) -> Process:
         steps = STEPS // 2 if draw(self._seed, 72, identity) < 0.2 else STEPS  # Some leave before the others.
         simulated = SimulatedWorker(
-            self._specification, self._slices, Peer("worker", identity, life), steps, self._wires, self.watch,
-            self._seconds, lambda: self._world.now, lambda worker, step: self.on_begin(worker, step),
+            self._specification, self._slices, Peer("worker", identity, life), steps, self._world, self._wires,
+            self.watch, self._seconds, lambda worker, step: self.on_begin(worker, step),
         )  # fmt: skip
         return self._world.spawn(Peer("worker", identity, life), simulated, _idle())
 

@@ -8,14 +8,14 @@ import torch
 from cnnstrategies.paramserver.core.node import Call, Effect, End, Message, Peer, Send, Timer
 from cnnstrategies.paramserver.core.node import Effects as NodeEffects
 from cnnstrategies.paramserver.core.view import RemovedError, ServersUnreachableError, View
-from cnnstrategies.paramserver.messages import ALONE, Effects, Encoding, Header, Kind, Parcel
+from cnnstrategies.paramserver.messages import Effects, Encoding, Header, Kind, Parcel
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
 from simulation.data.watch import Watch, gradient, rate
-from simulation.outcome import ViolationError
+from simulation.world import ViolationError, World
 
 READING = 0.002  # seconds in which a server may read several messages
 LOOK_SERVER, LOOK_WORKER = 0.2, 0.05  # seconds between two looks of the drivers
@@ -74,21 +74,12 @@ class _Lives:
 class SimulatedServer:
     """A server's process."""
 
-    def __init__(
-        self,
-        server: Server,
-        peer: Peer,
-        wires: Wires,
-        seconds: Draw,
-        clock: Callable[[], float],
-        note: Callable[[str], None],
-    ) -> None:
+    def __init__(self, server: Server, peer: Peer, world: World, wires: Wires, seconds: Draw) -> None:
         self.server = server
-        self._note = note
+        self._world = world
         self._peer = peer
         self._wires = wires
         self._seconds = seconds
-        self._clock = clock
         self._slow = seconds(0.0, 1.0) ** 6 * 0.03
         self._working = False
         self._lives = _Lives()
@@ -127,11 +118,11 @@ class SimulatedServer:
             if isinstance(effect, Parcel):
                 to = self._receiver(effect.to)
                 if to is not None:
-                    done.append(Send(to, _message(effect.header, effect.payload, self._clock())))
+                    done.append(Send(to, _message(effect.header, effect.payload, self._world.now)))
             elif isinstance(effect, End):
                 done.append(effect)
             else:
-                self._note(effect.text)
+                self._world.note(effect.text)
         if self.server.busy and not self._working:
             self._working = True
             done.append(Timer("work", now + self._slow + self._seconds(0.0, 0.002)))
@@ -144,11 +135,7 @@ class SimulatedServer:
 
 
 class SimulatedWorker:
-    """A worker's process: trains some steps with known gradients.
-
-    Attributes:
-        steps: To train.
-    """
+    """A worker's process: trains some steps with known gradients."""
 
     def __init__(
         self,
@@ -156,25 +143,24 @@ class SimulatedWorker:
         slices: tuple[Slice, ...],
         peer: Peer,
         steps: int,
+        world: World,
         wires: Wires,
         watch: Watch,
         seconds: Draw,
-        clock: Callable[[], float],
         progress: Callable[[Peer, int], None],
     ) -> None:
         self.values = [torch.zeros(info.shape, dtype=torch.float64) for info in specification.parameters]
         self.role = WorkerRole(specification, slices, self.values, peer.id, peer.life)
         self.joined = False
-        self.finished = False
         self._specification = specification
         self._slices = slices
         self._local = specification.mode == "local"
         self._peer = peer
-        self.steps = steps
+        self._steps = steps
+        self._world = world
         self._wires = wires
         self._watch = watch
         self._seconds = seconds
-        self._clock = clock
         self._progress = progress
         self._now = 0.0
         self._program = self._train()
@@ -197,7 +183,7 @@ class SimulatedWorker:
             yield from role.initialise(self._now, None)
         yield from role.join(self._now)
         self.joined, trained = True, False
-        while role.step < self.steps:
+        while role.step < self._steps:
             yield role.all_here()
             self._progress(self._peer, role.step)
             step = role.step
@@ -289,19 +275,7 @@ class SimulatedWorker:
             self._asked[header.key] = header.step
         if waited and header.key not in pulls.pending and header.encoding != Encoding.NOTHING:
             value = self.values[self._slices[header.key].parts[0].parameter]  # Each has one slice of its own.
-            self._watch.received(
-                self._peer.id,
-                self._peer.life,
-                header.key,
-                header.base,
-                value,
-                header.step,
-                whole,
-                whole or header.weight == ALONE,
-                server,
-                message.fields["sent"],
-                self._clock(),
-            )
+            self._watch.received(self._peer, header, value, whole, server, message.fields["sent"], self._world.now)
 
     def _advance(self, now: float) -> NodeEffects:
         """Go on to the next thing that takes time."""
@@ -317,7 +291,6 @@ class SimulatedWorker:
                     self.role.begin_waiting(now, wanted)
                     return [*self._send(), Timer("look", now)]
         except StopIteration:
-            self.finished = True
             return [*self._send(), End("it has finished", True)]
         except (ServersUnreachableError, RemovedError) as error:
             return [End(str(error), False)]
@@ -329,5 +302,5 @@ class SimulatedWorker:
             assert isinstance(parcel.to, int)
             to = Peer("server", parcel.to, lives[parcel.to])
             route = self._wires.route(self._peer, to)
-            sends.append(Send(to, _message(parcel.header, parcel.payload, self._clock(), route)))
+            sends.append(Send(to, _message(parcel.header, parcel.payload, self._world.now, route)))
         return sends

@@ -8,8 +8,7 @@ from simulation.data.checks import Checks
 from simulation.data.members import Members
 from simulation.data.watch import MOST_WORKERS
 from simulation.faults import Faults, Network, draw
-from simulation.outcome import Outcome, ViolationError
-from simulation.world import World
+from simulation.world import Outcome, ViolationError, World
 
 TIMEOUT = 1.0
 BUSY = 1.5  # seconds in which faults begin
@@ -38,10 +37,6 @@ class Plan(NamedTuple):
     """What is simulated.
 
     Attributes:
-        workers: Of the run's own.
-        mode: One of :data:`MODES`.
-        parameters: How many there are.
-        replication: Servers that have each slice.
         pipelined: Whether each slice of a step is made for itself.
         pulls: How values are encoded that workers pull.
         restarts: How often a process that is lost is started again.
@@ -105,29 +100,13 @@ class Plan(NamedTuple):
 
 
 def drawn(seed: int, kind: type[Faults] = Faults) -> tuple[Plan, Faults]:
-    """What is simulated for a seed, and what goes wrong.
-
-    Args:
-        kind: Of the faults: they may note what they hit.
-    """
+    """What is simulated for a seed, and what goes wrong; faults of a kind may note what they hit."""
     plan = Plan.of(seed)
     return plan, kind(seed, plan.places, TIMEOUT, BUSY, tcp=True)
 
 
-def simulate(seed: int, traced: bool = False) -> Outcome:
-    """Run one seed."""
-    return run(*drawn(seed), seed, traced)
-
-
 def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome:
-    """Run a plan.
-
-    Args:
-        plan: What is simulated.
-        faults: What goes wrong.
-        pace: A number from which is drawn how long things take, and what goes wrong that is no fault of a link.
-        traced: Whether to write down what happens.
-    """
+    """Run a plan; from `pace` is drawn how long things take, and what goes wrong that is no fault of a link."""
     specification = plan.specification
     world = World(pace, faults)
     world.tcp = True

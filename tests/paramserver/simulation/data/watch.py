@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.core.node import Peer
-from cnnstrategies.paramserver.messages import Encoding
+from cnnstrategies.paramserver.messages import ALONE, Encoding, Header
 from cnnstrategies.paramserver.server.store import Changes, Store, encodings
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Options, Specification
-from simulation.outcome import ViolationError
+from simulation.world import ViolationError
 
 MOST_WORKERS = 4
 LIVES = 8
@@ -116,33 +116,23 @@ class Watch:
     # What workers see
 
     def received(
-        self,
-        worker: int,
-        life: int,
-        key: int,
-        version: int,
-        value: Tensor,
-        request: int,
-        whole: bool,
-        exact: bool,
-        server: Peer,
-        sent: float,
-        now: float,
+        self, worker: Peer, header: Header, value: Tensor, whole: bool, server: Peer, sent: float, now: float
     ) -> None:
-        """A worker takes a content that it waits for."""
-        if any(one[1:3] == (worker, life) for _, one in self._deaths["worker"]):
+        """A worker takes a content that it waits for; as a `whole` it has asked for what is there."""
+        key, version = header.key, header.base
+        if any(one[:3] == worker[:3] for _, one in self._deaths["worker"]):
             return  # It counts as dead, and ends when it hears of that: what it takes until then does no harm.
         content = value.view(-1).numpy().tobytes()
         epoch = self._epochs.get(key, 0)
-        kind = exact and self._changes  # Else what workers have leaves nothing out.
+        kind = (whole or header.weight == ALONE) and self._changes  # Else what workers have leaves nothing out.
         seen = self._visible.setdefault((epoch, key, version, kind), content)
         tokens, last = self._made_of.get((key, content), (None, frozenset()))
-        forgiven = request - 1 <= self._forgiven.get(key, -1)
+        forgiven = header.step - 1 <= self._forgiven.get(key, -1)
         if self.aggregates and seen != content and not forgiven:
             raise ViolationError(f"6: version {version} of slice {key} has two contents")
         if tokens is None:
             if not forgiven and version > 0:
-                raise ViolationError(f"5: version {version} of slice {key} at worker {worker} is no update's result")
+                raise ViolationError(f"5: version {version} of slice {key} at {worker} is no update's result")
             return
         missing = {token for token, at in self._answered.get(key, {}).items() if at < sent} - tokens
         # Where nobody waits for others a worker may be told what was, if neither it nor the server has heard yet that
@@ -154,9 +144,9 @@ class Watch:
             # Of common steps a newcomer sees only what is safe; of others also what is on its way to the copies.
             self._seen(key, tokens if self.aggregates else (), server, sent, now)
             return
-        own = (worker, request - 1, 0 if self.clipped else life)
+        own = (worker.id, header.step - 1, 0 if self.clipped else worker.life)
         if own not in tokens and not forgiven:
-            raise ViolationError(f"3: worker {worker} gets slice {key} without its own push of step {request - 1}")
+            raise ViolationError(f"3: {worker} gets slice {key} without its own push of step {own[1]}")
         if self.aggregates and last and not forgiven:
             told, keys = self._members.setdefault((epoch, version), (last, set()))
             keys.add(key)
