@@ -8,7 +8,6 @@ import test_compression
 import test_control_sockets
 import test_given_out_samples
 import test_limits
-import test_parameter_server_refusals as refusals
 import test_security
 import test_step
 import test_supervision
@@ -18,13 +17,11 @@ from cnnstrategies.paramserver.combiner.board import Board
 from cnnstrategies.paramserver.compression import Encoder
 from cnnstrategies.paramserver.drivers.control import parse, parse_checked
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
-from cnnstrategies.paramserver.drivers.sockets import allow_files, allow_threads
+from cnnstrategies.paramserver.drivers.sockets import allow_files
 from cnnstrategies.paramserver.security import Gatekeeper, check_endpoint, prove
 from cnnstrategies.paramserver.services import pass_on_termination
 from cnnstrategies.paramserver.supervision import Watched
-from cnnstrategies.paramserver.worker.outgoing import check_range
-from cnnstrategies.strategies.parameter_server.checks import check_dispatch, check_optimizers
-from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, check_order, items_of
+from cnnstrategies.strategies.parameter_server.loader import items_of
 from cnnstrategies.strategies.parameter_server.step import Stepper
 
 # Nodes that push once
@@ -47,14 +44,6 @@ def what_compression_leaves_out_is_lost(right, self, gradient):
     return right(copy.copy(self), gradient)
 
 
-removes(
-    check_range,
-    "a gradient becomes infinite on its way",
-    killed_by=test_compression.test_a_gradient_beyond_fp16_is_refused_by_name,
-    width=4,
-)
-
-
 # Batches that are given out
 
 
@@ -65,35 +54,6 @@ removes(
 )
 def each_worker_gives_out_an_order_of_its_own(right, sampler, epoch):
     return [list(sampler.sampler)[place::4] for place in range(4)]
-
-
-removes(
-    check_order,
-    "a sampler may give another order each time",
-    killed_by=test_given_out_samples.test_a_sampler_without_an_order_that_all_know_is_refused,
-)
-
-
-@replaces(BatchDispatch.loader, killed_by=test_given_out_samples.test_one_loader_is_given_out_and_several_are_refused)
-def two_loaders_share_the_batches_of_one(right, self, dataloader, trainer):
-    self.has_loader = False
-    return right(self, dataloader, trainer)
-
-
-@replaces(check_dispatch, killed_by=test_given_out_samples.test_counters_of_steps_are_refused_where_steps_differ)
-def workers_save_together_at_steps_that_they_make_at_different_times(right, trainer, options):
-    if not trainer.checkpoint_callbacks:
-        right(trainer, options)
-
-
-# Optimizers
-
-
-removes(
-    check_optimizers,
-    "options that are not finite go to servers",
-    killed_by=refusals.test_what_servers_cannot_take_is_refused_with_a_remedy,
-)
 
 
 # Who may say what
@@ -133,13 +93,6 @@ def the_limit_of_files_stays_as_it_is(right, count, who):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     right(count, who)
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-removes(
-    allow_threads,
-    "processes start where their threads cannot",
-    killed_by=test_limits.test_a_start_is_refused_where_its_threads_cannot_be,
-)
 
 
 # Signals

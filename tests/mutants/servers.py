@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import test_changes
 import test_clocks
-import test_data_simulation
 import test_shard
+import test_simulation
 import test_sync
 from mutants.faulty import removes, replaces
 
@@ -19,7 +19,7 @@ from cnnstrategies.paramserver.server.shard import Shard
 from cnnstrategies.paramserver.server.store import Changes
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 
-HUNDRED_RUNS = test_data_simulation.test_nothing_is_violated
+HUNDRED_RUNS = test_simulation.test_workers_and_servers_violate_nothing
 
 
 @replaces(Shard.pull, killed_by=HUNDRED_RUNS)
@@ -48,7 +48,7 @@ def workers_count_alike_whatever_their_number_of_samples(right, self, who, step,
 removes(
     SyncClock.leave,
     "a dead worker is waited for",
-    killed_by=test_clocks.test_the_first_step_waits_for_all_workers_even_dead_ones,
+    killed_by=test_clocks.test_a_step_has_those_who_have_begun_before_it_and_live,
 )
 removes(
     Copies.safe,
@@ -61,5 +61,5 @@ removes(Backlog.forget_before, "pushes are kept for every step", killed_by=HUNDR
 removes(
     Changes.apply,
     "servers do not count what workers have",
-    killed_by=test_changes.test_what_a_change_leaves_out_is_in_the_next,
+    killed_by=test_changes.test_validation_has_the_servers_values_and_training_goes_on,
 )

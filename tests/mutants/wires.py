@@ -35,7 +35,7 @@ def a_message_is_taken_for_the_payload_that_was_lost(right, data, session):
 
 @replaces(
     Bundle.flush,
-    killed_by=test_transport.test_small_messages_wait_for_one_that_does_not,
+    killed_by=test_transport.test_small_messages_wait_for_the_next_and_for_a_flush,
     noticed_by=(InvalidMessageError,),
 )
 def half_a_message_may_leave(right, self):

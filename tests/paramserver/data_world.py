@@ -32,14 +32,8 @@ class Servers:
     """Some servers, without sockets and clocks.
 
     Attributes:
-        slices: All of them.
-        roles: The servers that live.
-        view: The last that was shown to them.
-        now: Their time.
         lost: Says of a server's number and a message to another server whether it is lost.
-        told: What workers were told, with the texts that messages hold.
-        missed: What servers were told that did not hear it, the same.
-        said: What was said to who runs them.
+        told: What workers were told, with the texts that messages hold; `missed`: what servers that did not hear it.
         more: Whether more is waiting to be read by them.
     """
 

@@ -6,12 +6,12 @@ dead and go on; each hears of it in its own time.
 
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from late_copies import LateCopies
 from torch import Tensor
 
 from cnnstrategies.paramserver.combiner import board as board_module
@@ -19,7 +19,7 @@ from cnnstrategies.paramserver.combiner import worker as worker_module
 from cnnstrategies.paramserver.combiner.board import Board, size_of
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.core.view import RemovedError
-from cnnstrategies.paramserver.drivers.staging import Staging
+from cnnstrategies.paramserver.drivers.staging import Copies, Staging
 from cnnstrategies.paramserver.worker.connections import Counters
 
 SIZES = (3, 1, 2)
@@ -32,12 +32,55 @@ class Killed(BaseException):
     """The process ends here."""
 
 
+class LateEvent:
+    """A copy that reads and writes as late as it may, after all that were begun before."""
+
+    def __init__(self, copies: "LateCopies", target: Tensor, source: Tensor) -> None:
+        self._copies, self._target, self._source = copies, target, source
+        self._asked = 0
+
+    def query(self) -> bool:
+        self._asked += 1
+        if self._asked > 2:
+            self.synchronize()
+        return self._asked > 2
+
+    def synchronize(self) -> None:
+        while self in self._copies.queue:
+            self._copies.queue.popleft().copy()
+
+    def copy(self) -> None:
+        self._target.copy_(self._source)
+
+
+class LateCopies(Copies):
+    """A device that copies to and from the host when it must."""
+
+    def __init__(self) -> None:
+        self.queue: deque[LateEvent] = deque()
+        self._needed: list[LateEvent] = []
+
+    def host(self, tensor: Tensor) -> Tensor:
+        return torch.full_like(tensor, torch.nan)
+
+    def begin(self, target: Tensor, source: Tensor) -> LateEvent:
+        self.queue.append(LateEvent(self, target, source))
+        return self.queue[-1]
+
+    def before_use(self, event: LateEvent) -> None:
+        self._needed.append(event)
+
+    def compute(self) -> None:
+        """The device goes on as far as something waits for copies."""
+        for event in self._needed:
+            event.synchronize()
+        self._needed.clear()
+
+
 class Servers:
     """Common steps as the servers make them: each is decided once all members that live have pushed it in full.
 
-    Args:
-        nodes: Workers that the first step waits for.
-        width: Elements of a gradient for each element of a parameter: one for each rank.
+    A gradient has for each element of a parameter one for each rank: the `width`.
     """
 
     def __init__(self, nodes: int, width: int) -> None:
@@ -165,14 +208,7 @@ class Engine:
 
 
 class World:
-    """One run.
-
-    Args:
-        seed: Draws everything.
-        patch: Puts simulated devices in their place, until the run is over.
-        faults: Whether workers die.
-        nodes: How many; drawn by default.
-    """
+    """One run, with as many nodes as the seed says, or some; `patch` puts simulated devices in their place."""
 
     def __init__(self, seed: int, patch: pytest.MonkeyPatch, faults: bool = True, nodes: int | None = None) -> None:
         self.random = random.Random(seed)

@@ -14,33 +14,18 @@ from torch import Tensor, nn
 from training import SGD, batches, make_network, make_optimizer, make_scheduler, specify
 
 from cnnstrategies.paramserver.api import Worker
-from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, Kind
-from cnnstrategies.paramserver.server.store import Changes, Store
+from cnnstrategies.paramserver.messages import Encoding, Header, Kind
+from cnnstrategies.paramserver.server.store import Changes
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.worker.pulls import Had
 
 STEPS, RATIO = 5, 0.2
 
 
-def changes_of(*values: float) -> tuple[Changes, Tensor]:
-    """With half of the elements in each change, and the values, which the test moves."""
-    value = torch.tensor(values)
-    return Changes(Encoding.TOPK, 0.5, {0: value}), value
-
-
-@pytest.mark.light
-def test_what_a_change_leaves_out_is_in_the_next() -> None:
-    changes, value = changes_of(1.0, 2.0, 3.0, 4.0)
-    value.add_(torch.tensor([0.5, -2.0, 0.25, 1.0]))
-    changes.make(0)
-    assert changes.known[0].tolist() == [1.0, 0.0, 3.0, 5.0]
-    changes.make(0)
-    assert changes.known[0].tolist() == [1.5, 0.0, 3.25, 5.0]
-
-
 @pytest.mark.light
 def test_a_change_goes_only_to_who_has_what_it_was_made_from() -> None:
-    changes, value = changes_of(1.0, 2.0)
+    value = torch.tensor([1.0, 2.0])
+    changes = Changes(Encoding.TOPK, 0.5, {0: value})
     mark = changes.mark(0)
     assert changes.answer(0, mark, True) == (bytes(value.numpy()), Encoding.DENSE, mark), "none was made"
     value.add_(1.0)
@@ -63,25 +48,6 @@ def test_a_worker_adds_a_change_only_to_what_it_was_made_from() -> None:
     nearer = had.take(header._replace(encoding=Encoding.TOPK, base=4), change)
     assert nearer is not None
     assert nearer.unique().tolist() == [2.0]
-
-
-@pytest.mark.light
-def test_who_wants_changes_alone_gets_the_values() -> None:
-    """Also from a copy: what was known is that of many steps before."""
-    specification = specify(SGD, 1, pull_compression="auto")
-    store, other = (Store(specification, cut(specification)) for _ in range(2))
-    assert store.changes is not None
-    for value in store.values.values():
-        value.add_(1.0)
-    assert not store.changes.make(0, {Encoding.DENSE})
-    for key, value in store.values.items():
-        other.put(key, value, 0)
-        assert other.changes is not None
-        other.changes.take_over(key, store.changes.known[key], 0, key in store.changes.behind)
-    for one in (store, other):
-        assert one.changes is not None
-        answer = one.changes.answer(0, one.changes.mark(0), True, Encoding.ONEBIT)
-        assert answer == (bytes(one.memory[0]), Encoding.DENSE, ALONE)
 
 
 def in_one_process(optimizer_options: dict[str, Any], size: int) -> dict[str, Tensor]:

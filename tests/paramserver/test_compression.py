@@ -32,13 +32,11 @@ def test_without_compression_no_bit_changes_nor_is_copied() -> None:
         assert got.data_ptr() == gradient.data_ptr()
 
 
-@pytest.mark.parametrize("compression", ["fp16", "bf16"])
-def test_half_precision_rounds(compression: Compression) -> None:
+def test_half_precision_rounds_and_keeps_what_is_beyond_its_range() -> None:
     gradient = torch.randn(100)
-    torch.testing.assert_close(sent(Encoder(compression, 0.1), gradient), gradient, rtol=1e-2, atol=1e-3)
-
-
-def test_parameters_beyond_fp16_become_its_largest_number() -> None:
+    halves: list[Compression] = ["fp16", "bf16"]
+    for compression in halves:
+        torch.testing.assert_close(sent(Encoder(compression, 0.1), gradient), gradient, rtol=1e-2, atol=1e-3)
     payload = as_bytes(rounded(torch.tensor([1e6, -1e6, 0.5]), Encoding.FP16))
     assert decode(payload, Encoding.FP16, 3, torch.float32).tolist() == [65504, -65504, 0.5]
 
@@ -64,11 +62,6 @@ def test_a_gradient_beyond_fp16_is_refused_by_name(width: int) -> None:
     push("bf16", 1e6)
     with pytest.raises(ConfigurationError, match=r"step 7: what is sent of 0\.weight is as large as 1e\+06.*bf16"):
         push("fp16", -1e6)
-
-
-def test_topk_sends_the_largest_elements_first() -> None:
-    gradient = torch.tensor([0.1, -5.0, 0.2, 3.0])
-    assert sent(Encoder("topk", 0.5), gradient).tolist() == [0, -5, 0, 3]
 
 
 @pytest.mark.parametrize("total", [7, SAMPLE, 8 * SAMPLE, 12 * SAMPLE + 5])
@@ -104,20 +97,14 @@ def test_onebit_sends_the_means_above_and_below_zero(gradient: list[float], expe
 
 
 @pytest.mark.parametrize("compression", ["topk", "onebit"])
-def test_the_gradient_that_is_encoded_stays_as_it_is(compression: Compression) -> None:
-    encoder, gradient = Encoder(compression, 0.1), torch.randn(33)
-    before = gradient.clone()
-    for _ in range(3):
-        encoder.encode(gradient)
-        assert torch.equal(gradient, before)
-
-
-@pytest.mark.parametrize("compression", ["topk", "onebit"])
 def test_error_feedback_sends_everything_in_the_end(compression: Compression) -> None:
     torch.manual_seed(0)
     encoder = Encoder(compression, 0.1)
     gradient = torch.randn(101)
-    total = sum((sent(encoder, gradient) for _ in range(1000)), torch.zeros(101))
+    before, total = gradient.clone(), torch.zeros(101)
+    for _ in range(1000):
+        total += sent(encoder, gradient)
+    assert torch.equal(gradient, before), "what is encoded stays as it is"
     assert (total / 1000 - gradient).abs().max() < 0.1
 
 

@@ -1,6 +1,6 @@
 """What a worker asks, maybe twice, and which answer belongs to which question."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -8,83 +8,62 @@ import torch
 from training import specify
 
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
-from cnnstrategies.paramserver.messages import SERVER, Header, Kind, Parcel, pack_json, unpack_json
+from cnnstrategies.paramserver.messages import SERVER, Kind, Parcel, compose, unpack_json
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut
+from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
 
 pytestmark = pytest.mark.light
+PLAIN = {"name": "SGD", "lr": 0.5}
 
 
-class Joining:
-    """A worker that joins a run at step 7, and its only server, which answers what it is given."""
-
-    def __init__(self) -> None:
-        specification = specify({"name": "SGD", "lr": 0.5}, 2, servers=1)
-        values = [torch.zeros(info.shape) for info in specification.parameters]
-        self.role = WorkerRole(specification, cut(specification), values, 1, 1)
-        self.now = 0.0
-        self._session, self._sequence = specification.session, 0
-        self.role.follow(0.0, View(1, (ServerInfo(0, "0"),), (WorkerInfo(0), WorkerInfo(1, 1))))
-        self._procedure: Iterator[Wait] = self.role.join(0.0)
-        self._wait: Wait | None = None
-        self._go_on()
-
-    def _go_on(self) -> None:
-        while self._wait is None or not self._wait.waiting():
-            self._wait = next(self._procedure)
-            self.role.begin_waiting(self.now, self._wait)
-
-    def hears(self, seconds: float) -> list[Parcel]:
-        """What the server hears of it, some time later."""
-        self.now += seconds
-        self.role.on_time(self.now)
-        self._go_on()
-        return self.role.connections.take()
-
-    def answer(self, parcel: Parcel, leads: bool = True) -> None:
-        """Answer a hello as the server does."""
-        joins = unpack_json(memoryview(parcel.payload), parcel.header)["joins"]
-        told = {"ready": True, "lost": False, "leader": leads, "counted": joins, "deaf": [], "held": False}
-        text = pack_json({**told, "asked": parcel.header.sequence})
-        self._sequence += 1
-        step, size = 7 if joins else 0, len(text)
-        header = Header(Kind.WELCOME, SERVER, self._session, self._sequence, step=step, length=size, meta=size)
-        self.role.connections.heard(self.now, 0, header)
-        self.role.on_message(0, header, memoryview(text))
-        self._go_on()
+def role_of(specification: Specification, id: int) -> tuple[WorkerRole, list[torch.Tensor]]:
+    """A worker of a run with one server, and its values."""
+    values = [torch.zeros(info.shape, dtype=torch.float64) for info in specification.parameters]
+    role = WorkerRole(specification, cut(specification), values, id, 0)
+    role.follow(0.0, View(1, (ServerInfo(0, "0"),), tuple(map(WorkerInfo, range(specification.workers)))))
+    return role, values
 
 
 def test_who_leads_no_more_does_not_say_where_a_worker_begins() -> None:
     """It has said that it leads; then the view has changed, or it was replaced."""
-    joining = Joining()
-    joining.answer(joining.hears(0.1)[-1])
-    joining.answer(joining.hears(0.1)[-1], leads=False)
-    assert joining.role.step == 0
-    for _ in range(2):  # Who is there, and again from which step on.
-        joining.answer(joining.hears(0.1)[-1])
-    assert joining.role.step == 7
+    specification = specify(PLAIN, 2)
+    role, _ = role_of(specification, 1)
+    procedure, wait, steps = role.join(0.0), Wait(lambda: False), []
+    for number, leads in enumerate([True, False, True, True], 1):  # Who is there, and then from which step on; twice.
+        while not wait.waiting():
+            wait = next(procedure)
+        role.begin_waiting(number / 10, wait)
+        role.on_time(number / 10)
+        steps.append(role.step)
+        asked = role.connections.take()[-1]
+        joins = unpack_json(memoryview(asked.payload), asked.header)["joins"]
+        said = {"ready": True, "lost": False, "leader": leads, "counted": joins, "deaf": [], "held": False}
+        said["asked"] = asked.header.sequence
+        header, payload = compose(SERVER, specification.session, Kind.WELCOME, number, json=said, step=7 * joins)
+        role.connections.heard(number / 10, 0, header)
+        role.on_message(0, header, memoryview(bytearray(payload)))
+    assert not wait.waiting()
+    next(procedure)
+    assert [*steps, role.step] == [0, 0, 0, 0, 7]
 
 
 class Pair:
     """A worker and the only server of a run in mode async; each message between them is handed over by hand."""
 
     def __init__(self) -> None:
-        specification = specify({"name": "SGD", "lr": 0.5}, 1, mode="async")
-        slices = cut(specification)
-        self.values = [torch.zeros(info.shape, dtype=torch.float64) for info in specification.parameters]
-        self.role = WorkerRole(specification, slices, self.values, 0, 0)
-        self.server = Server(specification, 0, Store(specification, slices))
-        view = View(1, (ServerInfo(0, "0"),), (WorkerInfo(0),))
-        self.role.follow(0.0, view)
-        self.server.follow(0.0, view)
+        specification = specify(PLAIN, 1, mode="async")
+        self.role, self.values = role_of(specification, 0)
+        self.server = Server(specification, 0, Store(specification, cut(specification)))
+        self.server.follow(0.0, self.role.view)
         self.route = b"0"
         self.run(self.role.initialise(0.0, None))
         self.run(self.role.join(0.0))
         self.role.begin_step([group.options for group in specification.groups], 1.0)
-        for index, value in enumerate(self.values):
-            self.role.push(index, torch.ones_like(value))
+        for index, info in enumerate(specification.parameters):
+            self.role.push(index, torch.ones(info.shape, dtype=torch.float64))
         self.role.end_step()
 
     def answers(self) -> list[Parcel]:
@@ -112,28 +91,24 @@ class Pair:
                 self.deliver(self.answers())
             assert not wait.waiting()
 
-    def answered_twice(self) -> list[Parcel]:
-        """What the worker has asked is answered; then again, since the connection was cut when it asked."""
-        self.route += b"0"
-        again, *answers = self.answers()
-        assert again.header.kind == Kind.WELCOME
-        self.deliver([again])
-        late = self.answers()
-        self.deliver(answers)
-        assert {one.header.kind for one in late} == {Kind.PULLED}
-        return late
-
 
 @pytest.mark.parametrize("refreshed", [False, True], ids=["after a step", "after present values"])
 def test_a_late_second_answer_is_not_taken_for_present_values(refreshed: bool) -> None:
+    """The connection was cut when the worker asked: it has asked again, and is answered twice."""
     pair = Pair()
     if refreshed:
         pair.deliver(pair.answers())
         procedure = pair.role.refresh()
         next(procedure)
         next(procedure)
-    late = pair.answered_twice()
+    pair.route += b"0"
+    again, *answers = pair.answers()
+    assert again.header.kind == Kind.WELCOME
+    pair.deliver([again])
+    late = pair.answers()
+    pair.deliver(answers)
+    assert {one.header.kind for one in late} == {Kind.PULLED}
     for value in pair.server.store.values.values():
         value.add_(1.0)  # Another worker's update.
     pair.run(pair.role.refresh(), late)
-    assert [value.unique().tolist() for value in pair.values] == [[0.5]] * len(pair.values)
+    assert {float(one) for value in pair.values for one in value.unique()} == {0.5}

@@ -2,16 +2,15 @@
 
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
-from late_copies import LateCopies
 from ranks import run_apart
 from roles import PlainRoles
 from simulated_cuda import simulate
 
-from cnnstrategies.paramserver.drivers import staging
-from cnnstrategies.paramserver.drivers.staging import Copies, Staging, staging_for
+from cnnstrategies.paramserver.drivers.staging import Copies
 
 STEPS = 5
 
@@ -53,60 +52,19 @@ def test_training_on_a_device_equals_training_on_the_host(tmp_path: Path) -> Non
 
 
 @pytest.mark.light
-def test_a_gradient_is_sent_once_its_own_copy_is_over(tmp_path: Path) -> None:
-    parameters = [torch.zeros(3), torch.zeros(2)]
-    copies = LateCopies()
-    staged = Staging(parameters, copies)
-    for index, parameter in enumerate(parameters):
-        staged.fetch(index, torch.full_like(parameter, index + 1))
-    assert list(staged.fetched()) == list(staged.fetched()) == []
-    ((index, gradient),) = staged.fetched()
-    assert (index, gradient.tolist()) == (0, [1, 1, 1])
-    ((index, gradient),) = staged.fetched(wait=True)
-    assert (index, gradient.tolist()) == (1, [2, 2])
-
-
-@pytest.mark.light
-def test_the_gpu_copies_what_was_told_and_uses_what_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU would be told, in order."""
-    told: list[str] = []
-
-    class Stream:
-        def __init__(self, name: object = "side") -> None:
-            self.name = name if isinstance(name, str) else "side"
-
-        def wait_stream(self, other: "Stream") -> None:
-            told.append(f"{self.name} waits for {other.name}")
-
-        def wait_event(self, event: "Event") -> None:
-            told.append(f"{self.name} waits for the copy")
-
-        def __enter__(self) -> None:
-            told.append(f"on {self.name}")
-
-        def __exit__(self, *args: object) -> None:
-            told.append("end")
-
-    class Event:
-        def record(self, stream: Stream) -> None:
-            told.append(f"recorded on {stream.name}")
-
-    class Target:
-        def copy_(self, source: object, non_blocking: bool) -> None:
-            told.append(f"copy, {non_blocking=}")
-
-    for name, fake in (("Stream", Stream), ("Event", Event), ("stream", lambda stream: stream)):
-        monkeypatch.setattr(staging.torch.cuda, name, fake)
-    monkeypatch.setattr(staging.torch.cuda, "current_stream", lambda device: Stream("computing"))
+def test_what_computes_and_what_copies_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU would be told, in order: gradients are made on the stream that computes, and values used there."""
+    cuda = MagicMock()
+    monkeypatch.setattr(torch, "cuda", cuda)
     copies = Copies(torch.device("cuda:0"))
-    event = copies.begin(Target(), torch.ones(1))  # type: ignore[arg-type]
-    copies.before_use(event)
+    copies.before_use(copies.begin(cuda.target, torch.ones(1)))
+    side, computing, event = cuda.Stream(), cuda.current_stream(), cuda.Event()
+    told = [one for one in cuda.mock_calls if "." in one[0]]
     assert told == [
-        *("side waits for computing", "on side", "copy, non_blocking=True", "end", "recorded on side"),
-        "computing waits for the copy",
+        call.Stream().wait_stream(computing),
+        call.stream().__enter__(),
+        call.target.copy_(torch.ones(1), non_blocking=True),
+        call.stream().__exit__(None, None, None),
+        call.Event().record(side),
+        call.current_stream().wait_event(event),
     ]
-
-
-@pytest.mark.light
-def test_parameters_of_the_host_are_not_staged() -> None:
-    assert staging_for([torch.zeros(2)]) is None

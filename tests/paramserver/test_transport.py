@@ -1,3 +1,5 @@
+"""Frames of one or several messages: none waits for ever, and what is no whole message is refused."""
+
 import contextlib
 import time
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from cnnstrategies.paramserver.drivers.sockets import (
 from cnnstrategies.paramserver.messages import HEADER_BYTES, Bounds, Header, InvalidMessageError, Kind, unpack
 
 SESSION = 1 << 40
+LARGE = SMALL_BYTES + 1
 
 
 @contextlib.contextmanager
@@ -33,7 +36,7 @@ def pair() -> Iterator[tuple[Socket, Socket]]:
         far.close()
 
 
-def header(sequence: int, length: int) -> Header:
+def header(sequence: int, length: int = 0) -> Header:
     return Header(Kind.PUSH, 0, SESSION, sequence, length=length)
 
 
@@ -50,44 +53,32 @@ def numbers(received: list[Received]) -> list[int]:
     return [unpack(one.header, len(one.payload), SESSION, Bounds(1 << 20, 1)).sequence for one in received]
 
 
-def test_small_messages_wait_for_one_that_does_not() -> None:
+def test_small_messages_wait_for_the_next_and_for_a_flush() -> None:
     with pair() as (near, far):
         bundle = Bundle(near)
         for number in (1, 2):
             bundle.send(header(number, 3), b"abc", wait=True)
         assert came(far) == []
-        bundle.send(header(3, 0))
-        bundle.send(header(4, 0))
-        first, second = came(far)
-        assert (numbers(first), numbers(second)) == ([1, 2, 3], [4])
-        assert [bytes(one.payload) for one in first] == [b"abc", b"abc", b""]
-        assert len({one.route for one in first + second}) == 1
-
-
-def test_a_large_message_and_a_flush_take_along_what_waits() -> None:
-    with pair() as (near, far):
-        bundle = Bundle(near)
-        bundle.send(header(1, 0), b"", wait=True)
-        bundle.send(header(2, SMALL_BYTES + 1), bytes(SMALL_BYTES + 1), wait=True)
-        bundle.send(header(3, 0), b"", wait=True)
+        bundle.send(header(3))
+        bundle.send(header(4), b"", wait=True)
+        bundle.send(header(5, LARGE), bytes(LARGE), wait=True)
+        bundle.send(header(6), b"", wait=True)
         bundle.flush()
         bundle.flush()
-        first, second, third = came(far)
-        assert [numbers(together) for together in (first, second, third)] == [[1], [2], [3]]
-        assert bytes(second[0].payload) == bytes(SMALL_BYTES + 1)
+        bundles = came(far)
+        assert [numbers(together) for together in bundles] == [[1, 2, 3], [4], [5], [6]]
+        payloads = [bytes(one.payload) for together in bundles for one in together]
+        assert payloads == [b"abc", b"abc", b"", b"", bytes(LARGE), b""]
+        assert len({one.route for together in bundles for one in together}) == 1
 
 
 def test_what_waits_is_bounded_in_number_and_size() -> None:
-    with pair() as (near, far):
-        bundle = Bundle(near)
-        for number in range(MOST_TOGETHER + 1):
-            bundle.send(header(number, 0), b"", wait=True)
-        assert [len(together) for together in came(far)] == [MOST_TOGETHER]
-        bundle.flush()
-        came(far)
-        for _ in range(BUNDLE_BYTES // SMALL_BYTES):
-            bundle.send(header(1, SMALL_BYTES), bytes(SMALL_BYTES), wait=True)
-        assert [len(together) for together in came(far)] == [BUNDLE_BYTES // SMALL_BYTES]
+    for count, size in ((MOST_TOGETHER, 0), (BUNDLE_BYTES // SMALL_BYTES, SMALL_BYTES)):
+        with pair() as (near, far):
+            bundle = Bundle(near)
+            for number in range(count + 1):
+                bundle.send(header(number, size), bytes(size), wait=True)
+            assert [len(together) for together in came(far)] == [count]
 
 
 def refused(received: Received) -> bool:
@@ -99,9 +90,9 @@ def refused(received: Received) -> bool:
 
 
 def test_what_is_no_whole_message_is_refused() -> None:
-    whole, large = header(1, 0).pack(), header(1, SMALL_BYTES + 1).pack() + bytes(SMALL_BYTES)
+    whole, short = header(1).pack(), header(1, 3).pack() + b"ab"
     with pair() as (near, far):
-        for frames in ([whole, whole], [b""], [whole[1:]], [header(1, 3).pack() + b"ab"], [large]):
+        for frames in ([whole, whole], [b""], [whole[1:]], [short], [header(1, LARGE).pack() + b"a"]):
             near.send_multipart(frames)
             ((received,),) = came(far)
             assert refused(received), frames
@@ -109,13 +100,12 @@ def test_what_is_no_whole_message_is_refused() -> None:
 
 def test_a_header_without_payload_takes_no_other_for_it() -> None:
     """The payload may be lost with a connection, and the next message be as long as it was."""
-    large = SMALL_BYTES + 1
     with pair() as (near, far):
-        near.send(header(1, large).pack())
-        near.send(header(2, large - HEADER_BYTES).pack() + bytes(large - HEADER_BYTES))
-        near.send(header(3, large).pack())
-        near.send(bytes(large))
-        near.send(bytes(large))
+        near.send(header(1, LARGE).pack())
+        near.send(header(2, LARGE - HEADER_BYTES).pack() + bytes(LARGE - HEADER_BYTES))
+        near.send(header(3, LARGE).pack())
+        near.send(bytes(LARGE))
+        near.send(bytes(LARGE))
         none, second, still, third, alone = came(far)
     assert none == still == []
     assert (numbers(second), numbers(third)) == ([2], [3])
