@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.data import sized_len
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
