@@ -57,18 +57,10 @@ class PlainCNN(nn.Sequential):
 
 
 def quiet_trainer(strategy: Any = "auto", devices: int = 1, **options: Any) -> Trainer:
-    """A trainer on the CPU that shows and writes nothing."""
-    return Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        devices=devices,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **options,
-    )
+    """A trainer on the CPU that shows and writes nothing, unless the options say otherwise."""
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    options = {"accelerator": "cpu", "num_sanity_val_steps": 0, **quiet, **options}
+    return Trainer(strategy=strategy, devices=devices, **options)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

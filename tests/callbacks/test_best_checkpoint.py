@@ -6,8 +6,8 @@ import panels
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import PlainCNN
-from lightning.pytorch import LightningModule, Trainer
+from conftest import PlainCNN, quiet_trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 
 from cnnstrategies import ConfigurationError
@@ -40,52 +40,38 @@ class Lit(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(logs, *callbacks, epochs=3, ckpt_path=None, **options):
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        max_epochs=epochs,
-        limit_train_batches=1,
-        limit_val_batches=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-        **options,
-    )
-    trainer.fit(Lit(logs), DigitsDataModule(), ckpt_path=ckpt_path, weights_only=True)
+def fit(logs, *callbacks, epochs=3, ckpt_path=None, train_loss=True, **options):
+    options = {"enable_checkpointing": True, "limit_train_batches": 1, "limit_val_batches": 1, "num_sanity_val_steps": 2, **options}
+    trainer = quiet_trainer(callbacks=list(callbacks), max_epochs=epochs, **options)
+    trainer.fit(Lit(logs, train_loss), DigitsDataModule(), ckpt_path=ckpt_path, weights_only=True)
 
 
-LOGGED = {
-    "accuracy": ({"val_acc": [0.1, 0.9, 0.5], "val_loss": [3.0, 2.0, 1.0]}, 1),
-    "loss": ({"val_loss": [2.0, 1.0, 3.0]}, 1),
-    "others": ({"val/f1": [0.1, 0.9, 0.5]}, 2),
-    "nothing": ({}, 2),
-}
+def saved(name="best"):
+    return torch.load(f"saved/{name}.ckpt", weights_only=True)
 
 
-@pytest.mark.parametrize(("logs", "epoch"), LOGGED.values(), ids=LOGGED.keys())
-def test_the_best_is_by_accuracy_else_loss_else_the_last(logs, epoch, recwarn):
-    fit(logs, best := BestCheckpoint("saved"))
-    assert [path.name for path in Path("saved").iterdir()] == ["best.ckpt"], best
-    assert torch.load("saved/best.ckpt", weights_only=True)["epoch"] == epoch
+def test_the_best_is_by_accuracy_else_loss_else_the_last(recwarn):
+    for logs, epoch in (
+        ({"val_acc": [0.1, 0.9, 0.5], "val_loss": [3.0, 2.0, 1.0]}, 1),
+        ({"val_loss": [2.0, 1.0, 3.0]}, 1),
+        ({"val/f1": [0.1, 0.9, 0.5]}, 2),
+    ):
+        fit(logs, BestCheckpoint("saved", enable_version_counter=False))
+        assert [path.name for path in Path("saved").iterdir()] == ["best.ckpt"]
+        assert saved()["epoch"] == epoch
     assert not [w for w in recwarn if "monitor" in str(w.message)]
 
 
 def test_the_best_of_a_run_is_known_when_it_is_resumed():
     fit({"val_loss": [1.0, 2.0]}, BestCheckpoint("saved"), BestCheckpoint("saved", "each", None), epochs=2)
-    assert torch.load("saved/each.ckpt", weights_only=True)["epoch"] == 1
-    states = torch.load("saved/each.ckpt", weights_only=True)["callbacks"]
-    (resumed := BestCheckpoint("saved")).load_state_dict(states[resumed.state_key])
+    assert saved("each")["epoch"] == 1
+    (resumed := BestCheckpoint("saved")).load_state_dict(saved("each")["callbacks"][resumed.state_key])
     assert (resumed.monitor, resumed.mode) == ("val_loss", "min"), "before the first validation"
     fit({"val_loss": [1.0, 2.0, 1.5]}, BestCheckpoint("saved"), ckpt_path="saved/each.ckpt")
-    assert torch.load("saved/best.ckpt", weights_only=True)["epoch"] == 0, "1.5 is no better than 1.0"
+    assert saved()["epoch"] == 0, "1.5 is no better than 1.0"
 
 
 def test_a_monitor_that_is_not_logged_is_named_with_what_is():
-    fit({"val_loss": [2.0, 3.0, 1.0]}, best := BestCheckpoint("saved", monitor="val_loss"))
-    assert best.mode == "min"
-    assert torch.load("saved/best.ckpt", weights_only=True)["epoch"] == 2
     with pytest.raises(
         ConfigurationError, match=r"does not log 'val_accuracy'; did you mean 'val_acc'.* train_loss, val_acc"
     ):
@@ -95,7 +81,7 @@ def test_a_monitor_that_is_not_logged_is_named_with_what_is():
 
 
 @pytest.mark.light
-def test_summary_and_curves_take_whatever_was_logged(capsys):
+def test_summary_and_curves_take_whatever_was_logged():
     assert worth_showing(["lr-SGD", "samples_per_s", "train_loss_step", "train_loss"]) == ["train_loss"]
     assert worth_showing(["train_loss", "val_f1", "valid/error"]) == ["val_f1", "valid/error"]
     usual = {"train_loss": 2.0, "val_loss": 1.0, "val_acc": 0.5, "val_acc_top5": 0.9, "train_loss_step": 2.0}
@@ -109,17 +95,8 @@ def test_summary_and_curves_take_whatever_was_logged(capsys):
 
 
 def test_the_summary_of_a_module_with_names_of_its_own(capsys):
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=CSVLogger("logs"),
-        max_epochs=2,
-        limit_train_batches=1,
-        limit_val_batches=1,
-        enable_progress_bar=False,
-        callbacks=[TrainingSummary(), BestCheckpoint()],
-    )
-    trainer.fit(Lit({"val/error": [0.25, 0.5]}, train_loss=False), DigitsDataModule())
+    options = {"logger": CSVLogger("logs"), "epochs": 2, "train_loss": False}
+    fit({"val/error": [0.25, 0.5]}, TrainingSummary(), BestCheckpoint(), **options)
     rows = panels.rows(capsys.readouterr().out, "Training summary")
     assert rows["val/error"] == "0.5000 at the end, best 0.2500 in epoch 0"
     assert Path(rows["curves"]).is_file()

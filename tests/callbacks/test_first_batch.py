@@ -5,15 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from conftest import quiet_trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import default_collate as collate
 
 from cnnstrategies.callbacks import FirstBatch, first_batch
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
 STRATEGIES = {
-    "ddp": lambda: "ddp_fork",
     "parameter_server": lambda: ParameterServerStrategy(start_method="fork"),
     "hybrid_pipeline": lambda: HybridPipelineStrategy(replicas=[2], microbatches=2, start_method="fork"),
 }
@@ -47,50 +48,39 @@ class Shared(Stream):
         return iter([samples(32)[index] for index in range(rank, 32, 2)])
 
 
+def cut(rows):
+    return collate(rows[:3])
+
+
 LOADERS = {
-    "sampled by Lightning": (lambda: DataLoader(samples(32), 4), ""),
     "a stream that is not shared": (lambda: DataLoader(Stream(), 4), "0 and 1 have loaded the same first batch"),
+    "a stream that is shared": (lambda: DataLoader(Shared(), 4), ""),
     "an own order, and the same": (
         lambda: DataLoader(samples(32), 4, sampler=RandomSampler(samples(32), generator=torch.Generator())),
         "0 and 1 have loaded the same first batch",
     ),
     "a batch of another size": (
-        lambda: DataLoader(samples(32), 4, collate_fn=lambda rows: torch.utils.data.default_collate(rows[:3])),
+        lambda: DataLoader(samples(32), 4, collate_fn=cut),
         "has 6 samples, and not 8 (2 processes x 4)",
     ),
     "one small batch": (lambda: DataLoader(samples(6), 4), ""),
 }
 
 
-def warned(monkeypatch, tmp_path: Path, strategy, loader, module=None, steps=2, **options) -> str:
-    said = tmp_path / "said"
+def warned(monkeypatch, strategy, loader, module=None, steps=2, **options) -> str:
+    said = Path("said").resolve()
     monkeypatch.setattr(first_batch, "rank_zero_warn", lambda text: said.write_text(text))
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[FirstBatch()],
-        **options,
-    )
+    trainer = quiet_trainer(strategy, 2, max_steps=steps, callbacks=[FirstBatch()], **options)
     trainer.fit(module or Small(), loader)
     return said.read_text() if said.exists() else ""
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_what_each_has_loaded(name, monkeypatch, tmp_path):
+def test_what_each_has_loaded(name, monkeypatch):
     loader, message = LOADERS[name]
     own = "an own order" in name
-    said = warned(monkeypatch, tmp_path, "ddp_fork", loader(), use_distributed_sampler=not own)
+    said = warned(monkeypatch, "ddp_fork", loader(), use_distributed_sampler=not own)
     assert message in said if message else not said
-
-
-def test_a_stream_that_is_shared(monkeypatch, tmp_path):
-    assert not warned(monkeypatch, tmp_path, "ddp_fork", DataLoader(Shared(), 4))
 
 
 class Unequal(Small):
@@ -98,11 +88,11 @@ class Unequal(Small):
         return DataLoader(samples(32 + 4 * dist.get_rank()), 4)
 
 
-def test_processes_with_unequal_numbers_of_batches_are_refused(monkeypatch, tmp_path):
+def test_processes_with_unequal_numbers_of_batches_are_refused(monkeypatch):
     refusal = "process 0 has 8 batches an epoch, process 1 has 9: .* --trainer.limit_train_batches=8"
     with pytest.raises(Exception, match=refusal):
-        warned(monkeypatch, tmp_path, "ddp_fork", None, Unequal(), use_distributed_sampler=False)
-    warned(monkeypatch, tmp_path, "ddp_fork", None, Unequal(), use_distributed_sampler=False, limit_train_batches=8)
+        warned(monkeypatch, "ddp_fork", None, Unequal(), use_distributed_sampler=False)
+    warned(monkeypatch, "ddp_fork", None, Unequal(), use_distributed_sampler=False, limit_train_batches=8)
 
 
 class Ends(IterableDataset):
@@ -111,16 +101,15 @@ class Ends(IterableDataset):
 
 
 @pytest.mark.parametrize("limit", [None, 5])
-def test_streams_of_unequal_length_are_refused_at_an_end(limit, monkeypatch, tmp_path):
+def test_streams_of_unequal_length_are_refused_at_an_end(limit, monkeypatch):
     with pytest.raises(Exception, match="process 0 has 2 batches an epoch, process 1 has 3 or more: "):
-        warned(monkeypatch, tmp_path, "ddp_fork", DataLoader(Ends(), 4), steps=9, limit_train_batches=limit)
-    warned(monkeypatch, tmp_path, "ddp_fork", DataLoader(Ends(), 4), limit_train_batches=2, steps=5)
+        warned(monkeypatch, "ddp_fork", DataLoader(Ends(), 4), steps=9, limit_train_batches=limit)
+    warned(monkeypatch, "ddp_fork", DataLoader(Ends(), 4), limit_train_batches=2, steps=5)
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "ddp"])
-def test_other_strategies(strategy, monkeypatch, tmp_path):
-    assert not warned(monkeypatch, tmp_path, STRATEGIES[strategy](), DataLoader(samples(32), 4))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_other_strategies(strategy, monkeypatch):
+    assert not warned(monkeypatch, STRATEGIES[strategy](), DataLoader(samples(32), 4))
     own = DistributedSampler(samples(32), num_replicas=2, rank=0)  # Also on the other one.
-    loader = DataLoader(samples(32), 4, sampler=own, collate_fn=LOADERS["a batch of another size"][0]().collate_fn)
-    said = warned(monkeypatch, tmp_path, STRATEGIES[strategy](), loader)
+    said = warned(monkeypatch, STRATEGIES[strategy](), DataLoader(samples(32), 4, sampler=own, collate_fn=cut))
     assert ("0 and 1 have loaded" if strategy == "parameter_server" else "has 6 samples, and not 8") in said

@@ -1,7 +1,6 @@
 """Rows of all ranks are gathered in slices, in order, whatever each rank holds."""
 
 import csv
-import os
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from lightning.pytorch import LightningDataModule, Trainer
+from conftest import quiet_trainer
+from lightning.pytorch import LightningDataModule
 from PIL import Image
-from ports import free_port
+from ranks import run_ranks
 from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
@@ -30,34 +29,19 @@ class Strategy:
         return torch.stack(gathered)
 
 
-class Run:
-    strategy = Strategy()
-    world_size = 3
-
-
-def gather(rank, port):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=3)
+def gathered(counts):
     predictions.GATHER_ROWS = 4
-    counts = [9, 0, 5]
-    first = sum(counts[:rank])
-    indices = torch.arange(first, first + counts[rank])
-    all_indices, rows = predictions.gather_rows(Run, indices, indices[:, None] * torch.ones(1, 2))
-    assert all_indices.tolist() == list(range(14))
-    assert torch.equal(rows, torch.arange(14.0)[:, None].expand(14, 2))
-    none = predictions.gather_rows(Run, torch.empty(0, dtype=torch.int64), torch.empty(0, 2))
-    assert [len(one) for one in none] == [0, 0], "as where all is classified rightly"
-    dist.destroy_process_group()
+    run = SimpleNamespace(strategy=Strategy(), world_size=3)
+    first = sum(counts[: dist.get_rank()])
+    indices = torch.arange(first, first + counts[dist.get_rank()])
+    return predictions.gather_rows(run, indices, indices[:, None] * torch.ones(1, 2))
 
 
 def test_ranks_with_different_numbers_of_rows_give_all_rows():
-    mp.start_processes(gather, args=(free_port(),), nprocs=3, start_method="fork")
-
-
-def test_what_cannot_be_written_is_refused():
-    with pytest.raises(ConfigurationError, match=r"predict_step returned Tensor: .* 'index'"):
-        PredictionWriter().on_predict_batch_end(None, None, torch.zeros(2), None, 0)
+    for counts in ([9, 0, 5], [0, 0, 0]):
+        for indices, rows in run_ranks(3, gathered, counts):
+            assert indices.tolist() == list(range(sum(counts)))
+            assert torch.equal(rows, indices[:, None].expand(-1, 2).float())
 
 
 def test_on_a_full_disk_predictions_are_those_of_before_or_none():
@@ -88,11 +72,7 @@ def test_own_images_are_prepared_as_those_of_the_validation():
         picture = Image.fromarray(data.val_source.images[index, 0].numpy())
         (picture.convert("RGB").resize((40, 24)) if name == "large.png" else picture).save(file)
     writer = PredictionWriter(Path("found.csv"), images=Path("mine"))
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[writer],
-    )  # fmt: skip
-    trainer.predict(model, data)
+    quiet_trainer(callbacks=[writer]).predict(model, data)
     with open("found.csv", newline="") as file:
         header, *rows = csv.reader(file)
     assert header == ["sample", "class", "probability", *(f"{what} {k}" for k in (2, 3, 4, 5) for what in header[1:3])]
@@ -105,7 +85,9 @@ def test_own_images_are_prepared_as_those_of_the_validation():
 
 
 @pytest.mark.light
-def test_own_images_that_cannot_be_predicted_are_refused():
+def test_what_cannot_be_predicted_or_written_is_refused():
+    with pytest.raises(ConfigurationError, match=r"predict_step returned Tensor: .* 'index'"):
+        PredictionWriter().on_predict_batch_end(None, None, torch.zeros(2), None, 0)
     Path("empty").mkdir()
     with pytest.raises(ConfigurationError, match=r"images=empty: no images there; .* \.jpg, .*\.webp"):
         own_images(DigitsDataModule(), Path("empty"))
