@@ -10,10 +10,9 @@ from conftest import ROOT
 from jsonargparse import Namespace
 
 from cnnstrategies.commands.tune import command as tune
-from cnnstrategies.commands.tune.choices import choices, communication, compilers, loading
+from cnnstrategies.commands.tune.choices import choices, compilers, loading
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.models.classifier import ImageClassifier
-from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune import contest
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -53,7 +52,7 @@ def test_the_fastest_settings_are_shown_and_written_for_fit(monkeypatch, tmp_pat
     shown = capsys.readouterr().out
     for words in ("2.00 [2.00, 2.00]", "all together"):
         assert words in shown
-    for kind in ("compute", "compilation", "communication", "loading"):
+    for kind in ("compute", "compilation", "loading"):
         assert kind in shown, f"{kind} was not tried"
     assert "4.00 times as fast" in output.read_text()
     assert yaml.safe_load(output.read_text()) == {
@@ -79,45 +78,15 @@ def test_what_changes_learning_is_tried_only_when_it_is_allowed():
 
 @pytest.mark.light
 def test_what_is_on_is_tried_without_and_others_by_callback():
-    given = configuration({"channels_last": True, "compile_backend": "inductor"})
-    values = [one.values for group in choices(given, ImageClassifier, CPU, []) for one in group]
-    assert values == [{"model.init_args.channels_last": False}]
-    assert [one.values for one in compilers(given, ImageClassifier)] == [{"model.init_args.compile_backend": None}]
-    other = [one.values for group in choices(configuration({}), torch.nn.Module, CPU, []) for one in group]
-    assert other == [{"ComputeSettings.channels_last": True}]
-    other = [one.values for one in compilers(configuration({}), torch.nn.Module)]
-    assert other == [{"ComputeSettings.compile_backend": "inductor"}]
-
-
-def exchange(strategy, allow=(), model=None, devices=2):
-    """What is tried of the communication, with what is written."""
-    trainer = SimpleNamespace(devices=devices, num_nodes=1, strategy=strategy)
-    return {one.name: one for one in communication(trainer, model or torch.nn.Linear(1, 1), allow)}
-
-
-def given(name: str, **arguments: object) -> Namespace:
-    return Namespace(class_path=f"cnnstrategies.strategies.{name}", init_args=Namespace(**arguments))
-
-
-@pytest.mark.light
-def test_lossy_communication_is_tried_only_when_allowed():
-    assert exchange("auto", devices=1) == {}
-    assert list(exchange("ddp")) == ["buckets of 5 MB", "buckets of 100 MB"]
-    allowed = exchange("ddp_fork", ["compression"])
-    assert [one for one, each in allowed.items() if each.effect is Effect.LEARNING] == [
-        "bf16 gradients",
-        "powersgd gradients",
-    ]
-    written = allowed["bf16 gradients"].values["trainer.strategy"]
-    assert written["class_path"].endswith("CompressedDDPStrategy")
-    assert written["init_args"]["start_method"] == "fork", "what the configuration's own name stands for is lost"
-    assert list(exchange("parameter_server")) == ["2 servers"]
-    normed = torch.nn.BatchNorm2d(1)
-    pipeline = given("HybridPipelineStrategy", microbatches=8, schedule="1f1b")
-    assert list(exchange(pipeline, model=normed)) == ["run_ahead: true", "run_ahead: false", "gpipe"]
-    assert {"4 microbatches", "16 microbatches"} < set(exchange(pipeline))
-    assert exchange(pipeline, ["microbatches"], normed)["4 microbatches"].effect is Effect.LEARNING
-    assert exchange(pipeline)["gpipe"].values == {"trainer.strategy.init_args.schedule": "gpipe"}
+    own = configuration({"channels_last": True, "compile_backend": "inductor"})
+    for given, kind, place, values in (
+        (own, ImageClassifier, "model.init_args", (False, None)),
+        (configuration({}), torch.nn.Module, "ComputeSettings", (True, "inductor")),
+    ):
+        ((setting,),) = choices(given, kind, CPU, [])
+        assert setting.values == {f"{place}.channels_last": values[0]}
+        (setting,) = compilers(given, kind)
+        assert setting.values == {f"{place}.compile_backend": values[1]}
 
 
 @pytest.mark.light
@@ -130,15 +99,5 @@ def test_loading_is_tried_where_the_data_module_can(monkeypatch):
 
 @pytest.mark.light
 def test_a_run_gets_the_command_line_without_tunes_own_words():
-    words = [
-        "fit",
-        "--config",
-        "x.yaml",
-        "--minutes",
-        "3",
-        "--allow=[precision]",
-        "--output",
-        "p.yaml",
-        "--trainer.devices=2",
-    ]
-    assert tune.without_own_options(words) == ["fit", "--config", "x.yaml", "--trainer.devices=2"]
+    words = ["fit", "--config", "x.yaml", "--minutes", "3", "--allow=[precision]", "--output", "p.yaml", "--fresh"]
+    assert tune.without_own_options(words) == ["fit", "--config", "x.yaml", "--fresh"]

@@ -109,21 +109,17 @@ class PlanOptions:
         return self.batch_size if self.batch_per_device is None else self.batch_per_device * devices
 
 
-Allowed = Literal["precision", "compression", "microbatches"]
-
-
 @dataclass
 class TuneOptions:
     """What is tried, for how long, and where the result goes.
 
     Attributes:
-        allow: What may be changed although it changes what is learned: ``precision`` (bf16, TF32), ``compression``
-            (of gradients), ``microbatches`` (of a pipeline with batch normalisation).
+        allow: What may be changed although it changes what is learned: ``precision`` (bf16, TF32).
         minutes: Longest time.
         output: YAML file for the settings that were found: ``fit --config X --config tuned.yaml`` takes it.
     """
 
-    allow: list[Allowed] = field(default_factory=list)
+    allow: list[Literal["precision"]] = field(default_factory=list)
     minutes: float = 5.0
     output: Path = Path("tuned.yaml")
 

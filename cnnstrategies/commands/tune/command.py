@@ -16,7 +16,7 @@ from rich.status import Status
 from cnnstrategies.commands.front.options import TuneOptions
 from cnnstrategies.commands.front.refuse import fail
 from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
-from cnnstrategies.commands.tune.choices import choices, communication, compilers, loading
+from cnnstrategies.commands.tune.choices import choices, compilers, loading
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune.contest import Contest, table
@@ -35,7 +35,6 @@ def main(args: Sequence[str]) -> None:
     phases = {
         "compute": list(factorial(choices(cli.config, type(cli.model), device, options.allow))),
         "compilation": compilers(cli.config, type(cli.model)),
-        "communication": communication(cli.config.trainer, cli.model, options.allow),
         LOADING: loading(cli.config, type(cli.datamodule)),
     }
     console = Console()
