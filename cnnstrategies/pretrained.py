@@ -1,4 +1,4 @@
-"""Networks with trained weights, by their names in torchvision or timm, and a new head."""
+"""Networks with trained weights, by their names in torchvision, and a new head; how their images were prepared."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -13,20 +13,19 @@ from torchvision.models import get_model, get_model_weights, list_models
 from cnnstrategies.data.preprocessing import Preprocessing
 from cnnstrategies.errors import ConfigurationError
 
-TIMM = "timm/"
 TRAINED_WITH = "trained_with"
 INTERPOLATIONS = ("bilinear", "bicubic")
-FILES = (".pth", ".pt", ".bin", ".safetensors")
+FILES = (".pth", ".pt")
 
 
 def pretrained(name: str, num_classes: int, weights: str = "DEFAULT", frozen: bool = False) -> nn.Module:
     """A network with trained weights whose head is new, unless it was trained for as many classes.
 
     Args:
-        name: Of torchvision, such as ``resnet50``, or of timm, such as ``timm/convnext_tiny.fb_in1k``.
+        name: Of torchvision, such as ``resnet50``; ``timm.create_model`` does the same for timm's.
         num_classes: Number of classes.
-        weights: ``DEFAULT`` for the best ones, downloaded at first use; for torchvision the name of others too; or the
-            path of a file with a state dict (.pth, .pt, .bin, .safetensors).
+        weights: ``DEFAULT`` for the best ones, downloaded at first use; the name of others; or the path of a file with
+            a state dict (.pth, .pt).
         frozen: Train the new head alone. Statistics of batch normalisation still follow the data.
 
     Raises:
@@ -36,16 +35,14 @@ def pretrained(name: str, num_classes: int, weights: str = "DEFAULT", frozen: bo
     if weights.endswith(FILES) and not Path(weights).is_file():
         raise ConfigurationError(f"no file {Path(weights).resolve()}: set model.init_args.network.init_args.weights")
     try:
-        build = _of_timm if name.startswith(TIMM) else _of_torchvision
-        network, heads = build(name.removeprefix(TIMM), num_classes, weights)
+        network, heads = _built(name, num_classes, weights)
     except OSError as error:
         why = " ".join(str(error).split())
         raise ConfigurationError(
             f"the weights of {name} cannot be had ({why}): download them where there is a connection, copy the file, "
             "and give its path as weights"
         ) from error
-    plain = name.removeprefix(TIMM)
-    setattr(network, TRAINED_WITH, _of_cfg(network) if plain != name else _of_weights(plain, weights))
+    setattr(network, TRAINED_WITH, _of_weights(name, weights))
     if frozen:
         if not heads:
             raise ConfigurationError(
@@ -104,10 +101,13 @@ def _known(size: int, resize: int, interpolation: Any, mean: Iterable[float], st
     return Preprocessing(size, max(size, resize), kind, tuple(mean), tuple(std))
 
 
-def _of_torchvision(name: str, num_classes: int, weights: str) -> tuple[nn.Module, list[nn.Module]]:
-    known = list_models()
-    if name not in known:
-        raise ConfigurationError(_unknown(name, known, f"torchvision; those of timm are written {TIMM}{name}"))
+def _built(name: str, num_classes: int, weights: str) -> tuple[nn.Module, list[nn.Module]]:
+    if name not in list_models():
+        close = difflib.get_close_matches(name.removeprefix("timm/"), list_models(), n=1)
+        raise ConfigurationError(
+            f"no network {name!r} in torchvision; those of timm are built with timm.create_model, with pretrained: true"
+            + (f"; did you mean {close[0]!r}?" if close else "")
+        )
     if weights.endswith(FILES):
         state = _state_dict(Path(weights))
         # The head comes last, and has a row for each class.
@@ -144,44 +144,9 @@ def new_heads(network: nn.Module, before: int, num_classes: int) -> list[nn.Modu
     return heads
 
 
-def _of_timm(name: str, num_classes: int, weights: str) -> tuple[nn.Module, list[nn.Module]]:
-    try:
-        import timm
-    except ImportError:
-        raise ConfigurationError(f"{TIMM}{name} needs timm: pip install '.[timm]' in a clone") from None
-    plain = name.partition(".")[0]
-    if ":" not in name and not timm.is_model(plain):
-        raise ConfigurationError(_unknown(plain, timm.list_models(), "timm"))
-    options: dict[str, Any] = {}
-    if weights.endswith(FILES):
-        options["pretrained_cfg_overlay"] = {"file": weights}
-    elif weights != "DEFAULT":
-        raise ConfigurationError(
-            f"weights={weights!r}: those of timm are part of the name, such as {TIMM}{plain}.TAG; give DEFAULT or a "
-            "file"
-        )
-    try:
-        network: nn.Module = timm.create_model(name, pretrained=True, num_classes=num_classes, **options)
-    except RuntimeError as error:
-        why = " ".join(str(error).split())[:200]
-        raise ConfigurationError(f"{TIMM}{name}: {why}") from error
-    trained_for = getattr(network, "pretrained_cfg", {}).get("num_classes")
-    heads = [] if trained_for == num_classes else network.get_classifier()  # type: ignore[operator]
-    return network, list(heads) if isinstance(heads, Iterable) else [heads]
-
-
 def _state_dict(file: Path) -> Mapping[str, Tensor]:
-    if file.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(file)
     try:
         state: Mapping[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ConfigurationError(f"{file} is not a file of weights: {' '.join(str(error).split())[:200]}") from error
     return state
-
-
-def _unknown(name: str, known: Iterable[str], where: str) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"no network {name!r} in {where}" + (f"; did you mean {close[0]!r}?" if close else "")
