@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -20,13 +21,13 @@ from typing_extensions import override
 
 from cnnstrategies.checkpoints.io import AtomicCheckpointIO
 from cnnstrategies.commands.front.refuse import shows_tracebacks
+from cnnstrategies.commands.run import lightning_cli
 from cnnstrategies.commands.run.errors import check_trainer_names
 from cnnstrategies.commands.run.failures import explain_run_error
 from cnnstrategies.commands.run.lightning_cli import CLI
-from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
+from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import Place, RunAddress
 from cnnstrategies.strategies.parameter_server.joining import ComeAndGo, JoiningStrategy
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
@@ -122,6 +123,11 @@ class JoiningCLI(CLI):
             if not ended.clean:
                 raise
             why = str(ended)
+        except Exception as error:
+            line = explain_run_error(error)
+            if line is None or shows_tracebacks():
+                raise
+            raise ConfigurationError(line) from error
         else:
             why = "training ended"
         work = f"{strategy.epochs} epochs, {strategy.batches} batches, {strategy.samples} samples"
@@ -145,18 +151,5 @@ def strategy_of(strategy: Any) -> ParameterServerStrategy:
 
 
 def run(address: RunAddress, place: Place, words: Sequence[str]) -> None:
-    """Train in a run, until it is over or has failed: RunEnded."""
-    # What LightningCLI reads, and what errors are explained by.
-    sys.argv[1:] = ["fit", *words]
-    quieten()
-    try:
-        JoiningCLI(address, place)
-    except (RunEnded, ConfigurationError):
-        raise
-    except (ServersUnreachableError, RemovedError) as ended:
-        raise RunEnded(str(ended)) from ended
-    except Exception as error:
-        line = explain_run_error(error)
-        if line is None or shows_tracebacks():
-            raise
-        raise ConfigurationError(line) from error
+    """Train in a run, until it is over or has failed."""
+    lightning_cli.main(["fit", *words], partial(JoiningCLI, address, place))

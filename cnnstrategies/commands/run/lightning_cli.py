@@ -243,7 +243,7 @@ def leaves_out_classes(words: Sequence[str]) -> bool:
     return ours and isinstance(data, type) and issubclass(data, ImageDataModule)
 
 
-def main(args: Sequence[str], kind: type[CLI] = CLI) -> None:
+def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
     """Run ``fit``, ``validate``, ``test``, ``predict``, ``quantize`` or ``export``."""
     # What LightningCLI reads, and what errors are explained by.
     sys.argv[1:] = args
