@@ -32,24 +32,14 @@ class Parts:
     waiting: tuple[str, ...] = ()
 
 
-WHOLE_NETWORK = Parts(
-    {
-        "data": "waiting for the loader",
-        "transfer": "copy, batch hooks",
-        "forward": "network, loss, metrics",
-        "backward": "gradients",
-        "communication": "all-reduce in the open",
-        "optimizer": "clipping, update",
-        "other": "callbacks, logging",
-        TOTAL: "end to end",
-    },
-    ACTIONS,
-)
+BEFORE = {"data": "waiting for the loader", "transfer": "copy, batch hooks"}
+NETWORK = {"forward": "network, loss, metrics", "backward": "gradients"}
+AFTER = {"optimizer": "clipping, update", "other": "callbacks, logging", TOTAL: "end to end"}
+WHOLE_NETWORK = Parts({**BEFORE, **NETWORK, "communication": "all-reduce in the open", **AFTER}, ACTIONS)
 # The whole schedule runs within `training_step`; the engine tells it apart.
 STAGES = Parts(
     {
-        "data": "waiting for the loader",
-        "transfer": "copy, batch hooks",
+        **BEFORE,
         "share": "the batch to all ranks",
         "receive": "waiting for other stages",
         "forward": "the stage, loss",
@@ -58,27 +48,13 @@ STAGES = Parts(
         "reduce": "all-reduce in the open",
         "gather": "outputs to all ranks",
         "metrics": "training_step, metrics",
-        "optimizer": "clipping, update",
-        "other": "callbacks, logging",
-        TOTAL: "end to end",
+        **AFTER,
     },
     {**ACTIONS, "share_batch": "share", "gather_outputs": "gather", "training_step": "metrics"},
     ("share", "receive", "send", "reduce", "gather"),
 )
-# A worker waits for parameters in the middle of its forward.
-WORKER = Parts(
-    {
-        "data": "waiting for the loader",
-        "transfer": "copy, batch hooks",
-        "wait": "waiting for the servers",
-        "forward": "network, loss, metrics",
-        "backward": "gradients, pushes",
-        "optimizer": "clipping, update, pushes",
-        "other": "callbacks, logging",
-        TOTAL: "end to end",
-    },
-    ACTIONS,
-)
+# A worker waits for parameters in the middle of its forward; its pushes are part of backward and update.
+WORKER = Parts({**BEFORE, "wait": "waiting for the servers", **NETWORK, **AFTER}, ACTIONS)
 
 
 def parts_under(strategy: Any) -> Parts:

@@ -17,7 +17,6 @@ from cnnstrategies.callbacks.tables import print_table, relative
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.models.metric_names import is_of_epochs, less_is_better, worth_showing
 
-MOST = 8  # Devices that are named one by one.
 History = Mapping[int, Mapping[str, float]]
 PANELS = {"loss": "Loss", "acc": "Accuracy"}  # A word in a metric's name, and the title.
 
@@ -97,12 +96,10 @@ def peak_bytes(trainer: Trainer) -> list[int]:
 
 def memory_in_words(held: Sequence[int], gpus: bool) -> str:
     """What :func:`peak_bytes` gives, in a line."""
-    megabytes = [f"{one / 1e6:,.0f}" for one in held]
-    many = f"{min(held) / 1e6:,.0f} to {max(held) / 1e6:,.0f} MB"
+    least, most = f"{min(held) / 1e6:,.0f}", f"{max(held) / 1e6:,.0f}"
     if len(held) == 1:
-        return f"{megabytes[0]} MB of the {'GPU' if gpus else 'process'}"
-    numbers = many if len(held) > MOST else f"{' and '.join(megabytes) if len(held) == 2 else ', '.join(megabytes)} MB"
-    return f"{numbers} of {len(held)} {'GPUs' if gpus else 'processes'}"
+        return f"{most} MB of the {'GPU' if gpus else 'process'}"
+    return f"{least} to {most} MB of {len(held)} {'GPUs' if gpus else 'processes'}"
 
 
 def draw_curves(history: History, path: Path) -> None:
