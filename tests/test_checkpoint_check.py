@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PlainCNN, in_fork
-from lightning.pytorch import Trainer
+from conftest import PlainCNN, in_fork, quiet_trainer
 from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
@@ -14,7 +13,7 @@ from cnnstrategies.data import DigitsDataModule
 
 
 def train():
-    trainer = Trainer(accelerator="cpu", devices=1, logger=False, barebones=True, max_steps=1, limit_val_batches=0)
+    trainer = quiet_trainer(max_steps=1, limit_val_batches=0)
     trainer.fit(ImageClassifier(PlainCNN(), 10), DigitsDataModule())
     return trainer
 
@@ -23,7 +22,13 @@ def train():
 def saved(tmp_path_factory) -> Path:
     """That of a run."""
     path = tmp_path_factory.mktemp("run") / "checkpoints" / "best.ckpt"
-    in_fork(lambda: train().save_checkpoint(path))
+
+    def save():
+        trainer = train()
+        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path.with_name("weights.ckpt"), weights_only=True)
+
+    in_fork(save)
     (path.parent.parent / "config.yaml").touch()
     return path
 
@@ -32,10 +37,9 @@ def saved(tmp_path_factory) -> Path:
 def test_the_same_network_is_accepted_with_its_weights(saved):
     model = ImageClassifier(PlainCNN(), 10)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    check_weights(model, saved)
+    for path in (saved, saved.with_name("weights.ckpt"), "last", "https://host/some.ckpt"):
+        check_weights(model, path)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    check_weights(model, "last")
-    check_weights(model, "https://host/some.ckpt")
 
 
 class Wider(PlainCNN):
@@ -44,19 +48,22 @@ class Wider(PlainCNN):
         self[2] = nn.Conv2d(8, 16, 5, stride=2, padding=2)
 
 
-OTHERS = {
-    "shape": (Wider, r"network.2.weight has the shape \(16, 8, 3, 3\) there and \(16, 8, 5, 5\) here"),
-    "more": (lambda: nn.Sequential(*PlainCNN(), nn.Linear(10, 10)), "it has no network.6.weight"),
-    "fewer": (lambda: nn.Sequential(*list(PlainCNN())[:-1]), "it has network.5.weight, which `model` has not"),
-}
-
-
 @pytest.mark.light
-@pytest.mark.parametrize(("network", "message"), OTHERS.values(), ids=OTHERS.keys())
-def test_another_network_is_refused_naming_its_configuration(saved, network, message):
-    whole = rf"best.ckpt is of another network .*: {message}; take `model` as it is in \S+/run0/config.yaml"
-    with pytest.raises(ConfigurationError, match=whole):
-        check_weights(ImageClassifier(network(), 10), saved)
+def test_another_network_is_refused_naming_its_configuration(saved, tmp_path):
+    for network, message in (
+        (Wider(), r"network.2.weight has the shape \(16, 8, 3, 3\) there and \(16, 8, 5, 5\) here"),
+        (nn.Sequential(*PlainCNN(), nn.Linear(10, 10)), "it has no network.6.weight"),
+        (nn.Sequential(*list(PlainCNN())[:-1]), "it has network.5.weight, which `model` has not"),
+    ):
+        whole = rf"best.ckpt is of another network .*: {message}; take `model` as it is in \S+/run0/config.yaml"
+        with pytest.raises(ConfigurationError, match=whole):
+            check_weights(ImageClassifier(network, 10), saved)
+    model = ImageClassifier(PlainCNN(), 10)
+    with pytest.raises(ConfigurationError, match="holds weights alone"):
+        check_weights(model, saved.with_name("weights.ckpt"), training=True)
+    torch.save(PlainCNN().state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(ConfigurationError, match=r"weights.pt is not a checkpoint of a run but holds 0.bias, "):
+        check_weights(model, tmp_path / "weights.pt")
 
 
 @pytest.mark.light
@@ -69,20 +76,3 @@ def test_what_only_the_module_knows_is_left_to_it(saved):
     lenient = ImageClassifier(Wider(), 10)
     lenient.strict_loading = False
     check_weights(lenient, saved)
-
-
-@pytest.mark.light
-def test_a_file_of_weights_alone_is_no_checkpoint_of_a_run(tmp_path):
-    torch.save(PlainCNN().state_dict(), tmp_path / "weights.pt")
-    with pytest.raises(
-        ConfigurationError, match=r"weights.pt is not a checkpoint of a run but holds 0.bias, 0.weight,"
-    ):
-        check_weights(ImageClassifier(PlainCNN(), 10), tmp_path / "weights.pt")
-
-
-def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
-    train().save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    model = ImageClassifier(PlainCNN(), 10)
-    check_weights(model, tmp_path / "weights.ckpt")
-    with pytest.raises(ConfigurationError, match="holds weights alone"):
-        check_weights(model, tmp_path / "weights.ckpt", training=True)

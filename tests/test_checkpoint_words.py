@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from cluster.processes_of import PYTHON, Program, fit
-from conftest import PlainCNN
-from lightning.pytorch import Trainer
+from conftest import PlainCNN, quiet_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
@@ -27,8 +26,8 @@ def write(path, seconds):
     os.utime(path, (seconds, seconds))
 
 
-def trainer(*callbacks, logger=False, **options):
-    return Trainer(accelerator="cpu", devices=1, logger=logger, callbacks=list(callbacks), **options)
+def trainer(*callbacks, logger=False):
+    return quiet_trainer(logger=logger, enable_checkpointing=True, callbacks=list(callbacks))
 
 
 @pytest.mark.cluster
@@ -54,13 +53,6 @@ def test_ranks_started_as_programs_go_on_from_the_newest_version(run_cli, quick,
     assert f"ckpt_path: {newest}" in (RUNS / "version_3/config.yaml").read_text()
 
 
-def test_without_a_checkpoint_no_process_starts(run_cli, quick):
-    code, output = run_cli("fit", *quick, "--trainer.strategy=ddp", "--ckpt_path=last")
-    assert code == 2, output
-    expected = "ckpt_path=last: no last.ckpt in runs/quickstart/*/checkpoints; train without ckpt_path first"
-    assert expected in output.splitlines()[-1]
-
-
 def test_the_newest_is_sought_where_runs_of_this_name_write():
     for version, seconds in (("version_9", 100), ("version_10", 300), ("torchrun_a", 200)):
         for name in ("best", "last"):
@@ -69,6 +61,9 @@ def test_the_newest_is_sought_where_runs_of_this_name_write():
     write("checkpoints/last.ckpt", 400)
     write("saved/last.ckpt", 400)
     named = CSVLogger("runs", "mine")
+    said = r"ckpt_path=last: no last.ckpt in runs/new/\*/checkpoints; train without ckpt_path first"
+    with pytest.raises(ConfigurationError, match=said):
+        find_checkpoint("last", trainer(logger=CSVLogger("runs", "new")))
     assert find_checkpoint("last", trainer(logger=named)) == Path("runs/mine/version_10/checkpoints/last.ckpt")
     assert find_checkpoint("best", trainer(logger=named)) == Path("runs/mine/version_10/checkpoints/best.ckpt")
     here = Path.cwd()
@@ -102,9 +97,7 @@ class OtherOnRank1(SameCheckpoint):
 
 
 def test_ranks_with_different_checkpoints_do_not_start():
-    run = Trainer(
-        accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, max_epochs=1, callbacks=[OtherOnRank1("")]
-    )
+    run = quiet_trainer("ddp_fork", 2, max_epochs=1, callbacks=[OtherOnRank1("")])
     with pytest.raises(Exception, match=r"rank 0 has found 0\.ckpt, another rank another file; give"):
         run.fit(ImageClassifier(PlainCNN(), 10), DigitsDataModule())
 

@@ -1,14 +1,10 @@
 """Weight averaging from the command line, which copies the model with all that it holds."""
 
-import copy
-import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from cluster.processes_of import PYTHON, Program
-
-from cnnstrategies.commands.run.parser import Instantiator
 
 # As a user writes it: a module beside the configuration, which is given factories.
 MINE = """
@@ -98,23 +94,6 @@ def test_the_average_of_two_processes_is_that_of_one(train):
             assert two[kind].keys() == one[kind].keys()
             for name, value in one[kind].items():
                 torch.testing.assert_close(two[kind][name], value, rtol=1e-10, atol=1e-14)
-
-
-def test_what_a_factory_holds_of_the_command_line_is_not_copied():
-    class CommandLine:
-        def __deepcopy__(self, memo):
-            raise AssertionError("copied")
-
-        def __reduce__(self):
-            raise AssertionError("pickled")
-
-        def build(self, class_type, *args, applied_instantiation_links, **kwargs):
-            return "from the command line"
-
-    instantiator = Instantiator(CommandLine().build)
-    assert instantiator(complex, 1, applied_instantiation_links={}, imag=2) == "from the command line"
-    for other in (copy.deepcopy(instantiator), pickle.loads(pickle.dumps(instantiator))):
-        assert other(complex, 1, applied_instantiation_links={}, imag=2) == 1 + 2j
 
 
 def test_an_average_that_cannot_be_sent_to_a_process_is_refused(run_cli, quick):

@@ -19,15 +19,9 @@ from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.data import SyntheticDataModule
 from cnnstrategies.deploy import export
 
-ONNX = pytest.param(
-    "onnx",
-    marks=[
-        pytest.mark.extra,
-        pytest.mark.skipif(
-            not all(map(importlib.util.find_spec, export.NEEDS["onnx"])), reason="onnx or onnxruntime is not installed"
-        ),
-    ],
-)
+HERE = all(map(importlib.util.find_spec, export.NEEDS["onnx"]))
+SKIPPED = pytest.mark.skipif(not HERE, reason="onnx or onnxruntime is not installed")
+ONNX = pytest.param("onnx", marks=[pytest.mark.extra, SKIPPED])
 
 
 def parts():
@@ -45,6 +39,12 @@ def use(folder, *flags, **environment):
     run = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, **environment})
     assert run.returncode == 0, run.stderr
     return run.stdout
+
+
+def save_images(model):
+    images = torch.randn(3, 1, 8, 8)
+    np.save("out/images.npy", images)
+    np.save("out/logits.npy", model.network(images).detach())
 
 
 @pytest.mark.warm
@@ -66,9 +66,7 @@ def test_what_is_exported_needs_no_package(kind):
         program = torch.export.load(f"out/{described['file']}")
         operators = {str(node.target).split(".")[0] for node in program.graph.nodes if node.op == "call_function"}
         assert operators == {"aten"}, "none but torch's own"
-    images = torch.randn(3, 1, 8, 8)
-    np.save("out/images.npy", images)
-    np.save("out/logits.npy", model.network(images).detach())
+    save_images(model)
     assert use("out") == f"3 images, without {', '.join(BARRED)}\n"
     with pytest.raises(ConfigurationError, match="out is there already"):
         export.export(model, data, Path("out"), kind)
@@ -79,9 +77,7 @@ def test_what_is_exported_needs_no_package(kind):
 def test_a_program_of_its_own_uses_it_from_the_first_import_on(kind):
     model, data = parts()
     export.export(model, data, Path("out"), kind)
-    images = torch.randn(3, 1, 8, 8)
-    np.save("out/images.npy", images)
-    np.save("out/logits.npy", model.network(images).detach())
+    save_images(model)
     # Without `site` nothing is found but what is in these folders.
     found = [importlib.util.find_spec(name) for name in ("torch", "numpy", "onnxruntime")]
     folders = {str(Path(one.origin).parents[1]) for one in found if one is not None}

@@ -82,26 +82,18 @@ def test_a_predict_step_of_ones_own_stays():
 
 
 @pytest.mark.light
-@pytest.mark.parametrize(
-    ("returned", "what"),
-    [(torch.zeros(2, 3, 4, 4), r"shape \(2, 3, 4, 4\)"), ([1], "list"), (torch.zeros(2, 1), "2, 1")],
-)
-def test_what_does_not_look_like_logits_is_refused(returned, what):
+def test_what_does_not_look_like_logits_is_refused():
     module = Own()
-    module.forward = lambda images: returned
-    with pytest.raises(ConfigurationError, match=rf"for 2 images the forward of Own returned .*{what}"):
-        PredictsImages(module)((torch.zeros(2, 1, 8, 8), torch.arange(2)), 0)
+    for returned, what in ((torch.zeros(2, 3, 4, 4), r"\(2, 3, 4, 4\)"), ([1], "list"), (torch.zeros(2, 1), "2, 1")):
+        module.forward = lambda images, returned=returned: returned
+        with pytest.raises(ConfigurationError, match=rf"for 2 images the forward of Own returned .*{what}"):
+            PredictsImages(module)((torch.zeros(2, 1, 8, 8), torch.arange(2)), 0)
 
 
 def test_on_the_command_line_own_modules_train_and_predict(run_cli):
-    options = [
-        "--model=test_inference.Own",
-        "--data=SyntheticDataModule",
-        "--data.num_samples=60",
-        "--data.image_size=8",
-    ]
-    options += ["--data.num_classes=3", "--data.channels=1", "--trainer.accelerator=cpu", "--trainer.devices=1"]
-    options += ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=runs", "--trainer.enable_progress_bar=false"]
+    options = ["--model=test_inference.Own", "--data=SyntheticDataModule", "--data.num_samples=60"]
+    options += ["--data.image_size=8", "--data.num_classes=3", "--data.channels=1", "--trainer.accelerator=cpu"]
+    options += ["--trainer.devices=1", "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=runs"]
     code, output = run_cli("fit", *options, "--trainer.max_epochs=1")
     assert code == 0, output
     code, output = run_cli("predict", *options, "--ckpt_path=last", "--predictions.output=out.csv")

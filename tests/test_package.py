@@ -1,9 +1,14 @@
-"""Importing the package is light, and registers its strategies with Lightning in whatever order the two come."""
+"""What is imported, and when; who may import whom says [tool.importlinter] in pyproject.toml."""
 
+import ast
 import importlib
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+from conftest import ROOT
 
 import cnnstrategies
 
@@ -27,3 +32,39 @@ def test_the_package_waits_for_lightning():
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert run.stdout == "lightning.pytorch\n", run.stderr
     assert all(getattr(cnnstrategies, name).__name__.endswith(name) for name in cnnstrategies.__all__)
+
+
+def test_what_would_hold_the_default_group_is_imported_first():
+    """torch imports it in an optimizer's first step; in this process Lightning has done so already."""
+    held, ours = "torch.distributed.nn.functional", "cnnstrategies.pipeline.transport"
+    for name in (held, ours):
+        del sys.modules[name]
+    importlib.import_module("torch.distributed")
+    assert held not in sys.modules
+    importlib.import_module(ours)
+    assert held in sys.modules
+
+
+def imported(program: Path) -> set[tuple[str, str]]:
+    """What a program takes from which modules of the package."""
+    return {
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(program.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "cnnstrategies"
+        for alias in node.names
+    }
+
+
+def is_there(module: str, name: str) -> bool:
+    try:
+        return hasattr(importlib.import_module(module), name) or bool(importlib.util.find_spec(f"{module}.{name}"))
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.light
+def test_what_benchmarks_and_examples_import_is_there():
+    programs = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "docs").rglob("*.py")]
+    wanted = {(program, *one) for program in programs for one in imported(program)}
+    assert len(wanted) > 40
+    assert [f"{program}: {module}.{name}" for program, module, name in wanted if not is_there(module, name)] == []

@@ -40,9 +40,8 @@ def test_norms_and_biases_are_not_decayed_if_asked_for():
         for name, parameter in module.named_parameters(recurse=False):
             plain = isinstance(module, nn.BatchNorm2d) or name == "bias"
             assert decay[id(parameter)] == (0.0 if plain else 0.01), (module, name)
-    assert [
-        group["weight_decay"] for group in ImageClassifier(network, 10, sgd).configure_optimizers().param_groups
-    ] == [0.01]
+    (group,) = ImageClassifier(network, 10, sgd).configure_optimizers().param_groups
+    assert group["weight_decay"] == 0.01
 
 
 @pytest.mark.light
@@ -86,15 +85,12 @@ def test_warmup_and_cosine_follow_the_formula_for_each_group():
     assert [rate for (rate,) in rates_of(again, 2)] == pytest.approx([0.1, 0.1 * (1 + math.cos(math.pi / 5)) / 2])
 
 
-MISTAKES = {
-    "warm-up": (lambda o: WarmupCosine(o, 5, warmup=5), "warmup=5 and total=5"),
-    "start": (lambda o: WarmupCosine(o, 5, 1, start=0.0), "start=0.0 is outside"),
-    "one cycle": (lambda o: OneCycleLR(o, 0.1, total_steps=9), "layer_lr_decay=0.5 and OneCycleLR"),
-}
-
-
 @pytest.mark.light
-@pytest.mark.parametrize(("scheduler", "message"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_refused(scheduler, message):
-    with pytest.raises(ConfigurationError, match=message):
-        ImageClassifier(PlainCNN(), 10, sgd, scheduler, layer_lr_decay=0.5).configure_optimizers()
+def test_a_mistake_is_refused():
+    for scheduler, message in (
+        (lambda optimizer: WarmupCosine(optimizer, 5, warmup=5), "warmup=5 and total=5"),
+        (lambda optimizer: WarmupCosine(optimizer, 5, 1, start=0.0), "start=0.0 is outside"),
+        (lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=9), "layer_lr_decay=0.5 and OneCycleLR"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            ImageClassifier(PlainCNN(), 10, sgd, scheduler, layer_lr_decay=0.5).configure_optimizers()

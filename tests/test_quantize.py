@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
-from conftest import in_fork
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from conftest import in_fork, quiet_trainer
+from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
@@ -24,17 +24,9 @@ def trained(path):
         seed_everything(1, verbose=False)
         model = ImageClassifier(SmallCNN(10), 10, optimizer=lambda params: torch.optim.SGD(params, 0.1, momentum=0.9))
         data = DigitsDataModule(batch_size=32)
-        trainer = Trainer(
-            accelerator="cpu",
-            # However this processor rounds: until it has learnt, within a bound.
-            max_epochs=40,
-            callbacks=[EarlyStopping("val_acc", mode="max", patience=40, stopping_threshold=0.95)],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(model, data)
+        # However this processor rounds: until it has learnt, within a bound.
+        stop = EarlyStopping("val_acc", mode="max", patience=40, stopping_threshold=0.95)
+        quiet_trainer(max_epochs=40, callbacks=[stop]).fit(model, data)
         return model.network, quantize(model, data, path)
 
     network, report = in_fork(run)
@@ -104,39 +96,22 @@ def test_shared_modules_shortcuts_and_flattened_maps(tmp_path):
     assert (load_quantized(tmp_path / "shortcut.pt2")(images) - exact).norm() < 0.3 * exact.norm()
 
 
-def test_without_torchao_the_error_names_it(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "torchao.quantization.pt2e", None)
-    for use in (
-        lambda: quantize(ImageClassifier(SmallCNN(10), 10), DigitsDataModule(), tmp_path / "q.pt2"),
-        lambda: load_quantized(tmp_path / "q.pt2"),
-    ):
-        with pytest.raises(ConfigurationError, match="pip install torchao"):
-            use()
-
-
 class DataDependent(nn.Module):
     def forward(self, images):
         return images.flatten(1)[:, :10] * (2 if float(images.sum()) > 0 else 1)
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
+def test_refusals_name_the_value(monkeypatch, tmp_path):
+    classifier = ImageClassifier(SmallCNN(10), 10)
+    for model, options, message in (
         (LightningModule(), {}, "LightningModule has no forward that maps images to logits"),
-        (ImageClassifier(SmallCNN(10), 10), {"calibration_batches": 0}, "calibration_batches=0: at least 1"),
+        (classifier, {"calibration_batches": 0}, "calibration_batches=0: at least 1"),
         (ImageClassifier(DataDependent(), 10), {}, r"torch.export cannot export DataDependent.*: \w+"),
-    ],
-    ids=["no network", "no calibration", "not exportable"],
-)
-def test_refusals_name_the_value(tmp_path, model, options, message):
-    with pytest.raises(ConfigurationError, match=message):
-        quantize(model, DigitsDataModule(), tmp_path / "q.pt2", **options)
-
-
-def test_a_checkpoint_of_another_network_is_refused_in_one_line(run_cli, quick):
-    network = SmallCNN(10, widths=[8, 16])
-    torch.save({"state_dict": ImageClassifier(network, 10).state_dict(), "pytorch-lightning_version": "2.6"}, "a.ckpt")
-    code, output = run_cli("quantize", *quick, "--ckpt_path=a.ckpt")
-    assert code == 2, output
-    for word in ("a.ckpt", "another network", "block1.0.0.weight"):
-        assert word in output.splitlines()[-1]
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            quantize(model, DigitsDataModule(), tmp_path / "q.pt2", **options)
+    monkeypatch.setitem(sys.modules, "torchao.quantization.pt2e", None)
+    with pytest.raises(ConfigurationError, match="pip install torchao"):
+        quantize(classifier, DigitsDataModule(), tmp_path / "q.pt2")
+    with pytest.raises(ConfigurationError, match="pip install torchao"):
+        load_quantized(tmp_path / "q.pt2")

@@ -41,7 +41,13 @@ class Lit(LightningModule):
 
 
 def fit(logs, *callbacks, epochs=3, ckpt_path=None, train_loss=True, **options):
-    options = {"enable_checkpointing": True, "limit_train_batches": 1, "limit_val_batches": 1, "num_sanity_val_steps": 2, **options}
+    options = {
+        "enable_checkpointing": True,
+        "limit_train_batches": 1,
+        "limit_val_batches": 1,
+        "num_sanity_val_steps": 2,
+        **options,
+    }
     trainer = quiet_trainer(callbacks=list(callbacks), max_epochs=epochs, **options)
     trainer.fit(Lit(logs, train_loss), DigitsDataModule(), ckpt_path=ckpt_path, weights_only=True)
 

@@ -34,8 +34,7 @@ class Digits(DigitsDataModule):
 
 def printed(run_cli, *args):
     Path("mine.py").write_text(MINE)
-    code, output = run_cli("fit", "--config=quickstart", *args, "--print_config")
-    return code, output
+    return run_cli("fit", "--config=quickstart", *args, "--print_config")
 
 
 def test_references_and_texts_that_look_like_numbers_stay(run_cli):
@@ -51,6 +50,11 @@ def test_references_and_texts_that_look_like_numbers_stay(run_cli):
     assert (model["init_args"]["optimizer"]["init_args"]["lr"], data["init_args"]["global_batch_size"]) == (0.1, 64)
     assert "run_name: '1e3'" in output
     assert "name: '12E-4'" in output
+    code, output = printed(run_cli, "--model.init_args.network=torchvision.models.resnet18")
+    assert code == 0, output
+    network = yaml.safe_load(output)["model"]["init_args"]["network"]["init_args"]
+    assert network["num_classes"] == 10
+    assert "widths" not in network, "what another type excludes is dropped"
 
 
 def test_a_reference_to_what_it_does_not_take_is_named(run_cli):
@@ -75,11 +79,3 @@ def test_what_yaml_cannot_hold_is_left_to_its_class(run_cli):
     assert "device" not in swa
     assert pruning["pruning_fn"] == "l1_unstructured"
     assert own == {"seed": 3}
-
-
-def test_what_another_type_excludes_is_dropped(run_cli):
-    code, output = printed(run_cli, "--model.init_args.network=torchvision.models.resnet18")
-    assert code == 0, output
-    network = yaml.safe_load(output)["model"]["init_args"]["network"]
-    assert network["init_args"]["num_classes"] == 10
-    assert "widths" not in network["init_args"]

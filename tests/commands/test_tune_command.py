@@ -99,5 +99,5 @@ def test_loading_is_tried_where_the_data_module_can(monkeypatch):
 
 @pytest.mark.light
 def test_a_run_gets_the_command_line_without_tunes_own_words():
-    words = ["fit", "--config", "x.yaml", "--minutes", "3", "--allow=[precision]", "--output", "p.yaml", "--fresh"]
-    assert tune.without_own_options(words) == ["fit", "--config", "x.yaml", "--fresh"]
+    words = ["fit", "--config", "x.yaml", "--minutes", "3", "--allow=[precision]", "--output", "p.yaml", "--run_name=a"]
+    assert tune.without_own_options(words) == ["fit", "--config", "x.yaml", "--run_name=a"]

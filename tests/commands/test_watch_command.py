@@ -64,8 +64,8 @@ def test_waits_and_faults_are_shown_and_steer_no_terminal(capsys):
 def test_a_runs_folder_names_its_newest_version_and_is_private(tmp_path):
     for number in range(2):
         folder = tmp_path / f"version_{number}"
-        RunAddress(f"ipc:///{number}", "run.key").save(folder)
-        RunAddress(f"ipc:///{number}", "run.key").save(folder)
+        for _ in range(2):
+            RunAddress(f"ipc:///{number}", "run.key").save(folder)
         assert [path.name for path in folder.iterdir()] == [NAME]
         assert stat.S_IMODE((folder / NAME).stat().st_mode) == 0o600
         os.utime(folder / NAME, (number, number))
@@ -81,21 +81,15 @@ def test_a_runs_folder_names_its_newest_version_and_is_private(tmp_path):
 
 
 @pytest.mark.light
-@pytest.mark.parametrize(
-    ("run", "why"),
-    [
+def test_where_nothing_answers_a_line_says_so(monkeypatch):
+    monkeypatch.setattr(watch, "ANSWER_SECONDS", 0.1)
+    for run, why in (
         ("nowhere", "there is no such folder; name a run's folder, or its address"),
         ("tcp://node1", "use ipc://path or tcp://address:port"),
         ("ipc:///nowhere/at-all", "no coordinator answers at ipc:///nowhere/at-all: the run does not train"),
-    ],
-)
-def test_where_nothing_answers_a_line_says_so(run, why, capsys, monkeypatch):
-    monkeypatch.setattr(watch, "ANSWER_SECONDS", 0.1)
-    with pytest.raises(SystemExit) as stop:
-        main(["watch", "--run", run, "--once"])
-    assert stop.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert why in line
+    ):
+        with pytest.raises(ConfigurationError, match=why):
+            watch.main(["watch", "--run", run, "--once"])
 
 
 def test_a_run_is_watched_until_it_ends(tmp_path, capfd):

@@ -14,14 +14,14 @@ import test_predictions
 import test_processes
 import test_quiet
 import test_race
-import test_submit_command
+import test_refusals
 import test_tune_command
 from mutants.faulty import removes, replaces
 
-from cnnstrategies.commands.front.refuse import fail, scarce
+from cnnstrategies.commands.front.refuse import fail
 from cnnstrategies.commands.front.table import Command
 from cnnstrategies.commands.run.errors import check_nulls
-from cnnstrategies.commands.run.failures import explain_run_error, refusal_in
+from cnnstrategies.commands.run.failures import refusal_in
 from cnnstrategies.commands.run.lightning_cli import leaves_out_classes
 from cnnstrategies.commands.run.quiet import show_unless_kept
 from cnnstrategies.commands.tune.choices import choices
@@ -30,7 +30,7 @@ from cnnstrategies.runtime.processes import is_stopped, spawned_by_a_thread
 from cnnstrategies.runtime.whole_file import whole_file, writing
 
 
-@replaces(fail, killed_by=test_submit_command.test_what_cannot_run_is_refused)
+@replaces(fail, killed_by=test_refusals.test_what_cannot_run_is_refused_in_a_line)
 def a_mistake_in_the_configuration_ends_like_a_run_that_has_failed(right, message):
     try:
         right(message)
@@ -63,18 +63,8 @@ removes(
 removes(
     check_nulls,
     "null is taken for a value",
-    killed_by=test_command_failures.test_null_is_refused_where_a_value_is_needed,
+    killed_by=test_refusals.test_null_is_refused_where_a_value_is_needed,
 )
-
-
-@replaces(
-    explain_run_error,
-    killed_by=test_command_failures.test_a_line_where_it_says_it_all_and_a_traceback_where_not,
-    noticed_by=(AttributeError,),
-    **dict(zip(("error", "line"), test_command_failures.LINES["gone"], strict=True)),
-)
-def a_folder_that_was_removed_is_a_traceback(right, error):
-    return None if isinstance(error, FileNotFoundError) else right(error)
 
 
 @replaces(
@@ -105,14 +95,6 @@ removes(
     killed_by=test_processes.test_nobody_waits_for_what_dies_or_stops_in_its_imports,
     gives=contextlib.nullcontext(),
     signum=9,
-)
-removes(
-    scarce,
-    "a limit of the system is a traceback",
-    killed_by=test_command_failures.test_a_limit_of_the_system_is_named,
-    what=test_command_failures.EXCEEDED["threads"][0],
-    said="can't start new thread",
-    letter="u",
 )
 
 

@@ -1,0 +1,215 @@
+"""What cannot run is refused before it starts: in a line that names the key, the value and the remedy."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+from cnnstrategies import ConfigurationError, ImageClassifier
+from cnnstrategies.cli import main
+from cnnstrategies.commands.front.given import given
+from cnnstrategies.commands.run.errors import check_checkpoint, check_nulls, explain_parse_error
+from cnnstrategies.commands.run.trainer import Trainer
+from cnnstrategies.networks import SmallCNN
+
+QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
+MINE = """
+from torch import nn
+from lightning.pytorch import LightningModule
+
+class Lit(LightningModule):
+    pass
+
+class Wraps(LightningModule):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+
+Old = type("Old", (type("LightningModule", (), {"__module__": "pytorch_lightning.core.module"}),), {})
+"""
+FILES = {
+    "mine.py": MINE,
+    "page.ckpt": "not found",
+    "bad.yaml": "trainer: {max_epoch: 3}",
+    "misspelt.yaml": "model: {init_arg: {num_classes: 3}}",
+    "strategy.yaml": "trainer.strategy: {class_path: ParameterServerStrategy, init_args: {mode: asink}}",
+}
+NETWORK = "--model.init_args.network"
+# Words, and parts of the line: its beginning first. Words without quickstart.yaml begin with FIT.
+REFUSED = {
+    "FIT": ["no data and model: give a configuration, --config FILE, or the name of a recipe, as"],
+    "FIT --trainer.max_epochs=3 --data=DigitsDataModule": [
+        "no model: the configuration needs model as `cnnstrategies configs quickstart` has it, or --model CLASS"
+    ],
+    "fitt": ["no command 'fitt'; did you mean 'fit'?"],
+    "predict --model=mine.Lit": ["predict: Lit has no forward that maps images to logits: give it one, such as"],
+    "quantize": ["no ckpt_path: give the checkpoint, --ckpt_path FILE"],
+    "tune --allow=precision": ["allow: 'precision' is not accepted; it must be a list, as in [precision]"],
+    "fit --ckpt_path=page.ckpt": ["ckpt_path: page.ckpt is no checkpoint: it begins with b'not found'"],
+    "quantize --ckpt_path=other.ckpt": ["ckpt_path: other.ckpt is of another network than `model` describes: "],
+    "fit --ckpt_path=nowhere.ckpt": ["", "nowhere.ckpt", "best or last or hpc or a path"],
+    "fit --model=mine.Litt": ["model: cannot use 'mine.Litt': module 'mine' has no attribute 'Litt'; did you mean Lit"],
+    "fit --model=nowhere.Lit": ["model: cannot use 'nowhere.Lit': No module named 'nowhere'"],
+    "fit --model=mine.Wraps": ["model: mine.Wraps needs model: give --model.model"],
+    "fit --model=mine.Old": [
+        "model: 'mine.Old' is not accepted; it must be LightningModule or null. It is a LightningModule of "
+        "pytorch_lightning, which this package does not use: write `from lightning.pytorch import LightningModule`"
+    ],
+    f"fit {NETWORK}=torch.nn.Conv2d": [
+        "model.init_args.network: torch.nn.Conv2d needs out_channels and kernel_size: give --model."
+    ],
+    f"fit {NETWORK}=torchvision.models.resnet18 {NETWORK}.init_args.weights=DEFAULT": [
+        "weights: trained for 1000 classes, and num_classes=10: class_path: cnnstrategies.pretrained.pretrained with "
+        "the network's name keeps the weights and makes the last layer new"
+    ],
+    f"fit {NETWORK}.init_args.in_channels=3": [
+        "the network takes images with 3 channels, and those of the data have the shape (1, 8, 8): set model.init_args."
+        "network.init_args.in_channels=1"
+    ],
+    f"fit {NETWORK}.init_args.num_classes=1000": [
+        "",
+        "gives 1000 logits",
+        "num_classes=10",
+        NETWORK.strip("-"),
+        "model.init_args.num_classes=1000",
+    ],
+    "fit --model.init_args.num_classes=7": ["", "num_classes=7", "DigitsDataModule has 10"],
+    "fit --model.init_args.num_classes=${trainer.nope}": ["", "trainer.nope", "not there"],
+    "fit --model.init_args.label_smoothing=3": ["", "label_smoothing=3.0", "[0, 1)"],
+    "fit --model.init_args.optimizer.init_args.lrr=3": ["", "optimizer.init_args.lrr", "did you mean 'lr'", "momentum"],
+    "fit --data=Nope": ["data: ", "'Nope'", "DigitsDataModule", "import path"],
+    f"fit --data=CIFAR10DataModule --data.init_args.download=false {NETWORK}.init_args.in_channels=3": [
+        "",
+        "CIFAR10",
+        "datasets",
+        "data.init_args.root",
+    ],
+    "fit --trainer.accelerator=gpu": ["No supported gpu backend found: with --trainer.accelerator=cpu it runs here"],
+    "fit --trainer.logger=WandbLogger": ["lightning.pytorch.loggers.WandbLogger: a package is missing: pip install '"],
+    "fit --trainer.max_epochs=many": ["trainer.max_epochs: ", "'many'", "int or null"],
+    "fit --trainer.strategy=dpp": ["trainer.strategy: ", "'dpp'", "did you mean 'ddp'"],
+    "fit --trainer.callbacks+=EarlyStopping": [
+        "trainer.callbacks: EarlyStopping needs monitor: give --trainer.callbacks.monitor"
+    ],
+    "fit --cluster.partitions=gpu": ["", "has no 'partitions'; did you mean 'part"],
+    "fit --cluster.kubernetes.imag=cnn": ["unknown key cluster.kubernetes.imag: "],
+    "fit --modle=3": ["", "modle", "did you mean 'model'", "data"],
+    "fit --config=bad.yaml": ["unknown key trainer.max_epoch: Trainer has no", "'max_epochs'?"],
+    "fit --config=misspelt.yaml": ["unknown key model.init_arg: did you mean 'init_args'?"],
+    "fit --config=strategy.yaml": ["", "mode: 'asink'", "'sync', 'async'"],
+}
+
+
+def test_what_cannot_run_is_refused_in_a_line(quick, monkeypatch, capfd):
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+    other = ImageClassifier(SmallCNN(10, widths=[8, 16]), 10)
+    torch.save({"state_dict": other.state_dict(), "pytorch-lightning_version": "2.6"}, "other.ckpt")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(Trainer, "fit", lambda self, *args, **kwargs: pytest.fail("it was started"))
+    one_device = ["--trainer.devices=1", "--trainer.strategy=auto"]
+    for words, (start, *parts) in REFUSED.items():
+        command, *options = words.split()
+        given = [] if command == "FIT" else [*quick, *one_device]
+        with pytest.raises(SystemExit) as stopped:
+            main([command.lower(), *given, *options])
+        said = "".join(capfd.readouterr())
+        assert stopped.value.code == 2, words
+        assert said.startswith(f"cnnstrategies: error: {start}"), (words, said)
+        assert said.count("\n") == 1, words
+        assert all(part in said for part in parts), (words, said)
+
+
+@pytest.mark.light
+def test_what_the_parser_refuses_in_other_words_is_said_in_a_line():
+    missing = "the following arguments are required: in_channels"
+    said = "a class in the configuration needs in_channels: give that among its init_args"
+    assert explain_parse_error(missing, []) == said
+    kind = 'Parser key "trainer.strategy":\n  Expected a dot import path string: parameter_server_fork'
+    said = "no class 'parameter_server_fork'; to give this strategy arguments write ParameterServerStrategy"
+    assert explain_parse_error(kind, []) == f"trainer.strategy: {said}"
+
+
+NULLS = {
+    "optimizer.init_args.lr": "float or Tensor",
+    "label_smoothing": "float",
+    "network.init_args.widths": "Sequence[int]",
+}
+TAKEN = [
+    *("model.init_args.lr_scheduler", "trainer.max_epochs", "trainer.logger.init_args.version", "trainer.callbacks"),
+    *("checkpoint.monitor", "model.init_args.compile_backend", "data.init_args.batch_size"),
+]
+RESNET = [f"{NETWORK}=torchvision.models.resnet18", f"{NETWORK}.init_args.weights=null"]
+
+
+@pytest.mark.light
+def test_null_is_refused_where_a_value_is_needed():
+    for key, types in NULLS.items():
+        said = f"model.init_args.{key}: null is not accepted; it must be {types}, or be left out"
+        with pytest.raises(ConfigurationError, match=f"^{re.escape(said)}$"):
+            check_nulls(given([QUICKSTART, f"--model.init_args.{key}=null"]))
+    check_nulls(given([QUICKSTART, *(f"--{key}=null" for key in TAKEN), *RESNET]))
+
+
+PLACES = {
+    "model: {class_path: ImageClassifier, num_classes: 3}": (
+        "run.yaml: model.num_classes stands beside class_path: ImageClassifier; arguments of a class go under "
+        "init_args: write model.init_args.num_classes"
+    ),
+    "trainer: {callbacks: [{class_path: EarlyStopping, monitor: val_loss}]}": (
+        "run.yaml: trainer.callbacks.monitor stands beside class_path: EarlyStopping; arguments of a class go under "
+        "init_args: write trainer.callbacks.init_args.monitor"
+    ),
+    "data: {class_path: DigitsDataModule, init_arg: {seed: 1}}": (
+        "run.yaml: data.init_arg stands beside class_path: DigitsDataModule; did you mean 'init_args'?"
+    ),
+    "trainer:\n  devices: [1\n": "config: run.yaml is not YAML: while parsing ",
+    "": "config: run.yaml is empty: a configuration has keys, as in ",
+    "# a": "config: run.yaml is empty: a configuration has keys, as in ",
+    "- a": "config: run.yaml holds a list alone: a configuration has keys, as in ",
+}
+
+
+@pytest.mark.light
+def test_a_file_that_cannot_be_meant_is_refused():
+    for text, line in PLACES.items():
+        Path("run.yaml").write_text(text)
+        with pytest.raises(ConfigurationError) as refusal:
+            given([QUICKSTART, "--config=run.yaml"])
+        assert str(refusal.value).startswith(line)
+
+
+def test_null_is_null_for_what_a_class_in_a_class_takes(run_cli, quick):
+    """A builder of torchvision takes no weights, and a text is not the text None."""
+    timm = ["--model.init_args.compile_backend=null", "--trainer.logger.init_args.version=null"]
+    code, output = run_cli("fit", *quick, *RESNET, *timm, "--print_config")
+    assert code == 0, output
+    assert "weights: null" in output
+    assert "None" not in output
+
+
+CHECKPOINTS = {
+    "runs": "ckpt_path: 'runs' is a folder; give one of its files, such as runs/version_0/last.ckpt",
+    "empty": "ckpt_path: 'empty' is a folder; it has no .ckpt files: give a file",
+    "foo://bucket/x.ckpt": "ckpt_path: foo://bucket/x.ckpt cannot be read (ValueError: Protocol not known: foo)",
+    "memory://x.ckpt": "ckpt_path: memory://x.ckpt is not there, or cannot be reached from here",
+    "http://127.0.0.1:9/x.ckpt": "ckpt_path: http://127.0.0.1:9/x.ckpt is not there, or cannot be reached from here",
+}
+
+
+def test_a_checkpoint_that_cannot_be_read_is_refused(monkeypatch):
+    Path("empty").mkdir()
+    Path("runs/version_0").mkdir(parents=True)
+    for name in ("best", "last"):
+        Path(f"runs/version_0/{name}.ckpt").touch()
+    for path, line in CHECKPOINTS.items():
+        with pytest.raises(ConfigurationError) as refusal:
+            check_checkpoint(path)
+        assert str(refusal.value).startswith(line)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigurationError, match=r"s3://bucket/x.ckpt: a package is missing: pip install 's3fs'$"):
+        check_checkpoint("s3://bucket/x.ckpt")
+    Path("empty/.metadata").touch()
+    check_checkpoint("empty")  # A checkpoint of shards.

@@ -1,0 +1,42 @@
+"""The documentation's check finds what is wrong, and its charts show what the pages of the benchmarks say."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "docs"))
+from check_site import faults
+
+GOOD = '<title>A</title><p id="here">x</p><a href="#here">y</a><a href="sub/">z</a><img src="p.png">'
+
+
+def test_raw_marks_broken_links_and_missing_pictures_are_found(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "p.png").touch()
+    (tmp_path / "index.html").write_text(GOOD)
+    (tmp_path / "sub/index.html").write_text('<title>B</title><a href="../index.html#here">up</a>')
+    assert faults(tmp_path) == []
+    bad = '<code>--8 &lt; --"a.py"</code><a href="nowhere/">n</a><a href="../#there">t</a><img src="q.png">'
+    (tmp_path / "sub/index.html").write_text(bad)
+    assert [fault.partition(": ")[2] for fault in faults(tmp_path)] == [
+        "raw mark '--8 <'",
+        "no title",
+        "nowhere/ leads nowhere",
+        "../#there names no part of that page",
+        "q.png leads nowhere",
+    ]
+
+
+@pytest.mark.light
+def test_the_front_pages_charts_have_the_measured_numbers() -> None:
+    measured = list(runpy.run_path(str(ROOT / "docs/images/front.py"))["measured"]())
+    assert len(measured) > 5
+    for picture in ("results.svg", "results_narrow.svg"):
+        shown = re.findall(r">([^<>]+)</text>", (ROOT / "docs/images" / picture).read_text())
+        for name, value in measured:
+            assert name in shown
+            assert f"{value:.3g}" in shown
