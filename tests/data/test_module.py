@@ -1,6 +1,6 @@
 """What Lightning makes of the loaders: sharding, epochs, resume. Samples are known by their targets."""
 
-import os
+from collections import defaultdict
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from cnnstrategies.data.augment import RandomShift
 from cnnstrategies.data.loading import TensorSource
 from cnnstrategies.data.module import ImageDataModule
-from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
+from cnnstrategies.data.sampling import ShuffledBatches
 
 TRAINING, EVALUATION, BATCH = 53, 23, 4
 
@@ -49,87 +49,56 @@ class ToFloat(nn.Module):
 
 
 class Recorder(LightningModule):
-    """Steps its optimizer without a backward: a process that has run one cannot fork ranks any more."""
+    """Notes the batches of each stage. Steps its optimizer without a backward, after which no process could fork."""
 
     def __init__(self, automatic=False):
         super().__init__()
         self.automatic_optimization = automatic
         self.layer = nn.Linear(36, 2)
-        self.seen = {name: [] for name in ("fit", "validate", "test", "predict")}
+        self.seen = defaultdict(list)
 
     def training_step(self, batch, batch_idx):
-        self.seen["fit"].append((self.current_epoch, batch_idx, *(tensor.clone() for tensor in batch)))
+        self.seen["train"].append((self.current_epoch, batch_idx, *(tensor.clone() for tensor in batch)))
         if not self.automatic_optimization:
             self.optimizers().step()
         return self.layer(batch[0].flatten(1)).mean()
 
-    def validation_step(self, batch, batch_idx):
-        self.seen["validate"].append(batch[1].tolist())
+    def evaluation_step(self, batch, batch_idx):
+        self.seen[self.trainer.state.stage.value].append(batch[1].tolist())
 
-    def test_step(self, batch, batch_idx):
-        self.seen["test"].append(batch[1].tolist())
-
-    def predict_step(self, batch, batch_idx):
-        self.seen["predict"].append(batch[1].tolist())
+    validation_step = test_step = predict_step = evaluation_step
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class SaveRank(Callback):
-    """Keeps what each forked rank saw and which samplers it had."""
+    """Keeps what each forked rank saw."""
 
     def teardown(self, trainer, pl_module, stage):
-        stage = trainer.state.fn.value
-        loaders = {
-            "fit": trainer.train_dataloader,
-            "validate": trainer.val_dataloaders,
-            "test": trainer.test_dataloaders,
-            "predict": trainer.predict_dataloaders,
-        }
-        seen = [(one[0], one[1], one[3].tolist()) if isinstance(one, tuple) else one for one in pl_module.seen[stage]]
-        saved = {"sampler": type(loaders[stage].sampler).__name__, "seen": seen}
-        torch.save(saved, f"{stage}-{trainer.global_rank}.pt")
+        torch.save(dict(pl_module.seen), f"{trainer.state.fn.value}-{trainer.global_rank}.pt")
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """What two forked ranks saw in each of Lightning's stages."""
-    folder = tmp_path_factory.mktemp("ranks")
+def test_two_ranks_see_together_what_one_process_sees():
+    def seen(function, **options):
+        one = quiet_trainer("ddp_fork", 2, max_epochs=2, callbacks=[SaveRank()])
+        getattr(one, function)(Recorder(automatic=True), datamodule=Numbered(), **options)
+        return [torch.load(f"{function}-{rank}.pt", weights_only=True) for rank in range(2)]
 
-    def run():
-        os.chdir(folder)
-        model, data = Recorder(automatic=True), Numbered()
-        for stage in ("fit", "validate", "test", "predict"):
-            one = quiet_trainer(strategy="ddp_fork", devices=2, max_epochs=2, callbacks=[SaveRank()])
-            getattr(one, stage)(model, datamodule=data, **({"return_predictions": False} if stage == "predict" else {}))
-        return {
-            stage: [torch.load(f"{stage}-{rank}.pt", weights_only=True) for rank in range(2)] for stage in model.seen
-        }
-
-    return in_fork(run)
-
-
-def test_lightning_evaluates_each_sample_once_in_equal_batches(ranks):
-    for stage, first in (("validate", 100), ("test", 100), ("predict", 0)):  # Predict gives indices, not targets.
-        assert [rank["sampler"] for rank in ranks[stage]] == [OrderedBatches.__name__] * 2, stage
-        batches = [rank["seen"] for rank in ranks[stage]]
-        assert len(batches[0]) == len(batches[1]) == 3, stage
-        numbers = [number for rank in batches for batch in rank for number in batch]
-        assert numbers == list(range(first, first + EVALUATION)), stage
-
-
-def test_lightning_leaves_the_training_sampler_and_sets_epochs(ranks):
-    assert [rank["sampler"] for rank in ranks["fit"]] == [ShuffledBatches.__name__] * 2
     alone = ShuffledBatches(TRAINING, 2 * BATCH, 7, num_replicas=1, rank=0, drop_last=False)
     expected = []
     for epoch in range(2):
         alone.set_epoch(epoch)
         expected += [(epoch, number, sorted(request.indices)) for number, request in enumerate(alone)]
-    first, second = (rank["seen"] for rank in ranks["fit"])
-    union = [(e, n, sorted(a + b)) for (e, n, a), (_, _, b) in zip(first, second, strict=True)]
-    assert union == expected, "both ranks' batches are those of one process with twice the batch size"
     assert expected[0][2] != expected[len(alone)][2]
+    first, second = (rank["train"] for rank in seen("fit"))
+    pairs = zip(first, second, strict=True)
+    assert [(e, n, sorted(a.tolist() + b.tolist())) for (e, n, _, a), (*_, b) in pairs] == expected
+    for function, start in (("validate", 100), ("test", 100), ("predict", 0)):  # Predict gives indices, not targets.
+        batches = [rank[function] for rank in seen(function)]
+        assert [len(rank) for rank in batches] == [3, 3], function
+        numbers = [number for rank in batches for batch in rank for number in batch]
+        assert numbers == list(range(start, start + EVALUATION)), function
 
 
 class SaveAt(Callback):
@@ -176,7 +145,7 @@ def uninterrupted(tmp_path_factory):
         model = Recorder()
         callbacks = [SaveAt(*point, path) for point, path in paths.items()]
         quiet_trainer(max_epochs=3, val_check_interval=7, callbacks=callbacks).fit(model, datamodule=Numbered())
-        return model.seen["fit"]
+        return model.seen["train"]
 
     return in_fork(run), paths
 
@@ -189,7 +158,7 @@ def test_a_resumed_run_sees_the_same_batches_bit_for_bit(uninterrupted, num_work
         after = [one for one in expected if one[:2] > (epoch, 99 if batch is None else batch)]
         model, data = Recorder(), Numbered(num_workers=num_workers)
         quiet_trainer(max_epochs=3, val_check_interval=7).fit(model, datamodule=data, ckpt_path=path, weights_only=True)
-        seen = model.seen["fit"]
+        seen = model.seen["train"]
         assert [one[:2] for one in seen] == [one[:2] for one in after], point
         for (*_, images, targets), (*_, other_images, other_targets) in zip(seen, after, strict=True):
             assert torch.equal(images, other_images), point
@@ -201,5 +170,5 @@ def test_a_resumed_run_sees_the_same_batches_bit_for_bit(uninterrupted, num_work
 def test_overfit_batches_gives_the_same_batches_in_each_epoch():
     model = Recorder()
     quiet_trainer(max_epochs=2, overfit_batches=2).fit(model, datamodule=Numbered())
-    batches = [(number, targets.tolist()) for _, number, _, targets in model.seen["fit"]]
+    batches = [(number, targets.tolist()) for _, number, _, targets in model.seen["train"]]
     assert batches == [(0, [0, 1, 2]), (1, [3, 4, 5, 6])] * 2
