@@ -4,7 +4,7 @@ import difflib
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -87,20 +87,16 @@ class Cluster:
     def link(self, one: int, other: int) -> Link:
         """The connection between two devices."""
         first, second = self.hosts[self.host_of[one]], self.hosts[self.host_of[other]]
-        return first.inside if self.host_of[one] == self.host_of[other] else slower((first.network, second.network))
+        return first.inside if self.host_of[one] == self.host_of[other] else slower(first.network, second.network)
 
     def ring(self, first: int, count: int) -> Link:
         """The slowest connection of a ring through devices that are numbered one after another, at least two."""
-        return slower(self.link(one, other) for one, other in itertools.pairwise(range(first, first + count)))
-
-
-def slower(links: Iterable[Link]) -> Link:
-    """The connection with the least bandwidth, with the greatest latency and work of all."""
-    return _slower(frozenset(links))
+        return slower(*(self.link(one, other) for one, other in itertools.pairwise(range(first, first + count))))
 
 
 @functools.lru_cache(maxsize=1024)
-def _slower(links: frozenset[Link]) -> Link:
+def slower(*links: Link) -> Link:
+    """The connection with the least bandwidth, with the greatest latency and work of all."""
     return Link(
         min(link.bandwidth for link in links), max(link.latency for link in links), max(link.work for link in links)
     )

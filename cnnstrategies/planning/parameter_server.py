@@ -22,7 +22,7 @@ class ParameterServer:
         self.most = max(host.devices for host in cluster.hosts)
         # What workers send and what servers send back leaves a machine through the same connection.
         self.shares = self.servers > 1
-        self.link = slower(host.network for host in cluster.hosts) if self.shares else cluster.hosts[0].inside
+        self.link = slower(*(host.network for host in cluster.hosts)) if self.shares else cluster.hosts[0].inside
         # Of what a worker sends, the part for its own machine's server does not leave it.
         self.leaving = (self.servers - 1) / self.servers if self.shares else 1.0
 

@@ -4,7 +4,6 @@ import csv
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,14 +36,14 @@ class _Row:
 def read_profile(file: Path, batch: int) -> Profile:
     """The profile that a file holds.
 
-    Rows whose operation is ``Input`` are the network's input. Without the columns that :func:`write_profile` adds,
-    times are proportional to the samples, every output is kept until the backward, and a cut is possible before each
-    node that does not change its input in place.
+    Each row follows its inputs; those whose operation is ``Input`` are the network's own. Without the columns that
+    :func:`write_profile` adds, times are proportional to the samples, every output is kept until the backward, and
+    cuts are possible before each node that does not change its input in place.
 
     Raises:
-        ConfigurationError: It is not such a file, or its graph has a cycle; the message has the file and the line.
+        ConfigurationError: It is not such a file; the message has the file and the line.
     """
-    rows = _ordered(file, _read(file))
+    rows = _read(file)
     nodes = [row for row in rows if not row.is_input]
     ours = "saved_bytes" in rows[0].numbers
     index = {row.name: position for position, row in enumerate(nodes)}
@@ -135,14 +134,13 @@ def _read(file: Path) -> list[_Row]:
         row = _row(file, reader.line_num, dict(zip(header, fields, strict=False)), len(fields) == len(header))
         if row.name in lines:
             _refuse(file, row.line, f"node {row.name!r} is in line {lines[row.name]} too: each node has one row")
+        for name in row.inputs:
+            if name not in lines:
+                _refuse(file, row.line, f"inputs: no node {name!r} in a row before; give names of rows, with spaces")
         lines[row.name] = row.line
         rows.append(row)
     if all(row.is_input for row in rows):
         _refuse(file, 1, "no node of a network follows")
-    for row in rows:
-        for name in row.inputs:
-            if name not in lines:
-                _refuse(file, row.line, f"inputs: no node {name!r}; names of other rows are accepted, with spaces")
     return rows
 
 
@@ -162,24 +160,6 @@ def _row(file: Path, line: int, fields: Mapping[str, str], is_whole: bool) -> _R
     if not fields["node"]:
         _refuse(file, line, "node: a name is needed")
     return _Row(line, fields["node"], fields["operation"], numbers, tuple(fields["inputs"].split()))
-
-
-def _ordered(file: Path, rows: Sequence[_Row]) -> list[_Row]:
-    """Every row after its inputs, otherwise as in the file."""
-    try:
-        TopologicalSorter({row.name: row.inputs for row in rows}).prepare()
-    except CycleError as error:
-        circle = error.args[1][::-1]  # Each is before its inputs then.
-        line = next(row.line for row in rows if row.name in circle)
-        _refuse(file, line, f"the graph has a cycle: {' <- '.join(circle)}")
-    done: set[str] = set()
-    order: list[_Row] = []
-    while len(order) < len(rows):
-        for row in rows:
-            if row.name not in done and done.issuperset(row.inputs):
-                done.add(row.name)
-                order.append(row)
-    return order
 
 
 def _refuse(file: Path, line: int, why: str) -> NoReturn:
