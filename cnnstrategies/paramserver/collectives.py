@@ -10,7 +10,6 @@ from torch import Tensor
 from cnnstrategies.codec import decode, encode
 from cnnstrategies.paramserver.coordinator.dispatch import Chunk
 from cnnstrategies.paramserver.coordinator.meetings import MIDWAY
-from cnnstrategies.paramserver.core.node import Buffer
 from cnnstrategies.paramserver.membership import Membership
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -93,13 +92,14 @@ class Collectives:
         stacked = torch.stack([values[number] for number in sorted(values)])
         return REDUCTIONS[how](stacked).to(tensor)
 
-    def put(self, name: str, frames: list[Buffer]) -> None:
-        """Publish buffers under a name, for :func:`get`; the first to do so decides."""
-        self.membership.ask("put", {"name": name}, frames)
+    def put(self, specification: str) -> None:
+        """Tell all the run's specification; the first to do so decides."""
+        self.membership.ask("put", {}, [specification.encode()])
 
-    def get(self, name: str) -> list[Buffer]:
-        """The buffers that were published under a name; waits for them."""
-        return list(self.membership.ask("get", {"name": name}).frames)
+    def get(self) -> str:
+        """The run's specification; waits until it is told."""
+        (text,) = self.membership.ask("get", {}).frames
+        return bytes(text).decode()
 
     def begin_epoch(self, number: int, samples: int, chunk: int, done: str = "") -> int:
         """Have the coordinator cut an epoch into chunks, as the first who asks says; how many samples that has said.

@@ -20,7 +20,6 @@ from cnnstrategies.paramserver.drivers.control import Line, Loop
 from cnnstrategies.paramserver.security import KeyPair, process_number
 
 WARN_SECONDS = 60.0  # between two lines about a wait
-STOP = "stop"  # what a process announces that has received a signal to end
 
 
 class Bell:
@@ -50,12 +49,8 @@ class Bell:
 class Views(Bell):
     """One user's view of the membership: a :class:`~cnnstrategies.paramserver.core.view.ViewSource`.
 
-    Each user has its own, since to have returned a view once is to have told that user. It rings when there is a view
-    that :meth:`current` has not returned, or the run has ended.
-
-    Args:
-        newest: The newest view, and how the run has ended if it has.
-        on_news: Called when a view is returned for the first time.
+    Each user has its own, since to have returned a view once is to have told that user, which calls `on_news`. It rings
+    when there is a view that :meth:`current` has not returned, or the run has ended.
     """
 
     def __init__(self, newest: Callable[[], tuple[View, RunEnded | None]], on_news: Callable[[], None]) -> None:
@@ -103,17 +98,11 @@ class Membership:
     """Runs a :class:`Participant` in a thread, and keeps the newest view.
 
     The thread has its own socket, so a long computation or a blocked step is not taken for a death; a stopped or
-    killed process is.
-
-    Args:
-        address: Who this process is, and where the coordinator is.
-        endpoint: Where this process can be reached, for servers.
-        keys: The run's CURVE keys, which every process of it has; None for no encryption.
+    killed process is. A server has an `endpoint` where it can be reached; `keys` are the run's, if any.
 
     Attributes:
         keys: This process's own CURVE keys: with them it speaks, and the views tell the others of them. None without
             encryption.
-        participant: The role that runs in the thread.
         views: Its own; see :meth:`source` for those of others.
     """
 
@@ -192,13 +181,14 @@ class Membership:
         """Have every process of the run end, with a message."""
         self._call(Call(0, "end", {"message": message, "clean": clean}))
 
-    def announce(self, name: str, value: int) -> None:
-        """Tell every process of the run a number, without waiting for any; the first under a name counts."""
-        self._call(Call(0, "notice", {"name": name, "value": value}))
+    def stop_all(self, signal: int) -> None:
+        """Tell every process of the run that this one has received a signal to end, without waiting for any."""
+        self._call(Call(0, "signal", {"signal": signal}))
 
-    def announced(self, name: str) -> int | None:
-        """The number that some process has told under a name, if any has."""
-        return self.participant.notices.get(name)
+    @property
+    def stop_signal(self) -> int | None:
+        """The first signal to end that some process has received and told all."""
+        return self.participant.signal or None
 
     def tell(self, figures: Callable[[], Mapping[str, float]]) -> None:
         """Say with each heartbeat how this process does; called in another thread. See :data:`.window.FIGURES`."""

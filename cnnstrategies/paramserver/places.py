@@ -87,12 +87,7 @@ class RunAddress:
 
 
 class Watcher:
-    """A connection to a coordinator, for questions.
-
-    Args:
-        coordinator: Its endpoint.
-        keys: The run's; None for no encryption.
-    """
+    """A connection to a coordinator, for questions, with the run's keys if there are any."""
 
     def __init__(self, coordinator: str, keys: KeyPair | None = None) -> None:
         own = None if keys is None else KeyPair.create()
@@ -101,7 +96,7 @@ class Watcher:
         self._asked = 0
 
     def ask(self, seconds: float, kind: str = WATCH) -> Message | None:
-        """How the run goes; see :mod:`.coordinator.window`. None if no answer came in so many seconds."""
+        """How the run goes, or a place in it; see :mod:`.coordinator.window`. None if no answer came in so long."""
         self._asked += 1
         self._line.send(Message(kind, request=self._asked))
         until = time.monotonic() + seconds
@@ -110,10 +105,6 @@ class Watcher:
                 if answer.kind == DONE and answer.request == self._asked:
                     return answer
         return None
-
-    def place(self, seconds: float) -> Message | None:
-        """A place in the run for a worker that joins it; see :meth:`ask`."""
-        return self.ask(seconds, PLACE)
 
     def close(self) -> None:
         """Close the connection."""
@@ -128,21 +119,13 @@ class Watcher:
 
 @dataclass(frozen=True)
 class Place:
-    """As whom a process may join, as the coordinator says.
-
-    Attributes:
-        id: Its number.
-        life: How many processes had it before.
-        session: The coordinator's.
-        workers: The run's own.
-        timeout: The coordinator's.
-    """
+    """As whom a process may join, as the coordinator says."""
 
     id: int
-    life: int
+    life: int  # how many processes had it before
     session: int
-    workers: int
-    timeout: float
+    workers: int  # the run's own
+    timeout: float  # seconds, the coordinator's
 
 
 def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool = False) -> Place:
@@ -151,8 +134,7 @@ def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool
     Args:
         address: Where its coordinator listens.
         patience: Seconds without an answer: a coordinator may be starting again.
-        waits: Whether to wait for as long as all places are taken. Else for its time-out: one that was killed keeps its
-            place for that.
+        waits: As long as all places are taken. Else for its time-out: one that was killed keeps its place for that.
 
     Raises:
         ConfigurationError: Nobody answers, or it lets nobody join, or all places stay taken.
@@ -162,7 +144,7 @@ def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool
     with Watcher(address.coordinator, keys) as watcher:
         heard, taken = time.monotonic(), None
         while True:
-            answer, now = watcher.place(ANSWER_SECONDS), time.monotonic()
+            answer, now = watcher.ask(ANSWER_SECONDS, PLACE), time.monotonic()
             if answer is None:
                 if now - heard > patience or address.is_gone:
                     raise _unanswered(address)

@@ -116,11 +116,8 @@ ZAP_DOMAIN = b"cnnstrategies"
 class Gatekeeper:
     """Admits connections by their CURVE key, in the thread that polls :attr:`socket` (ZAP, zeromq RFC 27).
 
-    An unknown key is refused for the moment (status 300): the peer tries again, and may have become a member.
-
-    Args:
-        context: Whose sockets are guarded; it can have one gatekeeper.
-        admitted: Whether a public key in Z85 form may connect.
+    An unknown key is refused for the moment (status 300): the peer tries again, and may have become a member. A context
+    can have one gatekeeper; `admitted` says whether a public key in Z85 form may connect.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admitted: Callable[[str], bool]) -> None:

@@ -27,11 +27,10 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService, JournalFile
-from cnnstrategies.paramserver.membership import STOP, Membership
+from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.runtime.processes import end_with_parent, name_process
 
-SPECIFICATION = "specification"  # the name under which rank 0 publishes it
 StartMethod = Literal["fork", "program"]
 
 
@@ -79,28 +78,20 @@ def ending(code: int) -> str:
 
 @dataclass(frozen=True)
 class CoordinatorProcess:
-    """A coordinator to start.
-
-    Attributes:
-        key_file: The run's CURVE keys; None for no encryption.
-        directory: The run's directory, which is removed when the process that started this one is killed.
-        journal: The file of its journal; None if it is not started again when it is killed.
-        follows: Whether it goes on with the journal of one that was killed.
-        starter: Process id of the one that starts this one.
-    """
+    """A coordinator to start."""
 
     settings: CoordinatorSettings
-    key_file: str | None = None
-    directory: str | None = None
-    journal: str | None = None
-    follows: bool = False
+    key_file: str | None = None  # with the run's CURVE keys; None for no encryption
+    directory: str | None = None  # the run's, which is removed when the process that started this one is killed
+    journal: str | None = None  # its file; None if the coordinator is not started again when it is killed
+    follows: bool = False  # it goes on with the journal of one that was killed
     starter: int = field(default_factory=os.getpid)
 
     def run(self) -> None:
         """Serve until told to stop, or until the one that has started it is gone."""
         journal = None if self.journal is None else JournalFile(Path(self.journal))
         with CoordinatorService(self.settings, load_keys(self.key_file), journal, self.follows) as coordinator:
-            pass_on_termination("the coordinator", coordinator.announce)
+            pass_on_termination("the coordinator", coordinator.stop_all)
             coordinator.run(lambda: os.getppid() != self.starter)
         if os.getppid() != self.starter and self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -108,21 +99,14 @@ class CoordinatorProcess:
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A server to start.
-
-    Attributes:
-        key_file: The run's CURVE keys; None for no encryption.
-        insecure: No encryption although other machines reach the endpoint.
-        known_as: Name of this machine for the others, where the endpoint does not have it.
-        starter: Process id of the one that starts this one, which ends with it; None if that is a shell.
-    """
+    """A server to start."""
 
     address: Address
     endpoint: str
-    key_file: str | None = None
-    insecure: bool = False
-    known_as: str | None = None
-    starter: int | None = None
+    key_file: str | None = None  # with the run's CURVE keys; None for no encryption
+    insecure: bool = False  # no encryption although other machines reach the endpoint
+    known_as: str | None = None  # name of this machine for the others, where the endpoint does not have it
+    starter: int | None = None  # process id of the one that starts this one, which ends with it; None if a shell does
 
     def run(self) -> None:
         """Serve one run.
@@ -148,10 +132,10 @@ class ServerProcess:
             reached = f"tcp://{self.known_as}:{reached.rpartition(':')[2]}"
         membership = Membership(self.address, reached, run_keys)
         views = membership.source()
-        pass_on_termination(f"server {self.address.id}", membership.announce)
+        pass_on_termination(f"server {self.address.id}", membership.stop_all)
         try:
             membership.wait_registered()
-            (text,) = membership.ask("get", {"name": SPECIFICATION}).frames
+            (text,) = membership.ask("get", {}).frames
             specification = Specification.from_json(bytes(text).decode())
             server = ServerService(specification, views, self.address.id, listener, membership.keys, self.insecure)
             membership.tell(server.figures)
@@ -207,9 +191,7 @@ def start(service: Service, method: StartMethod) -> Handle:
 def serve(service: Service, dedicated: bool = False) -> int:
     """Run a service in this process until it ends; its exit code.
 
-    Args:
-        service: What to run.
-        dedicated: Whether it is to say how the run ended: nobody on its machine does.
+    One that is `dedicated` says how the run ended: nobody else on its machine does.
     """
     # Terminals and job managers signal all processes: the workers stop after their step, and need this one till then.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
@@ -237,13 +219,13 @@ def main() -> None:
         serve_and_exit(_from_json(text))
 
 
-def pass_on_termination(who: str, announce: Callable[[str, int], None]) -> None:
+def pass_on_termination(who: str, stop_all: Callable[[int], None]) -> None:
     """Have the run stop with a checkpoint on SIGTERM: this may be the only machine, or process, that ends."""
 
     def ask(signum: int, frame: FrameType | None) -> None:
         print(f"{who}: SIGTERM: asking the run to stop", file=sys.stderr, flush=True)
         # Not in this thread, which may hold a lock that this takes.
-        threading.Thread(target=announce, args=(STOP, signum), daemon=True).start()
+        threading.Thread(target=stop_all, args=(signum,), daemon=True).start()
 
     signal.signal(signal.SIGTERM, ask)
 

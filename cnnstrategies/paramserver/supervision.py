@@ -28,29 +28,18 @@ GRACE = 5.0  # seconds
 
 @dataclass
 class Watched:
-    """A process that is watched.
+    """A process that is watched."""
 
-    Attributes:
-        role: ``worker``, ``server`` or ``coordinator``.
-        id: Its number among those of its role.
-        start: Starts its process; takes the incarnation.
-        restarts: How often it may be started again when it is killed.
-        code: Its exit code; None as long as it runs, or is started again.
-        stopped: For how many seconds it has been.
-        why: It was ended from here.
-        ended: When it has ended by itself while the coordinator was not reached.
-    """
-
-    role: str
+    role: str  # worker, server or coordinator
     id: int
-    start: Callable[[int], Handle]
-    restarts: int = 0
+    start: Callable[[int], Handle]  # takes the incarnation
+    restarts: int = 0  # how often it may be started again when it is killed
     incarnation: int = 0
     handle: Handle = field(init=False)
-    code: int | None = None
-    stopped: float = 0.0
-    why: str = ""
-    ended: float | None = None
+    code: int | None = None  # None as long as it runs, or is started again
+    stopped: float = 0.0  # for how many seconds it has been
+    why: str = ""  # it was ended from here
+    ended: float | None = None  # when it has ended by itself while the coordinator was not reached
 
     def __str__(self) -> str:
         number = "" if self.role == COORDINATOR else f" {self.id}"
@@ -81,10 +70,6 @@ class Supervision:
     services of these themselves; no worker is started again from then on.
 
     It holds no socket and no thread while it starts processes, so they may be forked.
-
-    Args:
-        coordinator: The coordinator's address, as this node's supervision sees it.
-        keys: The run's CURVE keys.
 
     Attributes:
         deaths: What has become of those that have not ended as they should.
@@ -155,11 +140,7 @@ class Supervision:
             one.handle.send_signal(signum)
 
     def stop(self, at_once: bool = False) -> None:
-        """End the servers and the coordinator, and whatever still runs.
-
-        Args:
-            at_once: Also when workers, of other nodes maybe, have not left yet and need them.
-        """
+        """End the servers and the coordinator, and whatever still runs; `at_once` also if workers still need them."""
         self._stopping = True
         for one in self._running():
             if one.why or is_stopped(one.handle.pid):

@@ -5,7 +5,6 @@ import zlib
 
 import test_coordinator
 import test_dispatch
-import test_join
 import test_restart
 import test_simulation
 from mutants.faulty import removes, replaces
@@ -20,6 +19,7 @@ from cnnstrategies.paramserver.core.node import Send
 from cnnstrategies.paramserver.core.requests import HELD, UNKNOWN, Answering, Asking
 from cnnstrategies.paramserver.drivers.coordinator import JournalFile
 
+GONE = test_dispatch.test_what_one_that_is_gone_had_not_processed_is_anothers
 HUNDRED_RUNS = test_simulation.test_nothing_is_violated
 _new = itertools.count(1 << 20)
 
@@ -64,7 +64,8 @@ removes(Roster.not_seen, "workers begin before all servers know them", killed_by
 removes(
     Dispatcher.lose,
     "batches of a dead worker are nobodys",
-    killed_by=test_dispatch.test_what_a_dead_worker_had_not_processed_is_given_out_again,
+    killed_by=GONE,
+    leaves=False,
 )
 
 
@@ -76,7 +77,8 @@ def batches_that_are_asked_for_again_are_others(right, self, worker, number, pro
 removes(
     Dispatcher.processed,
     "who leaves does not say how far it has come",
-    killed_by=test_join.test_unfinished_chunks_of_a_leaver_go_to_another,
+    killed_by=GONE,
+    leaves=True,
 )
 
 
@@ -111,7 +113,7 @@ def the_time_without_a_coordinator_is_the_others_silence(right, self, now):
     return right(self, now)
 
 
-@replaces(JournalFile.replace, killed_by=test_restart.test_a_file_is_written_anew_as_a_whole_or_not_at_all)
+@replaces(JournalFile.replace, killed_by=test_restart.test_a_file_is_its_users_alone_and_written_anew_as_a_whole)
 def a_journal_is_written_anew_in_its_place(right, self, contents):
     self._path.write_bytes(b"")
     right(self, contents)

@@ -1,6 +1,5 @@
 """Messages are checked at the edge, and what fails behind it is a mistake that is heard of."""
 
-import test_coordinator_fuzz
 import test_insider_fuzz
 import test_own_mistakes
 from mutants.faulty import removes, replaces
@@ -16,7 +15,7 @@ OURS = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionEr
 
 @replaces(
     Server.on_message,
-    killed_by=test_own_mistakes.test_a_server_takes_no_mistake_of_its_own_for_a_bad_message,
+    killed_by=test_own_mistakes.test_a_roles_own_mistake_is_no_bad_message,
     mistake=KeyError,
 )
 def a_servers_own_mistake_counts_as_a_bad_message(right, self, now, route, user, header, payload):
@@ -29,7 +28,7 @@ def a_servers_own_mistake_counts_as_a_bad_message(right, self, now, route, user,
 
 @replaces(
     Loop.message,
-    killed_by=test_own_mistakes.test_a_coordinators_own_mistake_is_no_bad_message,
+    killed_by=test_own_mistakes.test_a_roles_own_mistake_is_no_bad_message,
     noticed_by=(ControlError,),
     mistake=AssertionError,
 )
@@ -70,7 +69,7 @@ def what_a_server_takes_for_a_number_may_be_none(right, self, name, least=0):
 
 @replaces(
     Message.table,
-    killed_by=test_coordinator_fuzz.test_nothing_that_a_peer_says_fails_later,
+    killed_by=test_insider_fuzz.test_nothing_that_a_peer_says_fails_later,
     noticed_by=(TypeError, ValueError, IndexError),
 )
 def what_a_member_reports_may_have_any_form(right, self, name, *columns):

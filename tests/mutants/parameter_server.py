@@ -7,7 +7,6 @@ import test_combiner
 import test_compression
 import test_control_sockets
 import test_given_out_samples
-import test_limits
 import test_security
 import test_step
 import test_supervision
@@ -64,7 +63,7 @@ def servers_listen_on_the_loopback_without_keys(right, endpoint, encrypted, inse
     right(endpoint, encrypted, insecure or endpoint.startswith("tcp://127."))
 
 
-@replaces(Gatekeeper.__init__, killed_by=test_security.test_only_who_is_admitted_gets_a_message_through)
+@replaces(Gatekeeper.__init__, killed_by=test_security.test_a_key_that_is_not_the_members_own_gets_nowhere)
 def any_key_is_let_in(right, self, context, admitted):
     right(self, context, lambda key: True)
 
@@ -88,7 +87,7 @@ def the_outer_momentum_moves_the_weights_without_own_steps(right, self):
     right(self)
 
 
-@replaces(allow_files, killed_by=test_limits.test_the_limit_of_files_is_raised_or_the_start_refused)
+@replaces(allow_files, killed_by=test_control_sockets.test_the_limit_of_files_is_raised_or_the_start_refused)
 def the_limit_of_files_stays_as_it_is(right, count, who):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     right(count, who)
@@ -114,10 +113,12 @@ def who_was_stopped_is_called_killed(right, self):
 removes(
     pass_on_termination,
     "a server does not hear that it is to end",
-    killed_by=test_control_sockets.test_a_server_that_is_told_to_end_has_the_run_stop,
+    killed_by=test_control_sockets.test_a_service_that_is_told_to_end_has_the_run_stop,
+    hears="a server",
 )
 removes(
-    CoordinatorService.announce,
+    CoordinatorService.stop_all,
     "a coordinator does not pass on that it is to end",
-    killed_by=test_control_sockets.test_a_coordinator_that_is_told_to_end_has_the_run_stop,
+    killed_by=test_control_sockets.test_a_service_that_is_told_to_end_has_the_run_stop,
+    hears="the coordinator",
 )

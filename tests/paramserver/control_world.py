@@ -155,7 +155,7 @@ class Run:
 
     @property
     def members(self) -> list[Peer]:
-        return [one.peer for one in self.coordinator.members]
+        return [one.peer for one in self.coordinator.roster.members]
 
     def _returned(self, peer: Peer, call: int, value: Message | str | None) -> None:
         if (peer, call) in self._answers:

@@ -34,15 +34,7 @@ from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.drivers.sockets import reconnect
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.messages import Parcel
-from cnnstrategies.paramserver.services import (
-    SPECIFICATION,
-    CoordinatorProcess,
-    Forked,
-    Handle,
-    ServerProcess,
-    load_keys,
-    serve,
-)
+from cnnstrategies.paramserver.services import CoordinatorProcess, Forked, Handle, ServerProcess, load_keys, serve
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
 from cnnstrategies.paramserver.worker import worker as worker_role
@@ -355,10 +347,9 @@ def train(plan: Plan, member: Membership, specification: Specification, values: 
     """What a worker does with its membership, to some values; stops after each step, and at the end."""
     run, address = Collectives(member), member.address
     if address.id == 0:
-        run.put(SPECIFICATION, [specification.to_json().encode()])
-    (text,) = run.get(SPECIFICATION)
+        run.put(specification.to_json())
     started = run.start()
-    told = Specification.from_json(bytes(text).decode())
+    told = Specification.from_json(run.get())
     worker = Worker(told, values, member.source(), address.id, address.incarnation, member.keys)
     if not started.joined and address.id == 0:
         worker.initialise()

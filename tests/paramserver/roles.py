@@ -18,7 +18,6 @@ from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.membership import Views
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
-from cnnstrategies.paramserver.worker.worker import Wait
 
 
 class Roles:
@@ -114,10 +113,6 @@ class Roles:
         endpoint, public = f"ipc://{self.directory}/{number}-{since}", self._public(f"server-{number}")
         self.publish(servers=(*others, ServerInfo(number, endpoint, public, since)))
         self.serve(number)
-
-    def is_filled(self, number: int) -> bool:
-        """Whether a server has a value of each of its slices."""
-        return min(self.servers[number].role.store.versions.values()) >= 0
 
     # Workers
 
@@ -218,11 +213,14 @@ class PlainRoles(Roles):
         optimizer: Of the servers.
     """
 
-    def __init__(self, directory: Path, sizes: tuple[int, ...] = (40,), workers: int = 1, **options: Any) -> None:
+    def __init__(
+        self, directory: Path, sizes: tuple[int, ...] = (40,), workers: int = 1, encrypted: bool = False, **options: Any
+    ) -> None:
         self.parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.5, momentum=0.5)
         named = [(str(number), parameter) for number, parameter in enumerate(self.parameters)]
-        super().__init__(directory, Specification.of(named, self.optimizer, workers, **{"timeout": 60.0} | options))
+        specification = Specification.of(named, self.optimizer, workers, **{"timeout": 60.0} | options)
+        super().__init__(directory, specification, encrypted)
 
     @property
     def options(self) -> list[dict[str, Any]]:
@@ -236,13 +234,6 @@ def join(workers: Sequence[Worker]) -> None:
         worker.initialise()
     for worker in workers:
         worker.join()
-
-
-def answered(worker: Worker, seconds: float) -> bool:
-    """Whether all of a worker's parameters are up to date within some seconds."""
-    wait, end = worker.role.all_here(), time.monotonic() + seconds
-    worker.wait_for(Wait(lambda: wait.waiting() and time.monotonic() < end))
-    return not wait.waiting()
 
 
 def until(condition: Callable[[], object], timeout: float = 60) -> None:

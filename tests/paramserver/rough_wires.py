@@ -18,40 +18,24 @@ LATEST = 0.3  # seconds that bytes may need
 
 @dataclass
 class End:
-    """One end of a connection.
-
-    Attributes:
-        socket: Its socket.
-        carried: Bytes that have come in here.
-        sent: What is to leave at the other end, and when.
-        deaf: Whether what comes in here is lost.
-    """
+    """One end of a connection."""
 
     socket: socket.socket
-    carried: int = 0
-    waiting: deque[tuple[float, bytes]] = field(default_factory=deque)
-    deaf: bool = False
+    carried: int = 0  # bytes that have come in here
+    waiting: deque[tuple[float, bytes]] = field(default_factory=deque)  # to leave at the other end, and when
+    deaf: bool = False  # what comes in here is lost
 
 
 @dataclass
 class Connection:
-    """A connection, and what is done to it.
+    """A connection, and what is done to it: a fault at one of its ends (`side`), with one byte (`place`)."""
 
-    Attributes:
-        ends: Who has connected, and to whom.
-        fault: One of `FAULTS`.
-        side: At which end.
-        place: With which byte.
-        delay: Seconds of each byte.
-        held: Until when nothing arrives.
-    """
-
-    ends: tuple[End, End]
+    ends: tuple[End, End]  # who has connected, and to whom
     fault: str
     side: int
     place: int
-    delay: float
-    held: float = 0.0
+    delay: float  # seconds of each byte
+    held: float = 0.0  # until then nothing arrives
 
 
 class Wires(threading.Thread):

@@ -1,8 +1,9 @@
 """The coordinator and its members over sockets: what threads, sockets and programs add to the roles."""
 
 import os
-import random
+import resource
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,29 +14,30 @@ from typing import Any
 
 import pytest
 import torch
-import zmq
 from ports import free_port
-from roles import until
+from roles import PlainRoles, until
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver import membership
 from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
-from cnnstrategies.paramserver.drivers.control import TAG
+from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
-from cnnstrategies.paramserver.membership import STOP, Membership
-from cnnstrategies.paramserver.services import CoordinatorProcess, ServerProcess, start
+from cnnstrategies.paramserver.drivers.sockets import allow_threads, files_of_coordinator, files_of_server
+from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.paramserver.security import KeyPair
+from cnnstrategies.paramserver.services import CoordinatorProcess, Handle, ServerProcess, start
 
 TIMEOUT = 60.0  # Nobody is silent for so long on a busy machine.
 
 
 @contextmanager
-def serving(endpoint: str, workers: int, session: int = 0, servers: int = 0) -> Iterator[threading.Event]:
+def serving(endpoint: str, workers: int, session: int = 0) -> Iterator[threading.Event]:
     """A coordinator in a thread; gives what is set as soon as it listens."""
     over, listens = threading.Event(), threading.Event()
 
     def serve() -> None:
-        settings = CoordinatorSettings(endpoint, workers, servers, TIMEOUT, session=session)
-        with CoordinatorService(settings) as service:
+        with CoordinatorService(CoordinatorSettings(endpoint, workers, 0, TIMEOUT, session=session)) as service:
             listens.set()
             service.run(over.is_set)
 
@@ -46,6 +48,23 @@ def serving(endpoint: str, workers: int, session: int = 0, servers: int = 0) -> 
     finally:
         over.set()
         thread.join()
+
+
+@contextmanager
+def processes(directory: Path) -> Iterator[tuple[Membership, Handle, Handle]]:
+    """A worker, and the processes of a coordinator and a server."""
+    endpoint = f"ipc://{directory}/coordinator"
+    coordinator = start(CoordinatorProcess(CoordinatorSettings(endpoint, 1, 1, TIMEOUT)), "fork")
+    place = Address(endpoint, "server", 0, 0, 0.5, TIMEOUT)
+    server = start(ServerProcess(place, f"ipc://{directory}/server", starter=os.getpid()), "fork")
+    member = worker(endpoint, 0)
+    try:
+        member.wait_registered()
+        yield member, coordinator, server
+    finally:
+        for one in (server, coordinator):
+            one.send_signal(signal.SIGKILL)
+        member.close(leave=False)
 
 
 def worker(endpoint: str, number: int, session: int = 0) -> Membership:
@@ -100,35 +119,20 @@ def test_collectives_give_every_worker_the_same(tmp_path: Path) -> None:
     assert results == [expected] * 3
 
 
-def test_nonsense_neither_stops_the_coordinator_nor_registers(tmp_path: Path) -> None:
-    """See `test_coordinator_fuzz.py` for what messages may hold; here is what no message is."""
-    endpoint, chance = f"ipc://{tmp_path}/coordinator", random.Random(0)
-    with serving(endpoint, 1) as listens, zmq.Context() as context:
-        listens.wait()
-        socket = context.socket(zmq.DEALER)
-        socket.connect(endpoint)
-        for _ in range(500):
-            start = chance.choice([b"", b"CNNPS2", TAG + b"\2\0\0\0", TAG, chance.randbytes(chance.randrange(40))])
-            body = chance.choice([b"{}", b'{"session":0}', b"{", b"[]", chance.randbytes(chance.randrange(40))])
-            socket.send_multipart(chance.choice([[start + body], [start, body]]))
-        socket.close(500)
-        (result,) = together([worker(endpoint, 0)], lambda collectives: collectives.gather(7).values)
-    assert result == {0: 7}
-
-
 def test_who_waits_is_told_for_whom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(membership, "WARN_SECONDS", 0.1)
     endpoint = f"ipc://{tmp_path}/coordinator"
+    said: list[str] = []
+
+    def is_told() -> bool:
+        said.append(capfd.readouterr().err)
+        return "worker 0 has waited in `second` for worker 1 for " in "".join(said)
 
     def meet(collectives: Collectives) -> None:
-        said = ""
-        while (
-            collectives.membership.address.id == 1 and "worker 0 has waited in `second` for worker 1 for " not in said
-        ):
-            time.sleep(0.01)
-            said += capfd.readouterr().err
+        if collectives.membership.address.id == 1:
+            until(is_told)
         collectives.barrier("second")
 
     with serving(endpoint, 2):
@@ -153,8 +157,7 @@ def test_services_start_without_lightning_and_outlive_signals(tmp_path: Path) ->
     """These reach every process of a job; the workers stop after their step, and need the services until then."""
     settings = CoordinatorSettings(f"ipc://{tmp_path}/coordinator", 1, 0)
     coordinator = start(CoordinatorProcess(settings), "program")
-    while not Path(tmp_path / "coordinator").exists():
-        time.sleep(0.01)
+    until((tmp_path / "coordinator").exists)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         coordinator.send_signal(signum)
     time.sleep(0.2)
@@ -168,33 +171,67 @@ def test_services_start_without_lightning_and_outlive_signals(tmp_path: Path) ->
     assert "/torchvision/" not in loaded  # Lightning brings it along.
 
 
-def test_a_server_that_is_told_to_end_has_the_run_stop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hears", ["the coordinator", "a server"])
+def test_a_service_that_is_told_to_end_has_the_run_stop(hears: str, tmp_path: Path) -> None:
     """It may be the only process that hears it, and the others need it until they have stopped."""
-    endpoint = f"ipc://{tmp_path}/coordinator"
-    address = Address(endpoint, "server", 0, 0, 0.05, TIMEOUT)
-    with serving(endpoint, 1, servers=1):
-        member = worker(endpoint, 0)
-        service = ServerProcess(address, f"ipc://{tmp_path}/server", starter=os.getpid())
-        server = start(service, "fork")
-        until = time.monotonic() + 10
-        while Path(f"/proc/{server.pid}/comm").read_text() != "ps-server-0\n":
-            time.sleep(0.01)
-        while member.announced(STOP) is None and time.monotonic() < until:
-            server.send_signal(signal.SIGTERM)  # It is ignored until the server can tell.
+    with processes(tmp_path) as (member, coordinator, server):
+        service = server if hears == "a server" else coordinator
+
+        def is_told() -> bool:
+            service.send_signal(signal.SIGTERM)  # It is ignored until the service can tell.
             time.sleep(0.05)
-        assert member.announced(STOP) == signal.SIGTERM
-        assert server.poll() is None
-        server.send_signal(signal.SIGKILL)
-        member.close()
+            return member.stop_signal == signal.SIGTERM
+
+        name = Path(f"/proc/{service.pid}/comm")
+        until(lambda: name.read_text().startswith("ps-"), timeout=10)
+        until(is_told, timeout=10)
+        assert service.poll() is None
 
 
-def test_a_coordinator_that_is_told_to_end_has_the_run_stop(tmp_path: Path) -> None:
-    endpoint = f"ipc://{tmp_path}/coordinator"
-    coordinator = start(CoordinatorProcess(CoordinatorSettings(endpoint, 1, 0)), "fork")
-    member = worker(endpoint, 0)
+# What the system lets a process have
+
+
+def test_the_limit_of_files_is_raised_or_the_start_refused(tmp_path: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, 1000))
+    settings = CoordinatorSettings(f"ipc://{tmp_path}/c", 100, 10)
+    CoordinatorService(settings).close()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1000, 1000)
+    needed = files_of_coordinator(500, 10)
+    with pytest.raises(ConfigurationError, match=f"the coordinator needs {needed} open files.*may have 1000"):
+        CoordinatorService(CoordinatorSettings(f"ipc://{tmp_path}/c", 500, 10))
+    with pytest.raises(ConfigurationError, match=f"server 0 needs {files_of_server(500, 1)} open files"):
+        PlainRoles(tmp_path, workers=500)
+
+
+def test_strangers_keep_no_member_out_and_another_key_is_named(tmp_path: Path) -> None:
+    port, key = free_port(), tmp_path / "key"
+    endpoint = f"tcp://127.0.0.1:{port}"
+    KeyPair.create().save(key)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, 3000))
+    coordinator = start(CoordinatorProcess(CoordinatorSettings(endpoint, 1, 0), str(key)), "fork")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3000, 3000))
+    strangers = [socket.socket() for _ in range(1000)]
+    until(lambda: strangers[0].connect_ex(("127.0.0.1", port)) == 0)
+    for stranger in strangers[1:]:
+        stranger.setblocking(False)
+        stranger.connect_ex(("127.0.0.1", port))
+    member = Membership(Address(endpoint, "worker", 0, appear=20.0), keys=KeyPair.load(key))
     member.wait_registered()
-    coordinator.send_signal(signal.SIGTERM)
-    until(lambda: member.announced(STOP) == signal.SIGTERM, timeout=5)
-    assert coordinator.poll() is None
+    member.close()
+    member = Membership(Address(endpoint, "worker", 0, appear=1.0), keys=KeyPair.create())
+    with pytest.raises(RunEnded, match=r"was silent for 1 s: .* give all processes the same key_file"):
+        member.wait_registered()
     member.close()
     coordinator.send_signal(signal.SIGKILL)
+
+
+def test_a_start_is_refused_where_its_threads_cannot_be() -> None:
+    allow_threads(4)
+    if os.getuid() == 0:
+        os.setuid(65534)  # No limit counts for root.
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+    with pytest.raises(
+        ConfigurationError, match=r"4 processes .* need some 32 threads.* raise the limit \(`ulimit -u`"
+    ):
+        allow_threads(4)
+    assert threading.active_count() == 1

@@ -1,15 +1,19 @@
-"""What the coordinator tells its members: who takes part, where the others are, who waits for whom, why it is over."""
+"""What the coordinator tells its members and who watches: who takes part, who waits for whom, why it is over."""
 
+import math
 import re
 from collections import Counter
+from typing import Any
 
 import pytest
 from control_world import LOST, Run, trained
 from simulation import control
 from simulation.faults import Moment, Network
 
-from cnnstrategies.paramserver.coordinator.watchdog import UNEVEN, Wait, named, stuck
-from cnnstrategies.paramserver.core.node import End, Peer, Send
+from cnnstrategies.paramserver.coordinator.members import LONGEST, MOST_FAULTS, History, Member
+from cnnstrategies.paramserver.coordinator.participant import Participant
+from cnnstrategies.paramserver.coordinator.watchdog import UNEVEN
+from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer, Send
 
 pytestmark = pytest.mark.light
 
@@ -23,12 +27,11 @@ def test_workers_that_do_not_agree_are_told_where_each_is() -> None:
     assert "`reduce sum`" in waits.value
 
 
-def test_one_process_can_end_the_run_for_all() -> None:
-    run, (zero, one) = trained(2)
-    waits = run.collect(zero)
-    run.call(one, "end", message="worker 1 found NaN", clean=False)
-    assert waits.value == "worker 1 found NaN"
-    assert run.ended(zero) == run.ended(one) == End("worker 1 found NaN", clean=False)
+def test_a_request_with_other_contents_is_answered() -> None:
+    run, (worker,) = trained(1)
+    answer = run.call(worker, "take", epoch="first", processed=0)
+    assert isinstance(answer.value, str)
+    assert answer.value.startswith("`take` has other contents: ")
 
 
 def test_who_comes_after_all_have_left_is_told() -> None:
@@ -59,14 +62,6 @@ def test_a_server_that_training_did_not_wait_for_is_filled(dies: bool) -> None:
     assert (came == roster.number > 1) == dies
 
 
-def test_a_process_that_nobody_expects_is_not_let_in() -> None:
-    run = Run(1)
-    worker = run.member("worker", 0)
-    assert "was registered already" in run.ask("hello", worker._replace(process=8), session=0)["message"]
-    assert "no worker 1 is expected" in run.ask("hello", Peer("worker", 1), session=0)["message"]
-    assert run.members == [worker]
-
-
 @pytest.mark.parametrize("comes", [True, False])
 def test_the_stopped_miss_a_lost_coordinator_after_a_time_out(comes: bool) -> None:
     """No sooner: it could not hear it. And no later, whatever had come while it was stopped."""
@@ -83,32 +78,18 @@ def test_the_stopped_miss_a_lost_coordinator_after_a_time_out(comes: bool) -> No
     assert "was silent for 10 s" in ended.reason
 
 
-def test_a_circle_is_stuck_and_a_chain_that_ends_is_not():
-    chain = [Wait("a", ("w0",), ("w1",)), Wait("b", ("w1",), ("w2",))]
-    assert stuck(chain) == []
-    circle = [*chain, Wait("c", ("w2",), ("w0", "w3"))]
-    assert stuck(circle) == circle
-    any_will_do = [*chain, Wait("c", ("w2",), ("w0", "w3"), everyone=False)]
-    assert stuck(any_will_do) == []
-    assert stuck([Wait("held", ("w0",), ())]) == []
-
-
-def test_few_are_named_of_many():
-    assert named([f"w{one}" for one in range(9)]) == "w0, w1, w2, w3 and 5 more"
-
-
-@pytest.mark.parametrize("second", ["get", "nothing"])
-def test_workers_that_wait_for_each_other_are_named(second: str) -> None:
-    run = Run(2)
-    zero, one = (run.member("worker", number) for number in range(2))
+@pytest.mark.parametrize(("workers", "second"), [(2, "get"), (2, "nothing"), (3, "get")])
+def test_workers_that_wait_for_each_other_are_named(workers: int, second: str) -> None:
+    run = Run(workers)
+    zero, one = [run.member("worker", number) for number in range(workers)][:2]
     run.collect(zero, "barrier")
     if second == "get":
-        run.call(one, "get", name="x")
+        run.call(one, "get")
     run.passes(30.0)
-    if second == "nothing":
-        assert run.ended(one) is None, "worker 1 computes"
+    if (workers, second) != (2, "get"):
+        assert run.ended(one) is None, "the last one computes, and any may tell what is asked for"
         return
-    text = "nobody can go on: worker 0 in `barrier` for worker 1; worker 1 in `get x` for worker 0, worker 1"
+    text = "nobody can go on: worker 0 in `barrier` for worker 1; worker 1 in `specification` for worker 0, worker 1"
     assert run.ended(zero) == run.ended(one) == End(text, clean=False)
 
 
@@ -187,3 +168,85 @@ def test_the_silence_of_rank_0_ends_a_run() -> None:
     ended = run.ended(one)
     assert ended is not None
     assert "worker 0 (process 4711 on here) was silent for 10 s, and nobody took" in ended.reason
+
+
+# Who watches
+
+
+def test_a_run_is_shown_with_its_members_waits_and_deaths() -> None:
+    run, (zero, one) = trained(2, 1, survivable=1)
+    figures = {"step": 3, "samples": 24.0, "sent": 1000, "received": 900, "waited": 0.5, "staleness": 2}
+    run.figures = lambda peer: figures if peer == zero else {}
+    run.collect(zero, "metric")
+    run.died(Peer("server", 0, 0, 7), replaced=True)
+    run.passes(2.0)
+    run.member("server", 0, life=1)
+    answer = run.ask()
+    assert (answer["training"], answer["ended"], answer["missing"]) == (True, None, [])
+    assert answer["seconds"] == pytest.approx(run.world.now)
+    assert answer["waits"] == [["metric", "worker 0", "worker 1"]]
+    members = answer["members"]
+    assert [(it["role"], it["id"], it["life"]) for it in members] == [("server", 0, 1), (*zero[:3],), (*one[:3],)]
+    _, shown, other = members
+    assert (shown["process"], shown["host"], shown["takes_part"], shown["figures"]) == (4711, "here", True, figures)
+    assert 0 < shown["silent"] <= 1.0
+    assert shown["measured"] == pytest.approx(answer["seconds"] - shown["silent"])
+    assert other["figures"] == {}
+    (died, how), (came, whom) = answer["faults"]
+    assert how == "server 0 (process 4711 on here) was killed"
+    assert whom == "server 0 (process 4711 on here) has taken the place of the one before"
+    assert 2.0 < died - came < 2.1
+    assert answer["losses"] == 1
+
+
+def test_a_member_with_false_figures_is_dropped_not_its_words() -> None:
+    run, (worker,) = trained(1)
+    beat = {"session": 0, "here": 9, "seen": 9, "signal": 0}
+    run.coordinator.on_message(run.world.now, worker, Message("beat", {**beat, "figures": {"step": 1}}))
+    values = ("1", True, None, [1], -1, 1 << 63, math.nan, math.inf)
+    for figures in ([], "step", 5, {"bytes": 1}, *({"step": value} for value in values)):
+        with pytest.raises(ControlError):
+            run.coordinator.on_message(run.world.now, worker, Message("beat", {**beat, "seen": 10, "figures": figures}))
+    (member,) = run.coordinator.roster.members
+    assert (member.figures, member.acknowledged) == ({"step": 1}, 9)
+
+
+def test_each_process_is_lost_once_and_the_last_faults_are_kept() -> None:
+    history = History()
+    for life in range(99):
+        for how in ("was silent for 1 s", "was killed by SIGKILL" * LONGEST):
+            history.lost(2.0, Member(Peer("worker", 1, life), 1, "here" * LONGEST * (life % 2), 0.0), how)
+    assert history.losses == 99
+    assert len(history.faults) == MOST_FAULTS
+    assert all(len(text) <= LONGEST and "SIGKILL" not in text for _, text in history.faults)
+
+
+def test_questions_change_nothing() -> None:
+    """Two coordinators hear the same, and one is asked in between: they say the same, also of who is silent."""
+
+    def run(watched: bool) -> tuple[Run, list[Any]]:
+        world, (zero, _) = trained(2, 1)
+        world.strike("pause", zero, 1000.0)
+        for _ in range(60):
+            world.passes(0.5)
+            if watched:
+                world.ask()
+        return world, world.told
+
+    (alone, heard), (watched, same) = run(False), run(True)
+    assert heard == same
+    assert any(message.kind == "ended" for _, message in heard), "a worker was silent"
+    assert alone.coordinator.answering.entries == watched.coordinator.answering.entries
+
+
+def test_members_hear_of_a_restarted_coordinator() -> None:
+    run, (worker,) = trained(1)
+    run.coordinate(1)
+    run.passes(2.0)
+    answer = run.ask()
+    assert (answer["restarts"], answer["losses"], [one["role"] for one in answer["members"]]) == (1, 1, ["worker"])
+    ((_, text),) = answer["faults"]
+    assert text == "the coordinator was started again"
+    role = run.world.processes[worker[:2]].role
+    assert isinstance(role, Participant)
+    assert role.losses == 1

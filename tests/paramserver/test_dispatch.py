@@ -5,7 +5,7 @@ import random
 import pytest
 
 from cnnstrategies.paramserver.coordinator import dispatch
-from cnnstrategies.paramserver.coordinator.dispatch import digits, places
+from cnnstrategies.paramserver.coordinator.dispatch import Chunk, digits, places
 from cnnstrategies.paramserver.core.node import ControlError
 
 pytestmark = pytest.mark.light
@@ -21,31 +21,38 @@ class Dispatcher(dispatch.Dispatcher):
         return super().take(*args, self.asked)
 
 
-def positions(chunks):
+def begun(samples: int, chunk: int = 1) -> Dispatcher:
+    dispatcher = Dispatcher()
+    dispatcher.begin(0, samples, chunk)
+    return dispatcher
+
+
+def positions(chunks: list[Chunk]) -> list[tuple[int, int]]:
     return sorted((chunk.epoch, i) for chunk in chunks for i in range(chunk.start, chunk.stop))
 
 
-def test_what_a_dead_worker_had_not_processed_is_given_out_again():
+@pytest.mark.parametrize("leaves", [False, True])
+def test_what_one_that_is_gone_had_not_processed_is_anothers(leaves: bool) -> None:
+    """Who leaves says how far it has come; of one that dies it is known from its last question."""
     for seed in range(50):
         generator = random.Random(seed)
-        dispatcher = Dispatcher()
-        dispatcher.begin(0, 100, 3)
-        mine, other = [], []
-        processed = 0
+        dispatcher = begun(100, 3)
+        mine: list[Chunk] = []
+        other: list[Chunk] = []
+        processed = told = 0
         for _ in range(generator.randrange(1, 12)):
-            mine.append(dispatcher.take(0, 0, processed, (0, 1)))
+            told = processed
+            mine.append(dispatcher.take(0, 0, told, (0, 1)))
             processed = generator.randint(processed, sum(map(len, mine)))
             other.append(dispatcher.take(1, 0, sum(map(len, other)), (0, 1)))
+        if leaves:
+            told = processed
+            dispatcher.processed(0, 0, told)
         dispatcher.lose(0)
         while chunk := dispatcher.take(1, 0, sum(map(len, other)), (1,)):
             other.append(chunk)
-        seen = set(positions(other))
-
-        # Only whole chunks that it had processed before it last asked may be missing.
-        missing = set(positions(mine)) - seen
-        assert len(missing) <= processed
-        assert seen | missing == {(0, i) for i in range(100)}
-        assert len(positions(other)) == len(set(positions(other)))
+        done = [chunk for place, chunk in enumerate(mine) if sum(map(len, mine[: place + 1])) <= told]
+        assert positions(done + other) == [(0, i) for i in range(100)]
 
 
 def test_an_epoch_that_is_over_does_not_begin_again():
@@ -53,18 +60,16 @@ def test_an_epoch_that_is_over_does_not_begin_again():
     dispatcher = Dispatcher()
     for epoch in range(4):
         dispatcher.begin(epoch, 4, 2)
-        assert positions(dispatcher.take(0, epoch, processed, (0,)) for processed in (0, 2)) == [
-            (epoch, i) for i in range(4)
-        ]
+        taken = [dispatcher.take(0, epoch, processed, (0,)) for processed in (0, 2)]
+        assert positions(taken) == [(epoch, i) for i in range(4)]
     dispatcher.begin(0, 4, 2)
     assert not dispatcher.take(1, 0, 0, (0, 1))
     dispatcher.begin(4, 4, 2)
-    assert positions(dispatcher.take(0, 4, processed, (0,)) for processed in (0, 2, 4)) == [(4, i) for i in range(4)]
+    assert positions([dispatcher.take(0, 4, processed, (0,)) for processed in (0, 2, 4)]) == [(4, i) for i in range(4)]
 
 
 def test_every_worker_gets_a_chunk_however_slow():
-    dispatcher = Dispatcher()
-    dispatcher.begin(0, 10, 1)
+    dispatcher = begun(10)
     assert all(dispatcher.take(0, 0, done, (0, 1)) for done in range(9))
     assert not dispatcher.take(0, 0, 9, (0, 1))
     assert dispatcher.take(1, 0, 0, (0, 1)).start == 9
@@ -88,12 +93,51 @@ def test_an_epoch_goes_on_without_what_was_done_before_its_save():
     assert int(after.progress(3), 16) == 0b111111
     assert after.samples(3) == 11
     assert after.progress(4) == ""
-
-
-def test_what_is_no_number_is_refused_as_what_is_done():
-    run = dispatch.Dispatcher()
     with pytest.raises(ControlError, match="hexadecimal digits, not as 'zz'"):
-        run.begin(0, 4, 1, "zz")
-    run.begin(0, 4, 1, "")
-    assert run.progress(0) == "0"
+        after.begin(4, 4, 1, "zz")
     assert places(digits([0, 9, 70])) == [0, 9, 70]
+
+
+# Who comes while others train
+
+
+def test_who_joins_gets_what_the_others_can_spare():
+    dispatcher = begun(3)
+    assert dispatcher.can_spare((0, 1), others=True)
+    assert len(dispatcher.take(5, 0, 0, (0, 1))) == 1
+    assert not dispatcher.can_spare((0, 1), others=True)
+    assert not dispatcher.take(5, 0, 0, (0, 1))
+    assert dispatcher.take(0, 0, 0, (0, 1))
+    assert dispatcher.take(1, 0, 0, (0, 1))
+
+
+def test_who_comes_back_counts_among_those_to_leave_work_for():
+    dispatcher = begun(3)
+    dispatcher.meet()
+    for _ in range(2):
+        dispatcher.take(0, 0, 0, (0,))
+    assert dispatcher.may_come(1)
+    assert dispatcher.can_spare((0, 1), others=False)
+    assert not dispatcher.can_spare((0, 1, 2), others=False), "one chunk for two"
+    assert not dispatcher.can_spare((0, 1), others=True)
+
+
+def test_who_began_an_epoch_with_nothing_left_is_not_let_in():
+    dispatcher = begun(2)
+    dispatcher.meet()
+    for worker in (0, 0, 2):
+        dispatcher.take(worker, 0, 0, (0, 2))
+    assert not dispatcher.take(1, 0, 0, (0, 2))
+    dispatcher.lose(2)  # Something is left after all.
+    assert dispatcher.can_spare((0, 1), others=False)
+    assert not dispatcher.may_come(1)
+    assert dispatcher.may_come(3)
+
+
+def test_what_one_leaves_in_the_next_epoch_comes_in_that():
+    dispatcher = begun(2)
+    left = dispatcher.take(1, 0, 0, (0, 1))
+    dispatcher.take(0, 0, 0, (0, 1))
+    dispatcher.begin(1, 2, 1)
+    dispatcher.lose(1)
+    assert dispatcher.take(0, 1, 0, (0,)) == left

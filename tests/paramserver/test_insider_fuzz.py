@@ -1,25 +1,31 @@
-"""Whatever a member says, a server takes or refuses it: nothing fails later in what is done with it.
+"""Whatever a peer says, a server or the coordinator takes or refuses it: nothing fails later in what is done with it.
 
-Real messages with something changed, from those who have sent them. A `KeyError` is then a mistake of the server's own,
+Real messages with something changed, from those who have sent them. A `KeyError` is then a mistake of the role's own,
 and ends it; see `test_own_mistakes.py`.
 """
 
+import contextlib
+import copy
 import json
 import random
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from changed_values import changed
 from data_world import MEMBER, Servers
+from simulation import control
 from training import ADAMW, SGD, specify
 
+from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator.participant import Participant
+from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.core.view import ServerInfo
+from cnnstrategies.paramserver.drivers.control import TAG, encode, parse
 from cnnstrategies.paramserver.messages import (
     NO_STEP,
     Bounds,
-    Effects,
     Encoding,
     Header,
     InvalidMessageError,
@@ -27,10 +33,117 @@ from cnnstrategies.paramserver.messages import (
     pack_keys,
     unpack,
 )
+from cnnstrategies.paramserver.security import PROOF_BYTES
 from cnnstrategies.paramserver.server.server import Server
 
-RUNS = 6  # of each mode
-CASES = 100  # of each run
+NUMBERS = [0, 1, 2, 3, 7, -1, 1 << 20, (1 << 63) - 1, 1 << 70, 1.5, -1.0, 1e30, float("nan"), float("inf"), 10**400]
+TEXTS = ["", "x", "worker", "server", "ff", "-5", "0/step", "7/step", "x/step", "\ud800"]
+LISTS: list[Any] = [[], [0], [[]], ["x"], [[0, 0]], [[0, 0, 0]], [["worker", 0]], {}, {"a": []}, {"a": 1}]
+VALUES = [*NUMBERS, *TEXTS, *LISTS, None, True, False]
+
+
+def changed(value: Any, chance: random.Random) -> Any:
+    """A value of JSON in which something is replaced, left out or doubled."""
+    if isinstance(value, dict) and value and chance.random() < 0.9:
+        name = chance.choice(list(value))
+        if chance.random() < 0.15:
+            return {one: it for one, it in value.items() if one != name}
+        return {**value, name: changed(value[name], chance)}
+    if isinstance(value, list) and value and chance.random() < 0.8:
+        place = chance.randrange(len(value))
+        some = [changed(value[place], chance)] * chance.randrange(3)
+        return [*value[:place], *some, *value[place + 1 :]]
+    return chance.choice(VALUES)
+
+
+# The coordinator and its members
+
+RUNS = 40
+CHANGES = 6  # of a message that is rare: with fewer it would depend on chance whether each field is hit
+Calls = list[tuple[str, tuple[Any, ...]]]
+
+
+@contextlib.contextmanager
+def noting(*kinds: Any) -> Iterator[dict[Any, tuple[Any, Calls]]]:
+    """Of each role of these kinds a copy as it was first, and what its driver calls of it, one after the other."""
+    lives: dict[Any, tuple[Any, Calls]] = {}
+
+    def noted(name: str, right: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any) -> Any:
+            if self not in lives:
+                lives[self] = copy.deepcopy(self), []
+            lives[self][1].append((name, args))
+            return right(self, *args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in kinds:
+            for name in ("start", "on_message", "on_timer", "on_call"):
+                if hasattr(kind, name):
+                    patch.setattr(kind, name, noted(name, getattr(kind, name)))
+        yield lives
+
+
+def wrong(sender: Peer, message: Message, chance: random.Random) -> bytes:
+    """What a peer has said, as it comes, with something changed: in the contents, in their form, or in any byte."""
+    fields, frames = json.loads(json.dumps(message.fields)), [bytes(one) for one in message.frames]
+    place = chance.randrange(2 * len(frames)) if frames else len(frames)
+    if place >= len(frames):
+        fields = changed(fields, chance)
+    elif frames[place].startswith(b"{"):
+        frames[place] = json.dumps(changed(json.loads(frames[place]), chance)).encode()
+    else:
+        frames[place] = chance.choice([b"", frames[place][:-1], frames[place] + bytes(24), b"\xff" * 24])
+    frames = frames if chance.random() < 0.9 else chance.choice([[], frames[:1], frames * 2])
+    some = {"session": 0} if chance.random() < 0.8 else {}
+    fields = fields | some if isinstance(fields, dict) else some
+    request = chance.choice([message.request, chance.randrange(9)])
+    frame = bytearray(encode(sender, Message(message.kind, fields, frames, request), bytes(PROOF_BYTES)))
+    if chance.random() < 0.2:
+        start = len(TAG) + PROOF_BYTES
+        (length,) = struct.unpack_from("<I", frame, start)
+        text = frame[start + 4 :][:length]
+        body = json.dumps(changed(json.loads(text), chance)).encode()
+        frame[start : start + 4 + length] = struct.pack("<I", len(body)) + body
+    if chance.random() < 0.05:
+        frame[chance.randrange(len(frame))] ^= 1 << chance.randrange(8)
+        frame = frame[: chance.choice([len(frame), chance.randrange(len(frame))])]
+    return bytes(frame)
+
+
+def test_nothing_that_a_peer_says_fails_later() -> None:
+    """What runs with deaths and restarts of the coordinator have told a role, with changed messages among it."""
+    chance = random.Random(0)
+    with noting(Coordinator, Participant) as lives:
+        for seed in range(RUNS):
+            control.simulate(seed)
+    dropped = 0
+    for role, calls in lives.values():
+        for name, args in calls:
+            if name == "on_message":
+                now, sender, message = args
+                rare = message.kind in ("leave", "stop", "view")
+                for _ in range(CHANGES if rare else chance.random() < 0.02):
+                    try:
+                        role.on_message(now, *parse(wrong(sender, message, chance)))
+                    except ControlError:
+                        dropped += 1
+            with contextlib.suppress(ControlError):
+                getattr(role, name)(*args)
+    assert dropped > 1000
+
+
+def test_what_is_sent_is_what_comes() -> None:
+    message = Message("collect", {"session": 0, "sequence": 3}, (b"a", b"b"), 4)
+    sender = Peer("worker", 1, 2, 3)
+    assert parse(encode(sender, message, bytes(PROOF_BYTES))) == (sender, message._replace(frames=[b"a", b"b"]))
+
+
+# Servers
+
+ATTACKS = 6  # in each mode
+CASES = 100  # of each
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "pipelined": {"pipelined": True},
@@ -40,26 +153,11 @@ MODES: dict[str, dict[str, Any]] = {
     "ssp": {"mode": "ssp", "staleness": 1},
     "async": {"mode": "async"},
 }
-NUMBERS = [0, 1, 2, 5, 1 << 31, 1 << 62, (1 << 63) - 1, (1 << 64) - 2, NO_STEP]
+STEPS = [0, 1, 2, 5, 1 << 31, 1 << 62, (1 << 63) - 1, (1 << 64) - 2, NO_STEP]
 HEADERS: dict[str, list[Any]] = {
     "kind": list(Kind), "encoding": list(Encoding), "key": [*range(7), 1 << 20], "weight": [0.0, 1.0, 2.0, 1e308],
-    "step": NUMBERS, "base": NUMBERS, "incarnation": [0, 1, 2, 3], "rung": [0, 1, 255], "question": [0, 1, 2],
+    "step": STEPS, "base": STEPS, "incarnation": [0, 1, 2, 3], "rung": [0, 1, 255], "question": [0, 1, 2],
 }  # fmt: skip
-
-
-class Tap:
-    """A server, and what it was sent."""
-
-    def __init__(self, role: Server) -> None:
-        self.role = role
-        self.heard: list[tuple[Header, bytes]] = []
-
-    def on_message(self, now: float, route: bytes, user: str, header: Header, payload: memoryview) -> Effects:
-        self.heard.append((header, bytes(payload)))
-        return self.role.on_message(now, route, user, header, payload)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.role, name)
 
 
 class Attack:
@@ -70,7 +168,17 @@ class Attack:
         some = self.random.choice([SGD, ADAMW])
         self.run = Servers(specify(some, 2, servers=2, replication=2, slice_bytes=1 << 12, **options))
         self.bounds = Bounds(1 << 20, len(self.run.slices))
-        self.taps = [self.serve(number) for number in range(2)]
+        with noting(Server) as lives:
+            self.begin()
+        self.heard: list[tuple[int, Header, bytes]] = [
+            (number, header, bytes(payload))
+            for number, role in self.run.roles.items()
+            for _, (*_, header, payload) in lives[role][1]
+        ]
+
+    def begin(self) -> None:
+        for number in range(2):
+            self.run.serve(number)
         self.run.follow(replace(self.run.view, begun=1))
         self.run.initialise()
         for worker in range(2):
@@ -83,17 +191,11 @@ class Attack:
         for worker in range(self.random.randrange(3)):
             self.run.push(steps, worker, keys=[one.key for one in self.run.slices if self.random.random() < 0.5])
         if self.random.random() < 0.5:
-            self.taps[1] = self.serve(1)  # It is another one's place now, and is sent copies.
+            self.run.serve(1)  # It is another one's place now, and is sent copies.
             infos = self.run.view.servers[0], ServerInfo(1, "1", since=2)
             self.run.follow(replace(self.run.view, number=2, servers=infos))
         self.run.look(1.0)
         self.run.send(Kind.GET_STATE, step=3)
-
-    def serve(self, number: int) -> Tap:
-        self.run.serve(number)
-        tap: Any = Tap(self.run.roles[number])
-        self.run.roles[number] = tap
-        return tap
 
     def pull(self, step: int, worker: int) -> None:
         for server in self.run.roles:
@@ -119,10 +221,9 @@ class Attack:
         """To which server what is said; each kind as often as any other, with numbers that are new to it."""
         by_kind: dict[Kind, list[tuple[int, Header, bytes]]] = {}
         last: dict[tuple[int, int], int] = {}
-        for to, tap in enumerate(self.taps):
-            for header, payload in tap.heard:
-                by_kind.setdefault(header.kind, []).append((to, header, payload))
-                last[to, header.sender] = max(last.get((to, header.sender), 0), header.sequence)
+        for to, header, payload in self.heard:
+            by_kind.setdefault(header.kind, []).append((to, header, payload))
+            last[to, header.sender] = max(last.get((to, header.sender), 0), header.sequence)
         for _ in range(count):
             to, header, payload = self.random.choice(by_kind[self.random.choice(list(by_kind))])
             header, payload = self.changed(header, payload)
@@ -131,17 +232,16 @@ class Attack:
 
     def play(self, count: int) -> None:
         for to, said, payload in self.cases(count):
-            tap = self.taps[to]
             try:
                 header = unpack(said.pack(), len(payload), said.session, self.bounds)
             except InvalidMessageError:
                 continue
-            tap.role.on_message(self.run.now, str(header.sender).encode(), "", header, payload)
+            self.run.roles[to].on_message(self.run.now, str(header.sender).encode(), "", header, payload)
             if self.random.random() < 0.2:
                 self.run.look(0.3)
 
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())
 def test_no_member_makes_a_server_fail(options: dict[str, Any]) -> None:
-    for seed in range(RUNS):
+    for seed in range(ATTACKS):
         Attack(options, seed).play(CASES)

@@ -3,7 +3,6 @@
 import pytest
 from control_world import Answer, Run, in_epoch
 
-from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.meetings import MIDWAY
 from cnnstrategies.paramserver.coordinator.window import PLACE
 from cnnstrategies.paramserver.core.node import Peer
@@ -25,24 +24,7 @@ def test_places_are_given_while_there_are_some():
     assert (run.ask(PLACE)["place"], run.ask(PLACE)["life"]) == (2, 1)
     refused = run.ask("hello", Peer("worker", 4), session=0)["message"]
     assert "2 places for workers that join: no worker 4 is expected" in refused
-
-
-def test_without_elastic_there_is_no_place():
-    run = Run(2, 1)
-    assert "place" not in run.ask(PLACE)
-    assert run.ask(PLACE)["elastic"] == 0
-    assert "no worker 2 is expected" in run.ask("hello", Peer("worker", 2), session=0)["message"]
-
-
-def test_who_may_join_before_training_is_not_waited_for():
-    run = Run(2, 1, elastic=2, supervised=False)
-    peer, _ = run.joins()
-    members = [run.member("server", 0), *(run.member("worker", one) for one in range(2))]
-    run.strike("pause", peer, 60.0)
-    run.passes(40.0)
-    assert run.members == members
-    assert run.ask()["ended"] is None
-    assert run.ask()["losses"] == 1
+    assert "place" not in Run(2, 1).ask(PLACE)
 
 
 def test_one_is_let_in_after_a_boundary_with_what_was_told():
@@ -89,15 +71,6 @@ def test_one_is_not_let_in_when_others_met_since_the_boundary():
     assert (started.fields["sequence"], started.fields["midway"]) == (4, 3)
 
 
-def test_one_is_not_let_in_for_chunks_that_the_others_need():
-    run, zero, _ = in_epoch(elastic=2)
-    for _ in range(8):
-        run.call(zero, "take", epoch=0, processed=0)
-    _, started = run.joins()
-    run.passes(2.0)
-    assert started.value is None
-
-
 def test_who_waits_to_join_is_told_of_the_end():
     run, zero, one = in_epoch(elastic=2)
     for who in (zero, one):
@@ -124,72 +97,18 @@ def test_what_is_kept_of_who_joins_does_not_grow_with_epochs():
     assert not roster.history.faults
 
 
-def test_who_joins_gets_what_the_others_can_spare():
-    dispatcher = Dispatcher()
-    dispatcher.begin(0, 3, 1)
-    assert dispatcher.can_spare((0, 1), others=True)
-    assert len(dispatcher.take(5, 0, 0, (0, 1), 0)) == 1
-    assert not dispatcher.can_spare((0, 1), others=True)
-    assert not dispatcher.take(5, 0, 0, (0, 1), 1)
-    assert dispatcher.take(0, 0, 0, (0, 1), 0)
-    assert dispatcher.take(1, 0, 0, (0, 1), 0)
-
-
-def test_unfinished_chunks_of_a_leaver_go_to_another():
-    dispatcher = Dispatcher()
-    dispatcher.begin(0, 6, 1)
-    taken = [dispatcher.take(5, 0, 0, (0,), ordinal).start for ordinal in range(3)]
-    dispatcher.processed(5, 0, 2)
-    dispatcher.lose(5)
-    rest = [dispatcher.take(0, 0, 0, (0,), ordinal) for ordinal in range(5)]
-    assert [chunk.start for chunk in rest if chunk] == [taken[2], 3, 4, 5]
-
-
-def test_who_joins_stands_for_no_worker_that_is_expected():
-    clock = StaleClock(1, expected=2)
-    clock.join(2)
-    clock.join(0)
-    assert clock.expects
-    clock.join(1)
-    assert not clock.expects
-
-
-def comes_again(run: Run, one: Peer) -> Peer:
-    """A worker dies and is started again."""
+def comes_back(run: Run, one: Peer, midway: bool = True) -> Answer:
+    """A worker dies, is started again, and asks to be let in; what it is told when all have the newest view."""
     run.died(one, replaced=True)
-    return run.member(one.role, one.id, one.life + 1)
-
-
-def starts(run: Run, again: Peer, midway: bool = True) -> Answer:
-    """It has made the set-up anew, and asks to be let in; what it is told when all have the newest view."""
+    again = run.member(one.role, one.id, one.life + 1)
     answer = run.collect(again, "start", seal=True, **({MIDWAY: True} if midway else {}))
     run.passes(2.0)
     return answer
 
 
-def takes(run: Run, worker: Peer, chunks: int, processed: int = 0) -> None:
-    for _ in range(chunks):
-        run.call(worker, "take", epoch=0, processed=processed)
-
-
-def test_who_comes_back_is_let_in_with_what_was_told_there():
-    run, zero, one = in_epoch()
-    again = comes_again(run, one)
-    start = starts(run, again).fields
-    assert (start["sequence"], start[MIDWAY], start["joined"], start["admitted"]) == (1, 1, True, [1])
-    run.call(again, "epoch", epoch=0, samples=10, chunk=1)
-    chunk = run.call(again, "take", epoch=0, processed=0).fields
-    assert (chunk["start"], chunk["stop"]) == (1, 2), "what the one before it had taken comes next"
-    # From there on it is one of the group.
-    gathered = run.collect(zero)
-    assert gathered.value is None
-    run.collect(again)
-    assert gathered.fields["ids"] == [0, 1]
-
-
 def test_one_waits_for_the_next_boundary_if_it_says_nothing():
     run, zero, one = in_epoch()
-    start = starts(run, comes_again(run, one), midway=False)
+    start = comes_back(run, one, midway=False)
     assert start.value is None
     run.collect(zero, "boundary", boundary=True)
     run.passes(2.0)
@@ -209,46 +128,19 @@ def test_one_waits_for_a_boundary_if_the_last_let_one_in():
     for peer in (zero, one, joined):
         run.collect(peer, "admitted")
     assert run.coordinator.dispatcher.may_come(1)
-    assert starts(run, comes_again(run, one)).value is None
+    assert comes_back(run, one).value is None
 
 
 def test_one_waits_for_a_boundary_if_an_epoch_has_begun():
     run, zero, one = in_epoch()
     run.call(zero, "epoch", epoch=1, samples=10, chunk=1)
-    assert starts(run, comes_again(run, one)).value is None
+    assert comes_back(run, one).value is None
 
 
-def test_who_began_an_epoch_with_nothing_left_is_not_let_in():
-    dispatcher = Dispatcher()
-    dispatcher.begin(0, 2, 1)
-    dispatcher.meet()
-    for ordinal in range(2):
-        dispatcher.take(0, 0, 0, (0, 2), ordinal)
-    dispatcher.take(2, 0, 0, (0, 2), 0)
-    assert not dispatcher.take(1, 0, 0, (0, 2), 0)
-    dispatcher.lose(2)  # Something is left after all.
-    assert dispatcher.can_spare((0, 1), others=False)
-    assert not dispatcher.may_come(1)
-    assert dispatcher.may_come(3)
-
-
-def test_who_comes_back_counts_among_those_to_leave_work_for():
-    dispatcher = Dispatcher()
-    dispatcher.begin(0, 3, 1)
-    dispatcher.meet()
-    for ordinal in range(2):
-        dispatcher.take(0, 0, 0, (0,), ordinal)
-    assert dispatcher.may_come(1)
-    assert dispatcher.can_spare((0, 1), others=False)
-    assert not dispatcher.can_spare((0, 1, 2), others=False), "one chunk for two"
-    assert not dispatcher.can_spare((0, 1), others=True)
-
-
-def test_what_one_leaves_in_the_next_epoch_comes_in_that():
-    dispatcher = Dispatcher()
-    dispatcher.begin(0, 2, 1)
-    left = dispatcher.take(1, 0, 0, (0, 1), 0)
-    dispatcher.take(0, 0, 0, (0, 1), 0)
-    dispatcher.begin(1, 2, 1)
-    dispatcher.lose(1)
-    assert dispatcher.take(0, 1, 0, (0,), 0) == left
+def test_who_joins_stands_for_no_worker_that_is_expected():
+    clock = StaleClock(1, expected=2)
+    clock.join(2)
+    clock.join(0)
+    assert clock.expects
+    clock.join(1)
+    assert not clock.expects

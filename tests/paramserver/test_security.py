@@ -7,17 +7,15 @@ import socket
 import stat
 import tempfile
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
-from ranks import run_apart
+from control_world import Run
 from roles import Roles, join, until
-from test_sync import shares_of, train
-from training import SGD, assert_same, batches, specify, train_alone
+from training import SGD, specify
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver import supervision
@@ -26,18 +24,12 @@ from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.window import WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
-from cnnstrategies.paramserver.core.view import ServerInfo, ServersUnreachableError
+from cnnstrategies.paramserver.core.view import ServersUnreachableError
 from cnnstrategies.paramserver.drivers.control import encode
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
-from cnnstrategies.paramserver.drivers.sockets import (
-    KNOCK_MS,
-    Context,
-    Listener,
-    client_socket,
-    secure,
-    server_socket,
-)
+from cnnstrategies.paramserver.drivers.sockets import secure
 from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.paramserver.places import Watcher
 from cnnstrategies.paramserver.private_directory import (
     PREFIX,
     hold,
@@ -46,7 +38,7 @@ from cnnstrategies.paramserver.private_directory import (
     shared_directory,
     temporary_place,
 )
-from cnnstrategies.paramserver.security import Gatekeeper, KeyPair, check_endpoint, fingerprint, prove
+from cnnstrategies.paramserver.security import KeyPair, check_endpoint, fingerprint, prove
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.run import Layout, choose_rendezvous, open_supervision
@@ -74,47 +66,18 @@ def test_any_network_needs_encryption_or_an_explicit_word() -> None:
             check_endpoint(f"tcp://{host}", encrypted=False)
 
 
-def test_encrypted_servers_with_copies_train_the_same_model(tmp_path: Path) -> None:
-    expected, _ = run_apart(train_alone, SGD, batches(5, 12))
-    with Roles(tmp_path, specify(SGD, 2, servers=2, replication=2), encrypted=True) as run:
-        for network, _ in run.train(train, SGD, shares_of(2, 12), 12):
-            assert_same(network, expected)
-
-
-def test_only_who_is_admitted_gets_a_message_through() -> None:
-    context: Context = zmq.Context()
-    keys, member, stranger = KeyPair.create(), KeyPair.create(), KeyPair.create()
-    gatekeeper = Gatekeeper(context, lambda key: key == member.public)
-    listener = Listener("tcp://127.0.0.1:*", encrypted=True)
-    router = server_socket(context, listener, keys, 1000)
-    came = []
-    for name, pair, seconds in (("stranger", stranger, 0.3), ("member", member, 60.0)):
-        dealer = client_socket(context, ServerInfo(0, listener.endpoint, keys.public), pair, 1000, 60.0)
-        assert dealer.getsockopt(zmq.HANDSHAKE_IVL) == KNOCK_MS, "one that was refused is to try again soon"
-        dealer.send(name.encode())
-        deadline = time.monotonic() + seconds
-        while not router.poll(10) and time.monotonic() < deadline:
-            if gatekeeper.socket.poll(0):  # One that was refused knocks again and again, some times after its end.
-                gatekeeper.answer()
-        came += [router.recv_multipart()[1] for _ in range(1) if router.poll(0)]
-        dealer.close(linger=0)
-    context.destroy(0)
-    assert came == [b"member"]
-
-
-@pytest.mark.light
 def test_a_key_that_is_not_the_members_own_gets_nowhere(tmp_path: Path) -> None:
-    """Neither a stranger's key, nor that of worker 1 in worker 0's name."""
+    """Neither a stranger's, which is not let in, nor that of worker 1 in worker 0's name."""
     with Roles(tmp_path, specify(SGD, 2), encrypted=True) as run:
         impatient = replace(run.specification, timeout=0.3)
         worker, values = run.worker()
-        for keys in (KeyPair.create(), run.keys["worker-1"]):
+        for keys, dropped in ((KeyPair.create(), set()), (run.keys["worker-1"], {"a key that is not its sender's"})):
             intruder = Worker(impatient, values, run.views("worker-0"), 0, keys=keys)
             with pytest.raises(ServersUnreachableError, match="no answer from server 0"):
                 intruder.initialise()
             intruder.close()
+            assert set(run.servers[0].dropped) == dropped
         join([worker])
-        assert set(run.servers[0].dropped) == {"a key that is not its sender's"}
 
 
 # The stranger
@@ -207,23 +170,20 @@ PLACES = [
 ]
 
 
+KINDS = "beat leave over end stop status died put get signal collect epoch take probe watch".split()
+CONTENTS: dict[str, Any] = ABOUT | {
+    "message": "said a stranger", "clean": True, "members": [["worker", 0]], "role": "worker", "id": 0,
+    "incarnation": 0, "how": "died", "replaced": False, "signal": 15, "sequence": 0, "operation": "x", "seal": True,
+    "here": 0, "seen": 0, "epoch": 0, "samples": 1, "chunk": 1, "processed": 0, "ordinal": 1, "ids": [1, 2],
+}  # fmt: skip
+
+
 def lies(known: int) -> list[tuple[Peer, Message]]:
     """All that anybody says, in the name of others: with numbers that are guessed, and one that is known."""
-    victim = {"role": "worker", "id": 0, "incarnation": 0, "process": 1, "how": "died", "replaced": False}
-    said: dict[str, dict[str, Any]] = {
-        "end": {"message": "said a stranger", "clean": True}, "stop": {"members": [["worker", 0]]}, "status": {},
-        "died": victim, "put": {"name": "specification"}, "get": {"name": "specification"}, "leave": {}, "over": {},
-        "notice": {"name": "stop", "value": 15}, "collect": {"sequence": 0, "operation": "x", "seal": True},
-        "beat": {"here": 0, "seen": 0, "notices": 0, "told": 0}, "epoch": {"epoch": 0, "samples": 1, "chunk": 1},
-        "take": {"epoch": 0, "processed": 0, "ordinal": 1}, "probe": {"ids": [1, 2]}, "watch": {},
-        "hello": {**ABOUT, "public_key": KeyPair.create().public},
-    }  # fmt: skip
     names = [*(peer._replace(process=process) for peer in PLACES for process in (0, 1, known)), Peer(WATCHER, 0, 0, 1)]
-    return [
-        (name, Message(kind, {"session": 0, "floor": 0, **fields}, (), 1))
-        for kind, fields in said.items()
-        for name in names
-    ]
+    hello = Message("hello", CONTENTS | {"public_key": KeyPair.create().public}, (), 1)
+    said = [hello, *(Message(kind, CONTENTS, (), 1) for kind in KINDS)]
+    return [(name, message) for message in said for name in names]
 
 
 @pytest.mark.parametrize("key", ["a stranger's", "the run's", "a member's own"])
@@ -243,7 +203,7 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
         at_last.callback(over.set)
         membership = Membership(Address(service.endpoint, "worker", 0, 0, 0.1, 60.0), keys=keys)
         membership.wait_registered()
-        (victim,) = role.members
+        (victim,) = role.roster.members
         own = keys if key == "the run's" else KeyPair.create()
         # A stranger has the proof of a member that it has overheard.
         proof = prove(keys, victim.public_key if key == "a stranger's" else own.public)
@@ -257,14 +217,17 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
             said.append((me, Message("hello", {**ABOUT, "public_key": own.public}, (), 1)))
         for sender, message in said:
             liar.send(encode(sender, message, proof))
-        until(lambda: service.dropped == len(said) + 1 or role.ended is not None or len(role.members) > 1)
+        until(lambda: service.dropped == len(said) + 1 or role.ended is not None or len(role.roster.members) > 1)
         assert not liar.poll(0), "nobody is told anything"
         liar.close(0)
+        with Watcher(service.endpoint, keys) as watcher:
+            assert watcher.ask(60.0) is not None, "who has the run's keys may look"
+        until(lambda: list(service.routes) == [victim.peer])  # Nothing is kept of it.
         assert role.roster.at("worker", 0) is victim
-        assert len(role.members) == 1
+        assert len(role.roster.members) == 1
         assert role.ended is None
-        assert not role.handouts.values
-        assert not role.handouts.notices
+        assert role.handouts.specification is None
+        assert not role.handouts.signal
         membership.close()
         assert role.ended is not None, "the worker itself may leave"
         watch.coordinator = replace(watch.coordinator, coordinator=service.endpoint)
@@ -275,29 +238,26 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
 
 def test_nobody_takes_the_place_of_a_member_that_lives() -> None:
     """Who has the run's key could be a later life of anybody."""
-    role = Coordinator(CoordinatorSettings("ipc://", 1, 0, supervisor=9))
-    role.start(0.0)
-    first, second = Peer("worker", 0, 0, 5), Peer("worker", 0, 1, 6)
-    hello = Message("hello", ABOUT | {"public_key": ""}, request=1)
-    role.on_message(0.0, first, hello)
-    role.on_message(0.0, second, hello)
-    assert [member.peer for member in role.members] == [first]
-    died = {"role": "worker", "id": 0, "incarnation": 0, "process": 1, "how": "", "replaced": True}
-    role.on_message(0.0, Peer("supervision", 0, 0, 9), Message("died", {"session": 0, "floor": 0, **died}, request=1))
-    role.on_message(0.0, second, hello)
-    assert [member.peer for member in role.members] == [second]
+    run = Run(1)
+    worker = run.member("worker", 0)
+    later, hello = worker._replace(life=1), Message("hello", ABOUT | {"public_key": ""}, request=1)
+    run.coordinator.on_message(run.world.now, later, hello)
+    assert run.members == [worker]
+    run.died(worker, replaced=True)
+    run.coordinator.on_message(run.world.now, later, hello)
+    assert run.members == [later]
 
 
-def test_a_member_does_what_its_role_does() -> None:
-    """A server publishes nothing, and a worker stops no coordinator."""
-    for name, allowed in (("server", {"get", "end"}), ("worker", {"put", "get", "end"})):
-        role, peer = Coordinator(CoordinatorSettings("ipc://", 1, 1)), Peer(name, 0, 0, 5)
-        role.start(0.0)
-        role.on_message(0.0, peer, Message("hello", ABOUT | {"public_key": ""}, request=1))
-        said = set()
-        for number, kind in enumerate(("put", "get", "end", "stop", "died", "status"), 2):
-            fields = {**ABOUT, "message": "over", "name": "x", "how": "", "role": "worker", "id": 0}
-            with contextlib.suppress(ControlError):
-                role.on_message(0.0, peer, Message(kind, fields, request=number))
-                said.add(kind)
-        assert said == allowed
+@pytest.mark.parametrize(
+    ("role", "allowed"), [("server", {"get", "end"}), ("worker", {"put", "get", "end"}), (WATCHER, set())]
+)
+def test_a_process_says_what_its_role_says(role: str, allowed: set[str]) -> None:
+    """A server publishes nothing, a worker stops no coordinator, and who watches changes nothing."""
+    run = Run(1, 1)
+    peer = Peer(WATCHER, 0) if role == WATCHER else run.member(role, 0)
+    said = set()
+    for number, kind in enumerate(("put", "get", "end", "stop", "died", "status"), 2):
+        with contextlib.suppress(ControlError):
+            run.coordinator.on_message(run.world.now, peer, Message(kind, CONTENTS, request=number))
+            said.add(kind)
+    assert said == allowed

@@ -13,108 +13,96 @@ from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.core.requests import DONE
 from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
 
+CUT_OFF = [["worker", 1, 0], ["server", 1, 0]]
+OTHER = [["worker", 2, 0]]
 
-class Ended:
-    """A process that has ended with an exit code; None while it runs."""
+
+class Process:
+    """One that has ended with an exit code, or runs.
+
+    Attributes:
+        dies: Whether a signal ends it.
+    """
 
     pid = 1
 
-    def __init__(self, code: int | None) -> None:
+    def __init__(self, code: int | None = None, dies: bool = False) -> None:
         self.code = code
+        self.dies = dies
+        self.signals: list[int] = []
 
     def poll(self) -> int | None:
         return self.code
 
     def send_signal(self, sig: int) -> None:
-        assert self.code is not None, "the one that runs was not missed"
-
-
-class Runs(Ended):
-    """One that goes on, whatever signals it is sent."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.signals: list[int] = []
-
-    def send_signal(self, sig: int) -> None:
         self.signals.append(sig)
-
-
-class Dies(Runs):
-    """One that a signal ends."""
-
-    def send_signal(self, sig: int) -> None:
-        self.code = -sig
+        if self.dies:
+            self.code = -sig
 
 
 class Node(Supervision):
-    """A supervision whose coordinator misses whom the test says; None while it is not reached.
+    """A supervision whose coordinator is reached, and misses others, as the test says.
 
     Attributes:
         goes_on: How often the coordinator still says that its session goes on; then it is over.
+        on_stop: What comes of its telling the coordinator to stop.
     """
 
-    def __init__(self, appear: float = 60.0, timeout: float = 0.0, goes_on: float = inf) -> None:
+    def __init__(self, missed=(), reached=True, appear=60.0, timeout=0.0, goes_on=inf):
         super().__init__(Address("tcp://127.0.0.1:1", "supervision", 1, timeout=timeout, appear=appear))
-        self.missed: list[list[str | int]] | None = []
-        self.told: list[str] = []
+        self.missed = missed
+        self.reached = reached
+        self.told = []
         self.goes_on = goes_on
+        self.on_stop = lambda: None
 
     def send(self, kind, fields=None):
         if kind == "status":
             self.goes_on -= 1
         else:
-            self.told.append(f"{kind}, replaced" if fields.get("replaced") else kind)
+            self.told.append(f"{kind}, replaced" if fields and fields.get("replaced") else kind)
+        if kind == "stop":
+            self.on_stop()
         ended = {"message": "", "clean": True} if self.goes_on < 0 else None
-        return None if self.missed is None else Message(DONE, {"silent": self.missed, "ended": ended})
+        return Message(DONE, {"silent": self.missed, "ended": ended}) if self.reached else None
 
     def look_at(self, role: str, code: int, restarts: int = 1) -> Watched:
         """One whose first process has ended with an exit code, after one look at it; the next goes on."""
-        watched = Watched(role, 1, lambda life: Ended(None if life else code), restarts)
+        watched = Watched(role, 1, lambda life: Process(None if life else code), restarts)
         self.start(watched)
         self.look()
         return watched
 
 
-class Service(Ended):
-    """A coordinator that ends when it is told to."""
-
-    def __init__(self, node: Node) -> None:
-        super().__init__(None)
-        self.node = node
-
-    def poll(self) -> int | None:
-        return 0 if "stop" in self.node.told else None
-
-
-CUT_OFF = [["worker", 1, 0], ["server", 1, 0]]
-
-
-@pytest.mark.parametrize("role", ["worker", "server"])
-def test_who_was_cut_off_is_restarted_and_ends_nobodys_run(role):
-    node = Node()
-    node.missed = CUT_OFF
-    assert node.look_at(role, 1).incarnation == 1
-    assert node.told == ["died, replaced"]
+@pytest.mark.parametrize(
+    ("given", "role", "restarts", "told"),
+    [
+        ({"missed": CUT_OFF}, "worker", 1, "died, replaced"),
+        ({"missed": CUT_OFF}, "server", 1, "died, replaced"),
+        ({"missed": CUT_OFF}, "worker", 0, "died"),
+        ({"missed": OTHER}, "worker", 1, "end"),
+        ({"reached": False, "timeout": 1e6}, "worker", 1, "end"),
+        ({"reached": False, "appear": 0.0}, "worker", 1, "end"),
+    ],
+    ids=["cut off", "server cut off", "no restarts", "an error", "heard until now", "not reached for long"],
+)
+def test_who_was_cut_off_is_restarted_and_an_error_ends_the_run(given, role, restarts, told):
+    node = Node(**given)
+    watched = node.look_at(role, 1, restarts)
+    assert (watched.incarnation, watched.code) == ((1, None) if "replaced" in told else (0, 1))
+    assert node.told == [told]
+    assert not watched.handle.signals, "the one that runs was not missed"
 
 
 def test_who_ends_without_a_coordinator_is_restarted_with_one():
-    node = Node()
-    node.missed = None
+    node = Node(CUT_OFF, reached=False)
     watched = node.look_at("worker", 1)
     node.look()
     assert (watched.incarnation, watched.code, node.told) == (0, None, [])
-    node.missed = CUT_OFF
+    node.reached = True
     node.look()
     assert watched.incarnation == 1
     assert node.told == ["died, replaced"]
-
-
-def test_who_was_cut_off_and_may_not_be_started_again_ends_alone():
-    node = Node()
-    node.missed = CUT_OFF
-    watched = node.look_at("worker", 1, restarts=0)
-    assert (watched.code, watched.incarnation, node.told) == (1, 0, ["died"])
 
 
 @pytest.mark.parametrize(
@@ -128,9 +116,8 @@ def test_who_was_cut_off_and_may_not_be_started_again_ends_alone():
 )
 def test_who_is_ended_because_it_was_silent_is_not_called_killed(stopped, seconds, missed, why, capsys, monkeypatch):
     monkeypatch.setattr(supervision, "is_stopped", lambda pid: stopped)
-    node = Node(timeout=60.0)
-    node.missed = missed
-    node.start(Watched("worker", 1, lambda life: Dies()))
+    node = Node(missed, timeout=60.0)
+    node.start(Watched("worker", 1, lambda life: Process(dies=True)))
     for second in range(1, seconds + 1):
         node.end_the_stopped(time.monotonic() + second)
     node.ask()
@@ -143,33 +130,21 @@ def test_the_stopped_are_named_by_those_who_waited_less(seconds, capsys, monkeyp
     """Also where its end was not seen any more: the workers have ended before."""
     monkeypatch.setattr(supervision, "is_stopped", lambda pid: True)
     node = Node(timeout=60.0)
-    node.start(Watched(COORDINATOR, 0, lambda life: Dies()))
+    node.start(Watched(COORDINATOR, 0, lambda life: Process(dies=True)))
     for second in range(1, seconds + 1):
         node.end_the_stopped(time.monotonic() + second)
     node.stop(at_once=True)
-    name = f"coordinator (process 1 on {os.uname().nodename})"
     (death,) = node.deaths
+    name = f"coordinator (process 1 on {os.uname().nodename})"
     assert death.startswith(f"{name} was stopped, as by SIGSTOP, for {seconds} s")
     assert death in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "reached"),
-    [({}, True), ({"timeout": 1e6}, False), ({"appear": 0.0}, False)],
-    ids=["error", "heard until now", "not reached for long"],
-)
-def test_who_ends_with_an_error_ends_the_run(options, reached):
-    node = Node(**options)
-    node.missed = [["worker", 2, 0]] if reached else None
-    watched = node.look_at("worker", 1)
-    assert (watched.code, watched.incarnation, node.told) == (1, 0, ["end"])
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_no_worker_is_restarted_in_anothers_session(first, capsys, monkeypatch):
     """And without the first, which starts the services of later sessions, the others end."""
     monkeypatch.setattr(supervision, "GRACE", 0.0)
-    node, other = Node(goes_on=0), Runs()
+    node, other = Node(goes_on=0), Process()
     watched = Watched("worker", 0, lambda life: other)
     if not first:
         node.start(watched)
@@ -183,8 +158,9 @@ def test_no_worker_is_restarted_in_anothers_session(first, capsys, monkeypatch):
 
 
 def test_services_stay_until_other_nodes_workers_have_left():
-    node = Node(goes_on=5)
-    node.start(Watched(COORDINATOR, 0, lambda life: Service(node)))
+    node, coordinator = Node(goes_on=5), Process()
+    node.on_stop = lambda: setattr(coordinator, "code", 0)
+    node.start(Watched(COORDINATOR, 0, lambda life: coordinator))
     node.stop()
     assert node.goes_on < 0
     assert node.told == ["end", "stop"]

@@ -3,13 +3,10 @@
 More runs, some seconds each: ``make faults RUNS=200``; ``FIRST`` is the seed of the first.
 """
 
-import contextlib
 import itertools
-import multiprocessing
 import os
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,13 +15,11 @@ from replay import Places, Plan, replay
 from rough_wires import FAR, HERE, Wires
 from test_replay import the_weights_are_those_of_one_process
 
-from cnnstrategies.paramserver.places import Watcher
 from cnnstrategies.paramserver.security import KeyPair
 
 RUNS = int(os.environ.get("CNNSTRATEGIES_FAULTS", "2"))
 FIRST = int(os.environ.get("CNNSTRATEGIES_FAULTS_FROM", "0"))
 TIMEOUT = 10.0  # seconds
-_context = multiprocessing.get_context("fork")
 
 
 class Wired(Places):
@@ -55,32 +50,6 @@ class Wired(Places):
         return endpoint.replace(HERE, FAR)
 
 
-@contextlib.contextmanager
-def watching(places: Wired) -> Iterator[None]:
-    """Someone asks how the run goes, again and again, and is answered.
-
-    In a process: a thread may hold a lock of OpenSSL's just when a process of the run is forked, which then hangs.
-    """
-
-    def watch() -> None:
-        answers = 0
-        with Watcher(places.reached(places.listens("coordinator")), KeyPair.load(str(places.key_file))) as watcher:
-            while not over.wait(0.1):
-                answers += watcher.ask(2.0) is not None
-        assert answers, "who watches was never answered"
-
-    over = _context.Event()
-    process = _context.Process(target=watch, daemon=True)
-    process.start()
-    try:
-        yield
-        over.set()
-        process.join(2 * TIMEOUT)
-        assert process.exitcode == 0, "who watches waits for ever, or was never answered"
-    finally:
-        process.kill()
-
-
 def run(seed: int, wires: Wires, directory: Path) -> None:
     chance = random.Random(seed)
     mode, replication = chance.choice(["sync", "async"]), chance.choice([1, 2])
@@ -90,8 +59,7 @@ def run(seed: int, wires: Wires, directory: Path) -> None:
         places.lay(who)
     wires.start()
     try:
-        with watching(places):
-            outcome = replay(plan, [], places)
+        outcome = replay(plan, [], places)
     finally:
         wires.end()
         print(plan, wires.met)

@@ -102,15 +102,15 @@ class Gone:
 
 def test_after_a_stop_a_worker_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """In async and ssp the others may be in another step, or have ended."""
-    told: list[tuple[str, int]] = []
-    membership: Any = SimpleNamespace(announce=lambda *notice: told.append(notice), announced=lambda name: None)
+    told: list[int] = []
+    membership: Any = SimpleNamespace(stop_all=told.append, stop_signal=None)
     monkeypatch.setattr(base, "Membership", lambda address, keys: membership)
     monkeypatch.setattr(base, "Collectives", Gone)
     strategy = ParameterServerStrategy()
     strategy.register(Address("ipc://coordinator", "worker", 0), None)
     assert strategy.stop_signal(None) is None
     assert strategy.stop_signal(15) == 15
-    assert told == [("stop", 15)]
+    assert told == [15]
     assert strategy.gather("mine", "metric") == {0: "mine"}
     assert strategy.broadcast("mine") == "mine"
     assert float(strategy.reduce(torch.tensor(2.0), reduce_op="sum")) == 2

@@ -31,18 +31,14 @@ from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, 
 TICK = "tick"
 # What each role sends once it has registered.
 REQUESTS = {
-    WORKER: frozenset({"leave", "collect", "put", "get", "epoch", "take", "give_back", "progress", "notice", "end"}),
-    SERVER: frozenset({"leave", "get", "notice", "end"}),
+    WORKER: frozenset({"leave", "collect", "put", "get", "epoch", "take", "give_back", "progress", "signal", "end"}),
+    SERVER: frozenset({"leave", "get", "signal", "end"}),
 }
 PAUSE = 0.25  # of the time-out: events of this process come more often while it runs
 
 
 class Coordinator:
     """Registration, views, collectives and chunks of data for one run: a role; see the module's text.
-
-    Args:
-        settings: Of the coordinator.
-        kept: How many answers to keep for each member.
 
     Attributes:
         ended: What members are told of the run's end; None before it.
@@ -54,11 +50,11 @@ class Coordinator:
         self._looked: float | None = None
         self._asleep = 0.0
         self._effects: Effects = []
-        self._answering = Answering(kept)
+        self.answering = Answering(kept)
         self._watchdog = Watchdog(settings.timeout)
         self.roster = Roster(settings, self._send, self._forget, self._finish)
         self.dispatcher = Dispatcher()
-        self._rounds = Rounds(self.roster, self.dispatcher, self._answer)
+        self.rounds = Rounds(self.roster, self.dispatcher, self._answer)
         self.handouts = Handouts(settings.elastic > 0, self.roster, self.dispatcher, self._answer)
         self.ended: Message | None = None
         self._stopping: float | None = None
@@ -72,7 +68,7 @@ class Coordinator:
             "take": self.handouts.take,
             "give_back": self.handouts.give_back,
             "progress": self.handouts.progress,
-            "notice": self.handouts.notice,
+            "signal": self.handouts.stop,
             "end": self._end_by,
         }
         self._of_supervision: dict[str, Callable[[float, Peer, Message], None]] = {
@@ -82,21 +78,6 @@ class Coordinator:
             "end": self._end,
             "stop": self._stop,
         }
-
-    @property
-    def members(self) -> list[Member]:
-        """Those that are registered."""
-        return self.roster.members
-
-    @property
-    def collectives(self) -> int:
-        """How many are complete."""
-        return self._rounds.sequence
-
-    @property
-    def entries(self) -> int:
-        """How many of the members' requests are kept."""
-        return self._answering.entries
 
     # The role
 
@@ -124,7 +105,7 @@ class Coordinator:
     def on_timer(self, now: float, name: str) -> Effects:
         """Look for members that are silent, and for what does not end."""
         awake = self._awake(now)
-        overdue = self._rounds.overdue(awake, PATIENCE * self._settings.timeout)
+        overdue = self.rounds.overdue(awake, PATIENCE * self._settings.timeout)
         self.roster.look(awake, self.ended is not None, overdue)
         if self.ended is None and (trouble := self._watchdog.look(awake, self._waits())):
             self._finish(trouble)
@@ -132,8 +113,8 @@ class Coordinator:
         return [*self._take_effects(), Timer(TICK, now + self._tick)]
 
     def on_call(self, now: float, call: Call) -> Effects:
-        """Its own process has something to tell all."""
-        self.handouts.tell_all(call.fields["name"], call.fields["value"])
+        """Its own process has received a signal to end."""
+        self.handouts.stop_all(call.fields["signal"])
         return self._take_effects()
 
     def _awake(self, now: float) -> float:
@@ -152,7 +133,7 @@ class Coordinator:
         self._effects.append(Send(peer, message))
 
     def _answer(self, peer: Peer, message: Message) -> None:
-        self._effects += self._answering.answer(peer, message)
+        self._effects += self.answering.answer(peer, message)
 
     # Messages
 
@@ -186,7 +167,7 @@ class Coordinator:
         if self.ended is not None and message.kind != "leave":
             self._send(member.peer, self.ended)
             return
-        new, effects = self._answering.take(member.peer, message)
+        new, effects = self.answering.take(member.peer, message)
         self._effects += effects
         if not new:
             return
@@ -198,21 +179,21 @@ class Coordinator:
 
     def _probe(self, sender: Peer, member: Member | None, message: Message) -> None:
         if member is not None:
-            self._effects += self._answering.probe(sender, message, self._blames)
+            self._effects += self.answering.probe(sender, message, self._blames)
         else:
             self._send(sender, Message(UNKNOWN, {"ids": message.integers("ids")}))
 
     def _blames(self, peer: Peer, request: int) -> Sequence[str]:
-        return self._rounds.blames(peer) or ["whoever is to tell it"]
+        return self.rounds.blames(peer) or ["whoever is to tell it"]
 
     def _waits(self) -> list[Wait]:
         workers = tuple(f"{WORKER} {one}" for one in sorted(self.roster.group))
-        waiting = {name: tuple(map(str, peers)) for name, peers in self.handouts.waiting.items() if peers}
-        gets = [Wait(f"get {name}", who, workers, False) for name, who in waiting.items()]
+        waiting = tuple(map(str, self.handouts.waiting))
+        gets = [Wait("specification", waiting, workers, everyone=False)] if waiting else []
         figures = {member.peer.id: member.figures for member in self.roster.members if member.peer.role == WORKER}
-        here = self._rounds.here
+        here = self.rounds.here
         steps = behind(here, sorted(self.roster.group.difference(here)), figures)
-        return self._rounds.waits + gets + steps
+        return self.rounds.waits + gets + steps
 
     def _after_change(self, now: float) -> None:
         """Go on with what waited for something that has changed."""
@@ -221,8 +202,8 @@ class Coordinator:
             if late or not self.roster.missing():
                 self._effects.append(End("was told to stop", clean=True))
         if self.ended is None:
-            self._rounds.go_on(now)
-            if (reason := self._rounds.over) is not None:
+            self.rounds.go_on(now)
+            if (reason := self.rounds.over) is not None:
                 self._finish(reason)
 
     # Members
@@ -252,7 +233,7 @@ class Coordinator:
 
     def _beat(self, now: float, member: Member, message: Message) -> None:
         figures = window.figures_of(message)
-        seen, here, notices = (message.integer(name) for name in ("seen", "here", "notices"))
+        seen, here, signal = (message.integer(name) for name in ("seen", "here", "signal"))
         member.acknowledged = max(member.acknowledged, seen)
         if figures is not None:
             member.figures, member.measured = figures, now
@@ -263,11 +244,11 @@ class Coordinator:
             return
         if here < self.roster.number:
             self._send(member.peer, self.roster.view_message)
-        if notices < len(self.handouts.notices):
+        if self.handouts.signal and not signal:
             self._send(member.peer, self.handouts.news())
 
     def _collect(self, now: float, member: Member, message: Message) -> None:
-        trouble = self._rounds.collect(now, member, message)
+        trouble = self.rounds.collect(now, member, message)
         if trouble is not None:
             self._finish(trouble)
 
@@ -287,10 +268,10 @@ class Coordinator:
 
     def _forget(self, member: Member) -> None:
         """A process is no longer a member: nothing is kept of it, and nobody waits for it."""
-        self._answering.forget(member.peer)
-        self.handouts.forget(member.peer)
+        self.answering.forget(member.peer)
+        self.handouts.waiting.pop(member.peer, None)
         if member.peer.role == WORKER:
-            self._rounds.forget(member.peer.id)
+            self.rounds.forget(member.peer.id)
             if self.roster.sealed:
                 self._leave_group(member.peer.id)
 

@@ -25,17 +25,13 @@ class Chunk:
 
 @dataclass
 class Share:
-    """What one worker has of an epoch: chunks in the order taken, and positions processed of those.
-
-    Attributes:
-        last: The newest answer; an empty one has told it that there are no more.
-    """
+    """What one worker has of an epoch: chunks in the order taken, and positions processed of those."""
 
     held: deque[Chunk] = field(default_factory=deque)
     finished: int = 0
     taken: int = 0
     asked: int = -1
-    last: Chunk | None = None
+    last: Chunk | None = None  # the newest answer; an empty one has told it that there are no more
 
     def advance(self, processed: int) -> None:
         """So many positions are processed."""

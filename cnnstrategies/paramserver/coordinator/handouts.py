@@ -1,38 +1,31 @@
-"""What the coordinator answers at once: chunks of an epoch, what members publish, and what one tells all."""
+"""What the coordinator answers at once: chunks of an epoch, the run's specification, and that all are to stop."""
 
 from collections.abc import Callable, Sequence
 
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.members import Member
 from cnnstrategies.paramserver.coordinator.roster import Roster
-from cnnstrategies.paramserver.core.node import Buffer, ControlError, Message, Peer
+from cnnstrategies.paramserver.core.node import Buffer, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
-
-MOST_NOTICES = 64  # names
-MOST_VALUES = 16
 
 
 class Handouts:
     """Handles the requests of members that wait for no other member.
 
-    Args:
-        elastic: Whether workers may join, which may have been told another size of their batches.
-        roster: The members.
-        dispatcher: Has the chunks.
-        answer: Answers a request.
+    Where workers may join (`elastic`), these may have been told another size of their batches.
 
     Attributes:
-        notices: The numbers that members have told all, by name.
-        values: The buffers that members have published, by name.
-        waiting: Who waits for a value, with the request, by name.
+        signal: That a member has received, and after which all are to stop; 0 if none has.
+        specification: As a worker has told it.
+        waiting: Who waits for it, with the request.
     """
 
     def __init__(
         self, elastic: bool, roster: Roster, dispatcher: Dispatcher, answer: Callable[[Peer, Message], None]
     ) -> None:
-        self.notices: dict[str, int] = {}
-        self.values: dict[str, Sequence[Buffer]] = {}
-        self.waiting: dict[str, dict[Peer, int]] = {}
+        self.signal = 0
+        self.specification: Sequence[Buffer] | None = None
+        self.waiting: dict[Peer, int] = {}
         self._elastic = elastic
         self._roster = roster
         self._dispatcher = dispatcher
@@ -63,47 +56,40 @@ class Handouts:
         self._dispatcher.give_back(member.peer.id, message.integer("epoch"))
         self._done(member, message)
 
-    def notice(self, now: float, member: Member, message: Message) -> None:
-        """A member has something to tell all."""
-        name, value = message.string("name"), message.integer("value")
+    def stop(self, now: float, member: Member, message: Message) -> None:
+        """A member has received a signal to end."""
+        signal = message.integer("signal")
         self._done(member, message)
-        self.tell_all(name, value)
+        self.stop_all(signal)
 
-    def tell_all(self, name: str, value: int) -> None:
-        """Tell all a number; the first under a name counts."""
-        if len(self.notices) < MOST_NOTICES:
-            self.notices.setdefault(name, value)
+    def stop_all(self, signal: int) -> None:
+        """Tell all to stop; the first signal counts."""
+        self.signal = self.signal or signal
         self._roster.tell_all(self.news())
 
     def news(self) -> Message:
-        """All that was told."""
-        return Message("notices", {"notices": dict(self.notices)})
+        """That all are to stop."""
+        return Message("stopping", {"signal": self.signal})
 
     def put(self, now: float, member: Member, message: Message) -> None:
-        """Keep the first value of a name, and tell those that wait for it."""
-        name = message.string("name")
-        if name not in self.values and len(self.values) >= MOST_VALUES:
-            raise ControlError("too many values")
-        self.values.setdefault(name, message.frames)
-        for peer, request in self.waiting.pop(name, {}).items():
-            self._tell(peer, request, name)
+        """Keep the first specification that is told, and tell those that wait for it."""
+        if self.specification is None:
+            self.specification = message.frames
+        for peer, request in self.waiting.items():
+            self._tell(peer, request)
+        self.waiting.clear()
         self._done(member, message)
 
     def get(self, now: float, member: Member, message: Message) -> None:
-        """Answer with the value of a name, as soon as it has one."""
-        name = message.string("name")
-        if name in self.values:
-            self._tell(member.peer, message.request, name)
+        """Answer with the specification, as soon as there is one."""
+        if self.specification is not None:
+            self._tell(member.peer, message.request)
         else:
-            self.waiting.setdefault(name, {})[member.peer] = message.request
+            self.waiting[member.peer] = message.request
 
-    def forget(self, peer: Peer) -> None:
-        """Answer a peer no more."""
-        for waiting in self.waiting.values():
-            waiting.pop(peer, None)
-
-    def _tell(self, peer: Peer, request: int, name: str) -> None:
-        self._answer(peer, Message(DONE, {"name": name}, self.values[name], request))
+    def _tell(self, peer: Peer, request: int) -> None:
+        assert self.specification is not None
+        self._answer(peer, Message(DONE, {}, self.specification, request))
 
     def _done(self, member: Member, message: Message, **fields: object) -> None:
         self._answer(member.peer, Message(DONE, fields, request=message.request))

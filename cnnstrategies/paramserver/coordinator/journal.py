@@ -45,7 +45,6 @@ class Journaled:
         coordinator: One that has been told nothing; the attribute is what the journal has made of it.
         store: Where the journal lies, in which nobody else writes.
         follows: Whether the one before was killed, and this one goes on with its journal.
-        most: Records before all are replaced.
     """
 
     def __init__(self, coordinator: Coordinator, store: Store, follows: bool = False, most: int = MOST_RECORDS) -> None:
@@ -76,7 +75,7 @@ class Journaled:
         return self.coordinator.on_timer(now, name)
 
     def on_call(self, now: float, call: Call) -> Effects:
-        """Its own process has something to tell all."""
+        """Its own process has received a signal to end."""
         self._write((now, tuple(call)))
         return self.coordinator.on_call(now, call)
 

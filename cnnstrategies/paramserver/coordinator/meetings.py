@@ -65,11 +65,6 @@ class Rounds:
     end of an epoch. It may be let in after a boundary, too, as long as the others have not met since: it is told then
     what they were told there. So may one of the run's own that says so, after a boundary that has let nobody in.
 
-    Args:
-        roster: The members; its group and its seal change here.
-        dispatcher: Knows who would find something to do; hears of boundaries.
-        answer: Answers a request.
-
     Attributes:
         sequence: How many are complete.
     """

@@ -16,29 +16,23 @@ class Member:
     """A process that has registered.
 
     Attributes:
-        process: Its process id, for messages to the user.
-        seen: When its last sign of life came.
-        acknowledged: Number of the newest view that it has said to have seen.
-        came: When it has registered.
         since: For a server, the number of the first view with it, or of the first one of training if that has waited
             for it.
-        asked: The last collective for which a worker has come.
         figures: What it has last said of itself; see :data:`.window.FIGURES`.
-        measured: When it has.
     """
 
     peer: Peer
-    process: int
+    process: int  # its process id, for messages to the user
     host: str
-    seen: float
+    seen: float  # when its last sign of life came
     endpoint: str = ""
     public_key: str = ""
-    acknowledged: int = -1
+    acknowledged: int = -1  # number of the newest view that it has said to have seen
     came: float = 0.0
     since: int = 0
-    asked: int = 0
+    asked: int = 0  # the last collective for which a worker has come
     figures: Mapping[str, float] = field(default_factory=dict)
-    measured: float = 0.0
+    measured: float = 0.0  # when it has said them
 
     @classmethod
     def of(cls, peer: Peer, hello: Message, now: float) -> "Member":
@@ -51,12 +45,7 @@ class Member:
 
 
 class History:
-    """The last faults: deaths, returns and restarts, each with its time.
-
-    Attributes:
-        losses: How many processes were lost, those included that are forgotten.
-        restarts: How many of these were coordinators, each of which this one has followed.
-    """
+    """The last faults: deaths, returns and restarts, each with its time; and how many there were."""
 
     def __init__(self) -> None:
         self.faults: deque[tuple[float, str]] = deque(maxlen=MOST_FAULTS)

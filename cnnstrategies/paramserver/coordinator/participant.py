@@ -20,28 +20,23 @@ LEFT_UNHEARD = "this process has left, and the coordinator may have gone before"
 class Participant:
     """A member of a run: a role.
 
-    Its calls are the coordinator's kinds of requests, and ``seen``: this process has taken up the view ``number``.
-
-    Args:
-        address: Who this process is, and how patient.
-        process: Tells it from another that claims to be the same.
-        hello: What the coordinator is told of it.
+    Its calls are the coordinator's kinds of requests, and ``seen``: this process has taken up the view ``number``. Its
+    number (`process`) tells it from another that claims to be the same.
 
     Attributes:
         view: The newest view; None before the coordinator has answered.
-        ended: Why the run is over, and whether as planned.
-        notices: The numbers that processes have told all others, by name.
+        ended: Why the run is over; None before.
+        signal: After which all are to stop, and that some process has received; 0 if none has.
         seen: Number of the newest view that this process has taken up.
         figures: Gives what this process says of itself; see :data:`.window.FIGURES`.
         losses: How many processes the run has lost, as far as is known here.
-        heard: When the coordinator was.
     """
 
     def __init__(self, address: Address, process: int, hello: Mapping[str, Any]) -> None:
         self.peer = Peer(address.role, address.id, address.incarnation, process)
         self.view: View | None = None
         self.ended: End | None = None
-        self.notices: dict[str, int] = {}
+        self.signal = 0
         self._asking = Asking(COORDINATOR, {"session": address.session}, min(MOST, 2 * address.heartbeat))
         self._address = address
         self._hello = hello
@@ -69,8 +64,8 @@ class Participant:
             return self._take_view(message)
         if message.kind == "ended":
             return self._told_end(message)
-        if message.kind == "notices":
-            self.notices = message.numbers("notices")
+        if message.kind == "stopping":
+            self.signal = message.integer("signal")
         return []
 
     def on_timer(self, now: float, name: str) -> Effects:
@@ -125,7 +120,7 @@ class Participant:
     @property
     def idle(self) -> bool:
         """Whether this process may go: what it has told has been heard."""
-        told = ("leave", "end", "notice")
+        told = ("leave", "end", "signal")
         return self.ended is not None or all(one.message.kind not in told for one in tuple(self._asking.open.values()))
 
     def blames(self, call: int) -> str:
@@ -162,11 +157,7 @@ class Participant:
     def _beat(self) -> Effects:
         if self.view is None:
             return []
-        fields: dict[str, object] = {
-            "here": self.view.number,
-            "seen": self.seen,
-            "notices": len(self.notices),
-        }
+        fields: dict[str, object] = {"here": self.view.number, "seen": self.seen, "signal": self.signal}
         if figures := self.figures():
             fields["figures"] = figures
         return [Send(COORDINATOR, Message("beat", {"session": self._address.session, **fields}))]

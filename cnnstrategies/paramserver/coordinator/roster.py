@@ -18,29 +18,16 @@ PATIENCE = 6  # times the time-out: for a server that lives and does not take up
 
 @dataclass
 class _Place:
-    """What is known of those with one role and number.
-
-    Attributes:
-        member: Who has it.
-        appeared: Whether nobody waits any more for its first process.
-        life: The first that can register: those before it are over.
-        promise: Until when somebody must have taken it, and why the run ends else.
-    """
+    """What is known of those with one role and number."""
 
     member: Member | None = None
-    appeared: bool = False
-    life: int = 0
-    promise: tuple[float, str] | None = None
+    appeared: bool = False  # nobody waits any more for its first process
+    life: int = 0  # the first that can register: those before it are over
+    promise: tuple[float, str] | None = None  # until when somebody must have taken it, and why the run ends else
 
 
 class Roster:
     """The members of a run.
-
-    Args:
-        settings: Of the coordinator.
-        send: Sends a message.
-        forget: Drops what else is known of a member that is gone.
-        finish: Ends the run.
 
     Attributes:
         began: When members were waited for first.
@@ -157,11 +144,7 @@ class Roster:
         return None
 
     def admit(self, now: float, peer: Peer, hello: Message) -> bool:
-        """Register a process that is not refused; a second time does nothing.
-
-        Returns:
-            Whether it is a member: not if it comes in the place of another that is not known to be dead.
-        """
+        """Register a process that is not refused, once; it is no member in the place of one not known to be dead."""
         place = self._places[peer.role, peer.id]
         if place.member is not None:
             return place.member.peer == peer
@@ -185,10 +168,8 @@ class Roster:
     def look(self, now: float, over: bool, overdue: tuple[int, list[str]]) -> None:
         """Take out the members that give no sign of life; to be called several times a second.
 
-        Args:
-            now: The time.
-            over: Whether the run is over, and nobody's loss matters any more.
-            overdue: A view, and the servers that live and have not taken it up in good time.
+        `overdue` is a view, and the servers that live and have not taken it up in good time. Once the run is `over`
+        nobody's loss matters any more.
         """
         timeout, appear = self._settings.timeout, self._settings.appear
         silent = [member for member in self.members if now - member.seen > timeout]
@@ -217,14 +198,9 @@ class Roster:
                 self._finish(place.promise[1])
 
     def died(self, now: float, member: Member, how: str, replaced: bool, over: bool = False) -> None:
-        """A supervision has said that a process has died.
+        """A supervision has said that a process has died; it may not have registered yet, or have been missed already.
 
-        Args:
-            now: The time.
-            member: Which one; it may not have registered yet, or have been missed already.
-            how: In which way.
-            replaced: Whether another takes its place.
-            over: Whether the run is over, and its loss matters no more.
+        Another takes its place if it is `replaced`; if the run is `over` its loss matters no more.
         """
         place = self._places.get((member.peer.role, member.peer.id))
         if place is None or member.peer.life < place.life:
@@ -265,12 +241,8 @@ class Roster:
     def _lose(self, now: float, member: Member, how: str, replaced: bool, seconds: float | None = None) -> None:
         """Decide whether the run goes on without a member that was removed.
 
-        Args:
-            now: The time.
-            member: Which one.
-            how: It was lost.
-            replaced: Whether another takes its place.
-            seconds: In which that one must have come, or been announced; None for as long as any may take to appear.
+        If it is `replaced`, that one must have come, or been announced, within some seconds; None for as long as any
+        may take to appear.
         """
         self.history.lost(now, member, how)
         peer = member.peer

@@ -8,56 +8,30 @@ SECRET_BITS = 62  # of the number by which the coordinator knows a process: nobo
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """What a coordinator is started with.
+    """What a coordinator is started with."""
 
-    Attributes:
-        endpoint: Where it listens.
-        workers: How many it waits for.
-        servers: How many it waits for; 0 where nothing is trained.
-        timeout: Seconds without a heartbeat after which a member counts as dead.
-        appear: Seconds in which every member must have registered once, and one that is to replace another must have.
-        survivable: How many servers can be lost for ever: copies of each slice beyond the first.
-        supervised: Whether a supervision may replace processes that were silent, and says if it does.
-        session: Which of the sessions that follow one another at this endpoint; messages of others are not heard.
-        nodes: How many there are: each has a supervision.
-        supervisor: Number of the supervision that starts the coordinator, node 0's; 0 if none does.
-        elastic: How many workers may join while it trains: they have the numbers after the others', come and go, and
-            are never waited for.
-    """
-
-    endpoint: str
-    workers: int
-    servers: int
-    timeout: float = 10.0
-    appear: float = 600.0
-    survivable: int = 0
-    supervised: bool = False
-    session: int = 0
-    nodes: int = 1
-    supervisor: int = field(default=0, repr=False)
-    elastic: int = 0
+    endpoint: str  # where it listens
+    workers: int  # how many it waits for
+    servers: int  # likewise; 0 where nothing is trained
+    timeout: float = 10.0  # seconds without a heartbeat after which a member counts as dead
+    appear: float = 600.0  # seconds in which each must have registered once, and one that is to replace another again
+    survivable: int = 0  # servers that can be lost for ever: copies of each slice beyond the first
+    supervised: bool = False  # a supervision may replace processes that were silent, and says if it does
+    session: int = 0  # of those that follow one another at this endpoint; messages of others are not heard
+    nodes: int = 1  # each has a supervision
+    supervisor: int = field(default=0, repr=False)  # number of the one that starts the coordinator; 0 if none does
+    elastic: int = 0  # workers that may join while it trains, with the numbers after the others', never waited for
 
 
 @dataclass(frozen=True)
 class Address:
-    """Who a process is, and where its coordinator listens.
+    """Who a process is, and where its coordinator listens."""
 
-    Attributes:
-        coordinator: The coordinator's endpoint.
-        role: ``worker``, ``server`` or ``supervision``.
-        id: Its number among those of its role.
-        incarnation: How many processes had its place before.
-        heartbeat: Seconds between two heartbeats.
-        timeout: Seconds of silence after which either side counts the other as dead.
-        appear: Seconds in which the coordinator must have answered once.
-        session: The coordinator's.
-    """
-
-    coordinator: str
-    role: str
-    id: int
-    incarnation: int = 0
-    heartbeat: float = 0.5
-    timeout: float = 10.0
-    appear: float = 60.0
+    coordinator: str  # its endpoint
+    role: str  # worker, server or supervision
+    id: int  # among those of its role
+    incarnation: int = 0  # how many processes had its place before
+    heartbeat: float = 0.5  # seconds between two
+    timeout: float = 10.0  # seconds of silence after which either side counts the other as dead
+    appear: float = 60.0  # seconds in which the coordinator must have answered once
     session: int = 0

@@ -13,21 +13,13 @@ UNEVEN = (
 
 @dataclass(frozen=True)
 class Wait:
-    """What some members wait for.
-
-    Attributes:
-        what: A name for the user.
-        who: Those that wait.
-        others: For whom.
-        everyone: Whether for all of these, and not for any.
-        cause: How that may have come about, and what helps.
-    """
+    """What some members wait for, and for which others."""
 
     what: str
     who: tuple[str, ...]
     others: tuple[str, ...]
-    everyone: bool = True
-    cause: str = ""
+    everyone: bool = True  # for all of these, and not for any
+    cause: str = ""  # how that may have come about, and what helps
 
     def __str__(self) -> str:
         return f"{named(self.who)} in `{self.what}` for {named(self.others)}"
@@ -58,10 +50,7 @@ def _can_end(wait: Wait, waiting: set[str]) -> bool:
 def behind(waiting: Collection[int], others: Collection[int], figures: Mapping[int, Mapping[str, float]]) -> list[Wait]:
     """Workers that need a step of those who wait in a collective, in which they have not made it.
 
-    Args:
-        waiting: Who has come to the collective.
-        others: Who has not.
-        figures: What workers have said of themselves, by number.
+    `figures` are what workers have said of themselves, by number.
     """
     pushed = {one: figures[one]["pushed"] for one in waiting if "pushed" in figures.get(one, {})}
     least = min(pushed.values(), default=math.inf)

@@ -101,11 +101,6 @@ class Message(NamedTuple):
         """A field that is an object with fields of its own, or None."""
         return None if self.fields.get(name) is None else Message(self.kind, self.object(name))
 
-    def numbers(self, name: str) -> dict[str, int]:
-        """A field that is an object of integers, as in :meth:`integer`."""
-        values = Message(self.kind, self.object(name))
-        return {one: values.integer(one) for one in values.fields}
-
     def table(self, name: str, *columns: type) -> list[tuple[Any, ...]]:
         """A field that is a list of lists, with a value of a type, as :meth:`integer` checks it, for each column."""
         value = self.fields.get(name)

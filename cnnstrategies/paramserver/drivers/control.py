@@ -101,14 +101,7 @@ def parse_checked(frame: bytes | memoryview, key: str, run: KeyPair) -> tuple[Pe
 
 
 class Line:
-    """A process's connection to the coordinator. Used by one thread.
-
-    Args:
-        address: Where the coordinator is.
-        peer: Who this process is.
-        own: Its own keys; None for no encryption.
-        run: The run's keys; None for no encryption.
-    """
+    """A process's connection to the coordinator, with its own keys and the run's, if any. Used by one thread."""
 
     def __init__(self, address: Address, peer: Peer, own: KeyPair | None, run: KeyPair | None) -> None:
         self._peer = peer
@@ -129,12 +122,7 @@ class Line:
         sockets.send(self._socket, encode(self._peer, message, self._proof))
 
     def receive(self, seconds: float, wake: int | None = None) -> list[tuple[Peer, Message]]:
-        """Wait for messages; what is none is dropped.
-
-        Args:
-            seconds: How long for the first.
-            wake: A file descriptor that ends the wait when it is readable.
-        """
+        """Wait some seconds for messages, or until the file descriptor `wake` is readable; what is none is dropped."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         if wake is not None:

@@ -36,11 +36,6 @@ class CoordinatorService:
         journal: What it is told is written there; None if it is not started again when it is killed.
         follows: Whether it goes on with the journal of one that was killed.
 
-    Attributes:
-        endpoint: Where the socket is bound.
-        dropped: How many messages were none.
-        routes: Numbers of the connections by which peers are reached.
-
     Raises:
         ConfigurationError: It may not open as many files as there are connections.
     """
@@ -120,9 +115,9 @@ class CoordinatorService:
                 self.loop.call(self._calls.get())
             self.loop.fire()
 
-    def announce(self, name: str, value: int) -> None:
-        """Tell every member a number, as :meth:`.Membership.announce` does; from any thread."""
-        self._calls.put(Call(0, "notice", {"name": name, "value": value}))
+    def stop_all(self, signal: int) -> None:
+        """Have every member stop, as :meth:`.Membership.stop_all` does; from any thread."""
+        self._calls.put(Call(0, "signal", {"signal": signal}))
 
     def _handle(self, route: bytes, frame: zmq.Frame) -> None:
         """Act on one message; what is not one, or not its sender's, is counted and dropped."""

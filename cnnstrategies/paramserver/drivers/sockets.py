@@ -20,12 +20,8 @@ from cnnstrategies.paramserver.security import ZAP_DOMAIN, KeyPair, check_endpoi
 class Listener:
     """An address that is bound and listening, for a server whose specification is not known yet.
 
-    Connections wait in the kernel until the server takes it over.
-
-    Args:
-        endpoint: ``ipc://path`` or ``tcp://address:port``; port ``*`` for any free one, which the attribute has.
-        encrypted: Whether the server will have CURVE keys.
-        insecure: Allow no keys on an endpoint that other machines reach.
+    Connections wait in the kernel until the server takes it over. The endpoint is ``ipc://path`` or
+    ``tcp://address:port``; with port ``*`` for any free one, the attribute has that.
 
     Raises:
         ConfigurationError: The endpoint is no such address, or open to other machines without encryption.
@@ -42,10 +38,9 @@ class Listener:
             self.endpoint = endpoint
         else:
             host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-            family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind((host.strip("[]"), 0 if port == "*" else int(port)))
+            self._socket.bind((host, 0 if port == "*" else int(port)))
             self.endpoint = f"tcp://{host}:{self._socket.getsockname()[1]}"
         self._socket.listen(128)
 
@@ -125,12 +120,9 @@ def notice_silence(socket: Socket, seconds: float, largest: int = 0) -> None:
     """Have libzmq make a connection anew over which nothing comes, or that does not come about.
 
     It does so itself where a stream has ended or broken; but where the other end waits for the rest of something that
-    was never sent so long, because a length has changed on its way, only a question without an answer shows it.
-
-    Args:
-        socket: Not connected yet.
-        seconds: Of silence that is a failure: this takes at most 5/8 of them.
-        largest: Bytes of the largest frame, which shows only when it is whole: it may take longer.
+    was never sent so long, because a length has changed on its way, only a question without an answer shows it. That
+    takes at most 5/8 of the seconds that are a failure; a frame shows only when it is whole, so the largest one, of so
+    many bytes, may take longer. The socket is not connected yet.
     """
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(125 * seconds))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(max(500 * seconds, 1000 * largest / SLOWEST)))

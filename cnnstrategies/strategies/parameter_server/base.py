@@ -18,7 +18,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.collectives import REDUCTIONS, Collectives
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.paramserver.membership import STOP, Membership
+from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.places import RunAddress
 from cnnstrategies.paramserver.services import load_keys
 from cnnstrategies.paramserver.supervision import Supervision
@@ -117,14 +117,14 @@ class CoordinatedStrategy(DDPStrategy):
         """Agree on a stop without waiting for each other; from then on this worker acts alone."""
         membership = self.collectives.membership
         if received is not None:
-            membership.announce(STOP, received)
-        signum = received if received is not None else membership.announced(STOP)
+            membership.stop_all(received)
+        signum = received if received is not None else membership.stop_signal
         self._alone = signum is not None
         return signum
 
     def stop_asked(self) -> int | None:
         """The signal that some other process of the run has received and told all, such as a server."""
-        return self.membership.announced(STOP) if self.membership is not None else None
+        return self.membership.stop_signal if self.membership is not None else None
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -20,7 +20,6 @@ from cnnstrategies.paramserver.combiner.board import Board, SharedMemory, open_s
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.membership import Membership
-from cnnstrategies.paramserver.services import SPECIFICATION
 from cnnstrategies.paramserver.specification import Mode, Specification, hyperparameters
 from cnnstrategies.paramserver.worker.codecs import ladder
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
@@ -49,7 +48,7 @@ def meet_servers(
     if strategy.global_rank == 0:
         clipping = _clipping(trainer, options.mode)
         whole = options.specification(module, optimizer, strategy.num_nodes, strategy.world_size, **clipping)
-        run.put(SPECIFICATION, [whole.to_json().encode()])
+        run.put(whole.to_json())
     specification = agreed_specification(strategy)
     parameters = places(module, specification)
     # From here on the servers know this worker, and admit its keys.
@@ -86,8 +85,7 @@ def meet_servers(
 
 def agreed_specification(strategy: CoordinatedStrategy) -> Specification:
     """That of the run, once rank 0 has told it."""
-    (text,) = strategy.collectives.get(SPECIFICATION)
-    return Specification.from_json(bytes(text).decode())
+    return Specification.from_json(strategy.collectives.get())
 
 
 def connection(

@@ -92,7 +92,7 @@ class Invariants:
 
     def _check_servers(self, view: int) -> None:
         """A collective that lets somebody in ends when every server knows whom."""
-        for member in self._toys.coordinator.members:
+        for member in self._toys.coordinator.roster.members:
             process = self._world.processes[member.peer.role, member.peer.id]
             if member.peer.role == SERVER and process.peer == member.peer and isinstance(process.role, Participant):
                 seen = process.role.seen
@@ -102,11 +102,11 @@ class Invariants:
     def _stepped(self, process: Process) -> None:
         if process.peer.role == "coordinator":
             coordinator = self._toys.coordinator
-            if self._counted < coordinator.collectives:
-                members = {one.peer.id: one.peer.life for one in coordinator.members if one.peer.role == WORKER}
-                for sequence in range(self._counted, coordinator.collectives):
+            if self._counted < coordinator.rounds.sequence:
+                members = {one.peer.id: one.peer.life for one in coordinator.roster.members if one.peer.role == WORKER}
+                for sequence in range(self._counted, coordinator.rounds.sequence):
                     self._members[sequence] = members
-            self._counted = coordinator.collectives
+            self._counted = coordinator.rounds.sequence
             return
         if process.peer.role not in (SERVER, WORKER):
             return
@@ -165,7 +165,7 @@ class Invariants:
         self._check_results()
         self._check_ends()
         self._check_samples()
-        entries = self._toys.coordinator.entries
+        entries = self._toys.coordinator.answering.entries
         members = self._settings.workers + self._settings.servers + self._settings.elastic
         if entries > ENTRIES * members:
             raise ViolationError(f"14: the coordinator keeps {entries} entries for {members} members")

@@ -53,7 +53,7 @@ class Joiners:
         """Take part until the epoch has no more chunks, or until told to go."""
         yield Sleep(self._seconds(0.0, 0.1))
         yield from newer_view(participant, -1)
-        yield Ask("get", {"name": "specification"})
+        yield Ask("get")
         started = yield from self._toys.collect(participant, "start", seal=True)
         epoch = contents(started)[min(started.fields["ids"])][2]
         self._world.faults.counts["join" + " after a boundary" * (MIDWAY in started.fields)] += 1
