@@ -17,6 +17,7 @@ from torch import nn
 
 from cnnstrategies.paramserver.core.view import ServersUnreachableError
 
+
 def test_servers_that_do_not_reach_each_other_are_named(tmp_path: Path) -> None:
     hole = socket.socket(socket.AF_UNIX)
     hole.bind(str(tmp_path / "hole"))

@@ -180,7 +180,7 @@ def test_bad_input_changes_nothing(mode: str, tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, values, strict=True)), "the attack changed parameters"
         run.step(worker)
         growth = peak_memory() - memory
-        dropped = run.servers[0].dropped
+        dropped = run.servers[0].role.dropped
     for old, new in zip(before, values, strict=True):
         torch.testing.assert_close(new, old - 0.1)
     # libzmq keeps up to 64 unread messages of each of the connections, each of up to the largest payload.

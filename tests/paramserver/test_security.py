@@ -76,7 +76,7 @@ def test_a_key_that_is_not_the_members_own_gets_nowhere(tmp_path: Path) -> None:
             with pytest.raises(ServersUnreachableError, match="no answer from server 0"):
                 intruder.initialise()
             intruder.close()
-            assert set(run.servers[0].dropped) == dropped
+            assert set(run.servers[0].role.dropped) == dropped
         join([worker])
 
 
@@ -170,7 +170,10 @@ PLACES = [
 ]
 
 
-KINDS = "beat leave over end stop status died put get signal collect epoch take probe watch".split()
+KINDS = [
+    *("beat", "leave", "over", "end", "stop", "status", "died", "put", "get", "signal", "collect", "epoch", "take"),
+    *("probe", "watch"),
+]
 CONTENTS: dict[str, Any] = ABOUT | {
     "message": "said a stranger", "clean": True, "members": [["worker", 0]], "role": "worker", "id": 0,
     "incarnation": 0, "how": "died", "replaced": False, "signal": 15, "sequence": 0, "operation": "x", "seal": True,
