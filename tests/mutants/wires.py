@@ -7,13 +7,14 @@ import test_transport
 import zmq
 from mutants.faulty import removes, replaces
 
+from cnnstrategies.paramserver.core.view import ServersUnreachableError
 from cnnstrategies.paramserver.drivers.sockets import Bundle, notice_silence, send
 from cnnstrategies.paramserver.messages import SMALL_BYTES, InvalidMessageError, begins
 
 A_BYTE_CHANGES = test_failures.test_a_byte_that_changes_on_its_way_costs_a_connection
 
 
-@replaces(send, killed_by=A_BYTE_CHANGES, back=True, what="contents")
+@replaces(send, killed_by=A_BYTE_CHANGES, noticed_by=(ServersUnreachableError,), back=True, what="contents")
 def a_connection_that_libzmq_has_given_up_is_not_made_anew(right, socket, frame):
     with contextlib.suppress(zmq.Again):
         socket.send(frame, zmq.NOBLOCK, copy=False)
@@ -23,6 +24,7 @@ removes(
     notice_silence,
     "a connection on which nothing comes is waited for",
     killed_by=A_BYTE_CHANGES,
+    noticed_by=(ServersUnreachableError,),
     back=False,
     what="length",
 )

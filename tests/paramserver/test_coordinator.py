@@ -190,7 +190,7 @@ def test_a_run_is_shown_with_its_members_waits_and_deaths() -> None:
     _, shown, other = members
     assert (shown["process"], shown["host"], shown["takes_part"], shown["figures"]) == (4711, "here", True, figures)
     assert 0 < shown["silent"] <= 1.0
-    assert shown["measured"] == pytest.approx(answer["seconds"] - shown["silent"])
+    assert 0 < answer["seconds"] - shown["measured"] <= 1.1, "at the last heartbeat"
     assert other["figures"] == {}
     (died, how), (came, whom) = answer["faults"]
     assert how == "server 0 (process 4711 on here) was killed"

@@ -64,14 +64,14 @@ Calls = list[tuple[str, tuple[Any, ...]]]
 
 
 @contextlib.contextmanager
-def noting(*kinds: Any) -> Iterator[dict[Any, tuple[Any, Calls]]]:
+def noting(*kinds: Any, copies: bool = True) -> Iterator[dict[Any, tuple[Any, Calls]]]:
     """Of each role of these kinds a copy as it was first, and what its driver calls of it, one after the other."""
     lives: dict[Any, tuple[Any, Calls]] = {}
 
     def noted(name: str, right: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any) -> Any:
             if self not in lives:
-                lives[self] = copy.deepcopy(self), []
+                lives[self] = copy.deepcopy(self) if copies else None, []
             lives[self][1].append((name, args))
             return right(self, *args)
 
@@ -168,7 +168,7 @@ class Attack:
         some = self.random.choice([SGD, ADAMW])
         self.run = Servers(specify(some, 2, servers=2, replication=2, slice_bytes=1 << 12, **options))
         self.bounds = Bounds(1 << 20, len(self.run.slices))
-        with noting(Server) as lives:
+        with noting(Server, copies=False) as lives:
             self.begin()
         self.heard: list[tuple[int, Header, bytes]] = [
             (number, header, bytes(payload))

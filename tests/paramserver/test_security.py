@@ -223,14 +223,14 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
         until(lambda: service.dropped == len(said) + 1 or role.ended is not None or len(role.roster.members) > 1)
         assert not liar.poll(0), "nobody is told anything"
         liar.close(0)
-        with Watcher(service.endpoint, keys) as watcher:
-            assert watcher.ask(60.0) is not None, "who has the run's keys may look"
-        until(lambda: list(service.routes) == [victim.peer])  # Nothing is kept of it.
         assert role.roster.at("worker", 0) is victim
         assert len(role.roster.members) == 1
         assert role.ended is None
         assert role.handouts.specification is None
         assert not role.handouts.signal
+        with Watcher(service.endpoint, keys) as watcher:
+            assert watcher.ask(60.0) is not None, "who has the run's keys may look"
+        until(lambda: list(service.routes) == [victim.peer])  # Nothing is kept of it.
         membership.close()
         assert role.ended is not None, "the worker itself may leave"
         watch.coordinator = replace(watch.coordinator, coordinator=service.endpoint)
