@@ -59,7 +59,7 @@ def processes(directory: Path) -> Iterator[tuple[Membership, Handle, Handle]]:
     server = start(ServerProcess(place, f"ipc://{directory}/server", starter=os.getpid()), "fork")
     member = worker(endpoint, 0)
     try:
-        member.wait_registered()
+        until(lambda: member.members[1] == 1)  # Both are members.
         yield member, coordinator, server
     finally:
         for one in (server, coordinator):
@@ -184,7 +184,7 @@ def test_a_service_that_is_told_to_end_has_the_run_stop(hears: str, tmp_path: Pa
 
         name = Path(f"/proc/{service.pid}/comm")
         until(lambda: name.read_text().startswith("ps-"), timeout=10)
-        until(is_told, timeout=10)
+        until(is_told, timeout=6)
         assert service.poll() is None
 
 
