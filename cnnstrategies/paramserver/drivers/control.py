@@ -106,38 +106,38 @@ class Line:
     def __init__(self, address: Address, peer: Peer, own: KeyPair | None, run: KeyPair | None) -> None:
         self._peer = peer
         self._proof = b"" if run is None or own is None else prove(run, own.public)
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 200)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        sockets.notice_silence(self.socket, address.timeout)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        sockets.notice_silence(self._socket, address.timeout)
         if run is not None:
-            sockets.secure(self.socket, own, run.public)
-        self.socket.connect(address.coordinator)
+            sockets.secure(self._socket, own, run.public)
+        self._socket.connect(address.coordinator)
 
     def send(self, message: Message) -> None:
         """Send a message, as soon as there is a connection."""
-        sockets.send(self.socket, encode(self._peer, message, self._proof))
+        sockets.send(self._socket, encode(self._peer, message, self._proof))
 
     def receive(self, seconds: float, wake: int | None = None) -> list[tuple[Peer, Message]]:
         """Wait some seconds for messages, or until the file descriptor `wake` is readable; what is none is dropped."""
         poller = zmq.Poller()
-        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self._socket, zmq.POLLIN)
         if wake is not None:
             poller.register(wake, zmq.POLLIN)
         poller.poll(int(1000 * seconds) + 1)
         found = []
-        while self.socket.poll(0):
+        while self._socket.poll(0):
             with contextlib.suppress(ControlError):
-                found.append(parse(sockets.take(self.socket, routed=False)[1].buffer))
+                found.append(parse(sockets.take(self._socket, routed=False)[1].buffer))
         return found
 
     def close(self) -> None:
         """Close the connection; what was sent last has a moment to leave."""
-        self.socket.close()
-        self.context.term()
+        self._socket.close()
+        self._context.term()
 
 
 class Loop:

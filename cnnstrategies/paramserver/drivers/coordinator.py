@@ -49,14 +49,14 @@ class CoordinatorService:
     ) -> None:
         allow_files(files_of_coordinator(settings.workers + settings.elastic, settings.servers), "the coordinator")
         self._keys = keys
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self.context.socket(zmq.ROUTER)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         secure(self._socket, keys)
         # Who connects knows the run's public key; each message is asked for more. Only so libzmq tells of the key.
-        self._gatekeeper = None if keys is None else Gatekeeper(self.context, lambda key: True)
+        self._gatekeeper = None if keys is None else Gatekeeper(self._context, lambda key: True)
         role = Coordinator(settings)
         self._bind(settings, BIND_SECONDS if settings.session or follows else 0.0)
         self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
@@ -155,7 +155,7 @@ class CoordinatorService:
         self._socket.close()
         if self._gatekeeper is not None:
             self._gatekeeper.close()
-        self.context.term()
+        self._context.term()
 
     def __enter__(self) -> Self:
         return self

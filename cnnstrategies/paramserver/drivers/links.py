@@ -54,8 +54,8 @@ class Links:
         self._heard = heard
         self._bounds = Bounds(largest_payload(slices) + LARGEST_JSON, max(1, len(slices)))
         self._keys = keys
-        self.context: Context = zmq.Context(io_threads=IO_THREADS)
-        self.links: dict[int, Link] = {}
+        self._context: Context = zmq.Context(io_threads=IO_THREADS)
+        self._links: dict[int, Link] = {}
         self._arrived: deque[tuple[int, Header, memoryview]] = deque()
         self._poller = zmq.Poller()
         self._poller.register(views.fileno(), zmq.POLLIN)
@@ -71,23 +71,23 @@ class Links:
     def connect(self, view: View) -> None:
         """Connect to the servers of a view."""
         now = {server.id: server for server in view.servers}
-        for server, link in list(self.links.items()):
+        for server, link in list(self._links.items()):
             if now.get(server) != link.info:
                 self._close(server)
                 self._arrived = deque(arrived for arrived in self._arrived if arrived[0] != server)
         for server, info in now.items():
-            if server not in self.links:
+            if server not in self._links:
                 self._open(info)
 
     def _open(self, info: ServerInfo) -> None:
         largest = largest_frame(self._bounds.payload)
-        socket = client_socket(self.context, info, self._keys, largest, self._patience)
+        socket = client_socket(self._context, info, self._keys, largest, self._patience)
         inbox = Inbox(socket, self._session, routed=False, encrypted=self._keys is not None)
-        self.links[info.id] = Link(info, socket, Bundle(socket), inbox)
+        self._links[info.id] = Link(info, socket, Bundle(socket), inbox)
         self._poller.register(socket, zmq.POLLIN)
 
     def _close(self, server: int) -> None:
-        socket = self.links.pop(server).socket
+        socket = self._links.pop(server).socket
         self._poller.unregister(socket)
         socket.close(linger=0)
 
@@ -95,16 +95,16 @@ class Links:
         """Send some messages."""
         for to, header, payload, wait in parcels:
             assert isinstance(to, int)
-            self.links[to].bundle.send(header, payload, wait)
+            self._links[to].bundle.send(header, payload, wait)
 
     def receive(self, seconds: float) -> Iterator[tuple[int, Header, memoryview]]:
         """The messages that are waiting; waits for the first, but not for longer than some seconds."""
         if not self._arrived:
-            for link in self.links.values():
+            for link in self._links.values():
                 link.bundle.flush()
             ready = dict(self._poller.poll(int(1000 * seconds)))
             self._news = self._news or self._views.fileno() in ready
-            for server, link in self.links.items():
+            for server, link in self._links.items():
                 if link.socket in ready:
                     self._read(server, link.inbox)
         yield from self.arrived()
@@ -131,6 +131,6 @@ class Links:
 
     def close(self) -> None:
         """Close all sockets."""
-        for link in self.links.values():
+        for link in self._links.values():
             link.socket.close()
-        self.context.term()
+        self._context.term()

@@ -93,12 +93,12 @@ class ServerService:
         largest = largest_payload(slices) * (2 if specification.pulls_changes else 1)  # Changes stand behind updates.
         self.bounds = Bounds(max(largest, 4 * len(slices)) + LARGEST_JSON, len(slices))
         self._largest = largest_frame(self.bounds.payload)
-        self.context: Context = zmq.Context(io_threads=IO_THREADS)
-        self._gatekeeper = Gatekeeper(self.context, self._admitted) if keys is not None else None
-        self._router = server_socket(self.context, listener, keys, self._largest)
+        self._context: Context = zmq.Context(io_threads=IO_THREADS)
+        self._gatekeeper = Gatekeeper(self._context, self._admitted) if keys is not None else None
+        self._router = server_socket(self._context, listener, keys, self._largest)
         self._inbox = Inbox(self._router, specification.session, routed=True, encrypted=keys is not None)
-        self.dealers: dict[int, tuple[ServerInfo, Socket]] = {}
-        self.bundles: dict[int | bytes, Bundle] = {}
+        self._dealers: dict[int, tuple[ServerInfo, Socket]] = {}
+        self._bundles: dict[int | bytes, Bundle] = {}
         store = Store(specification, [slice_ for slice_ in slices if id in slice_.servers])
         self.role = Server(specification, id, store, keys is not None)
         self._sent = self._received = 0  # bytes
@@ -134,7 +134,7 @@ class ServerService:
                 until = now + WORK_SECONDS
                 while role.busy and time.monotonic() < until:
                     self.act(role.work())
-                for bundle in self.bundles.values():
+                for bundle in self._bundles.values():
                     bundle.flush()
         finally:
             self._close()
@@ -150,12 +150,12 @@ class ServerService:
         return {"step": self.role.mode.finished, "sent": self._sent, "received": self._received}
 
     def _close(self) -> None:
-        for _, dealer in self.dealers.values():
+        for _, dealer in self._dealers.values():
             dealer.close()
         self._router.close()
         if self._gatekeeper is not None:
             self._gatekeeper.close()
-        self.context.term()
+        self._context.term()
         os.close(self._wake)
         if self.endpoint.startswith("ipc://"):
             with contextlib.suppress(FileNotFoundError):
@@ -178,15 +178,15 @@ class ServerService:
     def _connect(self) -> None:
         """Connect to the servers of the view, and drop those that are gone or replaced."""
         now = {server.id: server for server in self.role.view.servers if server.id != self.role.id}
-        for server, (info, dealer) in list(self.dealers.items()):
+        for server, (info, dealer) in list(self._dealers.items()):
             if now.get(server) != info:
                 dealer.close(linger=0)
-                del self.dealers[server], self.bundles[server]
+                del self._dealers[server], self._bundles[server]
         for server, info in now.items():
-            if server not in self.dealers:
-                dealer = client_socket(self.context, info, self._keys, self._largest, self._specification.timeout)
-                self.dealers[server] = info, dealer
-                self.bundles[server] = Bundle(dealer)
+            if server not in self._dealers:
+                dealer = client_socket(self._context, info, self._keys, self._largest, self._specification.timeout)
+                self._dealers[server] = info, dealer
+                self._bundles[server] = Bundle(dealer)
 
     # Messages
 
@@ -219,7 +219,7 @@ class ServerService:
         for effect in effects:
             if isinstance(effect, Parcel):
                 to, header, payload, wait = effect
-                bundle = self.bundles.get(to) or self._bundle_for(to)
+                bundle = self._bundles.get(to) or self._bundle_for(to)
                 bundle.send(header, payload, wait)
                 self._sent += HEADER_BYTES + len(payload)
             elif isinstance(effect, End):
@@ -233,8 +233,8 @@ class ServerService:
         """Of a worker's new route; those that workers had before are forgotten."""
         assert isinstance(to, bytes), "servers of the view are connected"
         routes = set(self.role.routes.values())
-        self.bundles = {
-            known: bundle for known, bundle in self.bundles.items() if isinstance(known, int) or known in routes
+        self._bundles = {
+            known: bundle for known, bundle in self._bundles.items() if isinstance(known, int) or known in routes
         }
-        bundle = self.bundles[to] = Bundle(self._router, to)
+        bundle = self._bundles[to] = Bundle(self._router, to)
         return bundle
