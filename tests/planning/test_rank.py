@@ -51,6 +51,10 @@ def test_ddp_takes_what_its_buckets_leave_open() -> None:
 
 def test_few_parameters_are_ddps_and_many_last_ones_pipelines() -> None:
     assert families(rank(job([100] * 4)))[0] == "ddp"
+    tied, beyond = (rank(job([100, 100, 100, size])) for size in (2 * 10**5, 5 * 10**5))
+    assert families(tied)[:2] == ["ddp", "parameter_server"]
+    assert any("ddp is first although parameter_server gains 1" in note for note in tied.notes)
+    assert families(beyond)[0] == "parameter_server", "by more than a tie"
     ranking = rank(job(VGG))
     assert families(ranking)[0] == "hybrid"
     assert ranking.best.options["replicas"] == [3, 1]
