@@ -3,9 +3,9 @@
 import json
 import signal
 import time
-from pathlib import Path
 
 import pytest
+from conftest import kill_group
 
 from cnnstrategies.planning.tune import trial
 
@@ -15,16 +15,15 @@ import json, os, signal, sys, time
 imported = os.getpid()
 
 def main():
-    child = 0
     if "waits" in sys.argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if (child := os.fork()) == 0:
+        if os.fork() == 0:
             time.sleep(100)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     program = sys.modules["__main__"].__name__
-    print(json.dumps([sys.argv[1:], os.environ["TOLD"], imported, os.getpid(), os.getsid(0), program, child]))
+    print(json.dumps([sys.argv[1:], os.environ["TOLD"], imported, os.getpid(), os.getsid(0), program]))
     sys.stdout.flush()
-    if child:
+    if "waits" in sys.argv:
         time.sleep(100)
     if "fails" in sys.argv:
         raise MemoryError("can't allocate memory")
@@ -56,20 +55,13 @@ def said(program):
     return json.loads(program.output.read_text().splitlines()[0])
 
 
-def lives(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def test_it_runs_with_its_words_in_a_session_of_its_own(start):
     """And what Lightning takes for the program is the module."""
     first, second = start("a", "b"), start("c")
     for each in (first, second):
         each.process.join(30)
         assert each.process.exitcode == 0
-    words, told, imported, own, session, program, _ = said(first)
+    words, told, imported, own, session, program = said(first)
     assert (words, told, own, session, program) == (["a", "b"], "so", first.process.pid, own, MODULE)
     assert imported == said(second)[2] != own, "both were forked from the process that has imported it"
 
@@ -80,11 +72,8 @@ def test_its_end_is_told_and_all_its_processes_end_with_it(start):
     assert failed.process.exitcode == 1
     with pytest.raises(trial.TrialError, match="out of memory"):
         failed.wait_until_ready()
-    child = said(waiting)[-1]
+    group = said(waiting)[3]
     waiting.close()
     assert waiting.process.exitcode == -signal.SIGTERM
     assert "ended by SIGTERM" in waiting.cause()
-    until = time.monotonic() + 10
-    while lives(child):
-        assert time.monotonic() < until, "what it has started goes on"
-        time.sleep(0.01)
+    assert not kill_group(group, 10), "what it has started goes on"
