@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.pipeline.tracing import find_cut, ordered_nodes, trace
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster

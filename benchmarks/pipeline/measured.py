@@ -15,8 +15,8 @@ from ranks import run_ranks
 from torch import nn
 
 from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timeline import Span, draw_timeline
+from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.pipeline.tracing import trace
 from cnnstrategies.planning.costs import GraphCosts, Link
 from cnnstrategies.planning.measure import profile

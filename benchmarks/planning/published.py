@@ -6,7 +6,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link

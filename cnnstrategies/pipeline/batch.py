@@ -39,10 +39,8 @@ class Batch:
     """A global batch, as one rank knows it.
 
     Attributes:
-        split: Its microbatches.
         images: The rank's own images (n, C, H, W) in the first stage; None elsewhere.
         image_shapes: Shape of one image, for each tensor that the network takes.
-        image_dtypes: Their types.
         rest: What the batch holds besides images, over all replicas and in the order of one process: targets (N, ...)
             for training.
         forms: What each replica of the first stage has sent along; None from those without samples.
@@ -68,11 +66,7 @@ def share_batch(
     transport: Transport,
     usual: int | None = None,
 ) -> Batch:
-    """Make the global batch known to all ranks; see :meth:`~cnnstrategies.pipeline.engine.Pipeline.share`.
-
-    Returns:
-        The batch; it has 0 samples when no replica has any.
-    """
+    """Make the global batch known to all ranks; see `Pipeline.share`. It has 0 samples when no replica has any."""
     transport.check_peers()
     own = images if transport.place.stage == 0 else None
     header = None if own is None or not len(tree_leaves(own)[0]) else _header(own, rest, form)
@@ -204,13 +198,7 @@ def _part(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype
 
 @dataclass
 class Gathering:
-    """Outputs on their way to every rank.
-
-    Attributes:
-        leaves: The leaves of what the network returned.
-        tree: How they are nested.
-        pieces: For each part of a tensor the whole, its rows there, itself and the transfer.
-    """
+    """Outputs on their way to every rank: for each part of a leaf the whole, its rows there, itself, the transfer."""
 
     leaves: list[Any]
     tree: TreeSpec

@@ -224,10 +224,7 @@ class MomentTable:
         )
 
     def update(self, deferred: bool, group: dist.ProcessGroup | None) -> None:
-        """Update the layers' running statistics: ``deferred`` by the union of all microbatches, else by each in turn.
-
-        The microbatches of the stage's replicas, a group unless there is one, count too.
-        """
+        """Update the running statistics: ``deferred`` by the union of all microbatches, else by each in turn."""
         moments = self._moments.double()  # (microbatches, calls, 2, channels)
         counts = numbers_on(tuple(self._counts), moments.device)  # (microbatches, calls, layers)
         if group is not None:
@@ -247,12 +244,7 @@ class MomentTable:
         add_all([layer.num_batches_tracked for layer in self._layers], updates.unbind())
 
     def _weights(self, reached: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What each update counts, from which layers (L,) were called in each of the rows that update in turn.
-
-        Returns:
-            For each layer what is left of the old value, for each row and layer what it adds, and for each layer the
-            number of updates.
-        """
+        """For each layer what is left of its old values, what each row adds that reached it (R, L), and how many do."""
         number = reached.cumsum(0)
         momenta = [layer.momentum for layer in self._layers]
         weight = numbers_on(tuple(one or 0.0 for one in momenta), reached.device)

@@ -276,12 +276,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Header:
-    """What a message holds; it travels once for each size of a microbatch.
-
-    Attributes:
-        leaves: For each leaf of the values its :class:`TensorSpec`, or the leaf itself where it is no tensor.
-        tree: How the leaves make up the tuple of values.
-    """
+    """What a message holds, with tensors' specs in their places; it travels once for each size of a microbatch."""
 
     leaves: tuple[Any, ...]
     tree: TreeSpec
@@ -309,10 +304,7 @@ class Header:
 
 
 def pack(values: tuple[Any, ...], ask_for_all: bool) -> tuple[Header, list[Tensor]]:
-    """Take apart what a stage sends to another one: the header, and the tensors, still part of their autograd graph.
-
-    Asks for the gradients of all floating-point tensors, or only of those that autograd tracks.
-    """
+    """Take apart what a stage sends to another one: the header, and the tensors, still part of their autograd graph."""
     leaves, tree = tree_flatten(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     specs = tuple(

@@ -14,12 +14,11 @@ from cnnstrategies.pipeline.batch import Batch, Gathering, Images, OutputGathere
 from cnnstrategies.pipeline.buffers import BatchNormMode, StageBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
-from cnnstrategies.pipeline.layout import check_layout
 from cnnstrategies.pipeline.losses import Loss, MeanLoss, PartialLoss
 from cnnstrategies.pipeline.stage import check_backend, divide_by_names
 from cnnstrategies.pipeline.step import Step
 from cnnstrategies.pipeline.timeline import Span
-from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule, tasks_of, turns
+from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule, check_layout, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.pipeline.whole import collect, merge
 from cnnstrategies.runtime.allocation import reuse_freed_memory

@@ -24,10 +24,7 @@ SAMPLES = 3  # with which decisions are made, and with one less
 
 
 def check_contexts(began: Mapping[str, Any], where: str) -> None:
-    """Refuse an operation in a context of the network's own, without which it would be traced.
-
-    Those in which tracing began are what :func:`contexts` returned then.
-    """
+    """Refuse an operation in other contexts than tracing ``began`` in: the trace would be without them."""
     for name, now in contexts().items():
         if now != began[name]:
             raise ConfigurationError(
@@ -186,10 +183,7 @@ def of_shapes(images: Any, shapes: Sequence[Sequence[int]], name: str) -> Any:
 
 @contextmanager
 def preserved(network: nn.Module) -> Iterator[None]:
-    """Put a network's buffers and gradients and the random numbers back as they were.
-
-    Parameters are expected not to change: nothing here steps an optimizer.
-    """
+    """Put a network's buffers and gradients and the random numbers back as they were; parameters do not change."""
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in network.modules()

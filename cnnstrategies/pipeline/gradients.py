@@ -93,10 +93,7 @@ class GradientReducer:
         self._overlapping = True
 
     def finish(self, keep: bool = False) -> list[Tensor | None]:
-        """Wait for the sums.
-
-        Args:
-            keep: Where there are replicas, reduce nothing, and have the next step add to the gradients.
+        """Wait for the sums; to ``keep`` is to reduce nothing where there are replicas, and have the next step add.
 
         Returns:
             The gradient of each of ``parameters``, None where there is none or it was kept; ``grad`` is what it was at

@@ -25,7 +25,6 @@ class Split:
     the next ones, because samplers deal the samples out to the replicas in turn.
 
     Attributes:
-        rows: Samples of each replica of the first stage.
         microbatches: Microbatches of a full step, over all replicas.
         usual: Samples that a replica of the first stage has in a full step; None where each step is one.
     """
@@ -87,11 +86,7 @@ class Split:
         return rows_on(self, microbatches, device)
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:
-        """The rows of the global batch, from those of each replica.
-
-        Args:
-            parts: For each replica its rows (n, ...).
-        """
+        """The rows of the global batch, from those of each replica (n, ...)."""
         if len(self.rows) == 1:
             return parts[0]
         joined = torch.cat(list(parts))

@@ -52,8 +52,7 @@ class Held:
         leaves: For each source stage the inputs whose gradients it wants.
         roots: For each target stage where the gradients that it sends enter the graph, None where they are not needed;
             in the last stage the loss's, under None. The outputs themselves are not held.
-        arguments: The stage's arguments, where the forward runs again.
-        random: The random numbers, where the forward runs again.
+        arguments: The stage's, where the forward runs again, as are ``random``.
     """
 
     leaves: dict[int, list[Tensor]]
@@ -96,12 +95,7 @@ class Step:
         self._last: int | None = None  # The microbatch of the last backward.
 
     def train(self, more: bool) -> list[Tensor | None]:
-        """Run forwards and backwards.
-
-        Returns:
-            The gradient of each parameter of the reducer, of the scale times the mean loss over the global batch; None
-            where replicas add up theirs in a later step, as there is ``more``.
-        """
+        """Run forwards and backwards; what :meth:`GradientReducer.finish` gives, of the scale times the mean loss."""
         pipeline = self.pipeline
         tasks = [task for task in pipeline.tasks if self.batch.split.sizes[task.microbatch]]
         self._last = max((task.microbatch for task in tasks), default=None)

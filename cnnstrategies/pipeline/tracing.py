@@ -33,7 +33,7 @@ IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
 
 
 class DependsOnValuesError(Exception):
-    """A network's code decides something by the values of tensors."""
+    """A network's code decides something by the values of tensors: each microbatch would decide by its own."""
 
 
 class Traced(fx.Proxy):
@@ -94,12 +94,7 @@ class LeafTracer(fx.Tracer):
         return bool(self.number(obj))
 
     def number(self, asked: fx.Proxy) -> Any:
-        """A number that the network's code needs.
-
-        Raises:
-            DependsOnValuesError: Each microbatch would decide by its own values.
-            UndecidedError: It follows from shapes, and is not known; in a module inside of the network it never is.
-        """
+        """A number that the network's code needs; one that follows from shapes is never known inside of a module."""
         if not is_of_shapes(asked.node):
             raise DependsOnValuesError(f"it decides by a value ({asked.node.name})")
         for found in () if self.module_stack else self._numbers:
@@ -117,14 +112,11 @@ class LeafTracer(fx.Tracer):
 
 
 def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
-    """Trace a network.
+    """Trace a network into a graph module that shares its parameters and buffers, under their names.
 
     What the network's own code decides by ``self.training`` is decided as for the mode given; the leaves, such as
     Dropout and BatchNorm, keep looking at their mode when they run. So does a module whose own code cannot be traced,
     since it branches on shapes, say, or computes without gradients: it becomes a leaf, too.
-
-    Returns:
-        A graph module that shares the network's parameters and buffers, under their names.
     """
     decided = known.get(network, {}).get(training)
     try:

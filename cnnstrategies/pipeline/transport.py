@@ -85,18 +85,14 @@ class Pending:
         self._work: dist.Work | None = None
 
     def begin(self) -> Self:
-        """Begin the transfer; a PeerError if the peer is gone."""
+        """Begin the transfer."""
         with self._naming():
             self._work = self._transfer()
         assert self._work is not None
         return self
 
     def wait(self) -> Tensor:
-        """Wait for the end of the transfer, which was begun (on a GPU: have the current stream wait).
-
-        Raises:
-            PeerError: The peer is gone, or did not answer within the time-out.
-        """
+        """Wait for the end of the transfer, which was begun (on a GPU: have the current stream wait)."""
         if self._work is not None:
             with self._naming():
                 self._work.wait()

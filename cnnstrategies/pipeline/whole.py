@@ -109,10 +109,7 @@ def named_state(optimizer: Optimizer, own: Mapping[str, nn.Parameter], groups: G
 
 
 def merge_state(optimizer: Optimizer, parts: Sequence[Mapping[str, Any]], groups: Groups) -> dict[str, Any]:
-    """The state dict of the optimizer over the whole network, as one process would save it.
-
-    Its groups' options are those of any stage's optimizer; the parts are what :func:`named_state` returned.
-    """
+    """The state dict of the optimizer over the whole network, as one process would save it, from the stages' states."""
     states = {name: state for part in parts for name, state in part.items()}
     merged: dict[int, Any] = {}
     param_groups = []

@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.problem import Problem
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 from math import gcd, lcm
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.layout import Layout, even_replicas
-from cnnstrategies.pipeline.timetable import timetable
+from cnnstrategies.pipeline.timetable import Layout, even_replicas, timetable
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.partition import Cost, best_layout

@@ -4,8 +4,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from cnnstrategies.pipeline.layout import Layout
-from cnnstrategies.pipeline.timetable import in_flight
+from cnnstrategies.pipeline.timetable import Layout, in_flight
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.costs import NodeCost
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, all_reduce

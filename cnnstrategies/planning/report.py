@@ -10,8 +10,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timeline import Span
+from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.candidates import Candidate, Job
 from cnnstrategies.planning.costs import format_bytes
 from cnnstrategies.planning.hybrid import Hybrid

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Profile, Value

@@ -16,7 +16,7 @@ from planning.random_graphs import (
     random_question_on_machines,
 )
 
-from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning import partition
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link

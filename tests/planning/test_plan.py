@@ -9,7 +9,7 @@ from planning.random_graphs import chain, predictor
 from rich.console import Console
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.predict import choose_layout
 from cnnstrategies.planning.report import Plan, describe, stages_table

@@ -22,7 +22,6 @@ class Form:
     """What a batch is made of; travels with it.
 
     Attributes:
-        tree: How its leaves are nested.
         leaves: What each leaf is, with a number or value: the network's ``input`` of that number; a ``source`` of such
             a shape and type from which the step computes the inputs; ``rows``, the tensor of that number with a row for
             each sample; ``items``, a list with one for each sample; or the ``same`` for all samples.

@@ -36,11 +36,8 @@ COMPARED = 4  # Samples.
 def example_images(module: LightningModule, path: str, size: int) -> Images | None:
     """One microbatch of the network's inputs, of so many samples where that is open.
 
-    It is the module's own example, repeated, noise of the size of the data's images, or samples of the training data.
-    No loader of the module's trainer may have been iterated.
-
-    Returns:
-        The images; None where they cannot be known without taking them from what is trained with.
+    It is the module's own example, repeated, noise of the size of the data's images, or samples of the training data;
+    None where they cannot be known without taking them from what is trained with. No loader may have been iterated.
     """
     size = max(2, size)  # Batch normalisation refuses to train on one, which many examples have.
     network = network_at(module, path)

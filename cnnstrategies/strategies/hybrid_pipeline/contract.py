@@ -164,11 +164,7 @@ def _check_kind(module: LightningModule, path: str, network: nn.Module) -> None:
 
 
 def compile_backend_of(module: LightningModule) -> str | None:
-    """With which ``torch.compile`` backend the stages are to be compiled; None for none.
-
-    It is the ``compile_backend`` of one of the package's modules, or of a
-    :class:`~cnnstrategies.callbacks.ComputeSettings`.
-    """
+    """With which ``torch.compile`` backend the stages are to be compiled, as module or callbacks say; None for none."""
     callbacks = module.trainer.callbacks if is_attached(module) else []  # type: ignore[attr-defined]
     asked = [getattr(one, "compile_backend", None) for one in (module, *callbacks)]
     backend = next((one for one in asked if one is not None), None)
@@ -233,8 +229,7 @@ def check_loss(returned: Tensor, trained: float, by_method: bool) -> None:
 def try_optimizer(optimizer: Optimizer, device: torch.device) -> None:
     """Refuse an optimizer whose step of a parameter depends on others.
 
-    A copy of it steps with all of some made-up parameters, and others with a half of these each. It and its parameters
-    stay as they are.
+    A copy of it steps with all of some made-up parameters, and others with a half of these each.
     """
     name = type(optimizer).__name__
     kept = [

@@ -177,9 +177,8 @@ class DividedModule:
     def restore(self, merge: bool) -> None:
         """Put the whole network back.
 
-        Args:
-            merge: Bring the weights of all stages together on every rank, and the optimizers' states on rank 0, a
-                collective; else the network has those of this stage alone.
+        To ``merge`` is to bring the weights of all stages together on every rank, and the optimizers' states on rank 0,
+        a collective; else the network has those of this stage alone.
         """
         self._guard.remove()
         for module, part, network in self._divided:

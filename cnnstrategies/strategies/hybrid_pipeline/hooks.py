@@ -222,8 +222,7 @@ def _with_whole_network(
 def summarise_whole(trainer: Trainer, module: LightningModule, callbacks: Iterable[Callback]) -> None:
     """Have each ModelSummary print now, and not in ``on_fit_start``, where it would take a stage for the network.
 
-    The whole network may be too large for one device: the module's example input, which ModelSummary would send
-    through it, stays out.
+    It is not to send the module's example input through that, which may be too large for one device.
     """
     for callback in callbacks:
         if isinstance(callback, ModelSummary):

@@ -75,15 +75,7 @@ class Wiring:
 
 
 class Inputs:
-    """Makes a module's inputs of its network, on a rank of the first stage.
-
-    Args:
-        module: The module.
-        path: The path of its network.
-        network: The network.
-        device: Where the batches are.
-        replicas: Replicas of the first stage, each with its part of the global batch.
-    """
+    """Makes a module's inputs of its network, on a rank of the first stage with so many replicas."""
 
     def __init__(
         self, module: LightningModule, path: str, network: nn.Module, device: torch.device, replicas: int = 1

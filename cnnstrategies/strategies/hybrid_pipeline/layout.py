@@ -14,10 +14,18 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.buffers import BatchNormMode, has_batch_norm
 from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.layout import check_layout, even_replicas
 from cnnstrategies.pipeline.microbatches import NORMALISED_TOGETHER, Split, default_microbatches
 from cnnstrategies.pipeline.stage import copy_value, divide_by_names
-from cnnstrategies.pipeline.timetable import CHECKPOINTING, ORDERS, SCHEDULES, Checkpointing, Order, Schedule
+from cnnstrategies.pipeline.timetable import (
+    CHECKPOINTING,
+    ORDERS,
+    SCHEDULES,
+    Checkpointing,
+    Order,
+    Schedule,
+    check_layout,
+    even_replicas,
+)
 from cnnstrategies.pipeline.tracing import cut_positions, trace
 from cnnstrategies.pipeline.transport import broadcast_value
 from cnnstrategies.planning.candidates import Job
@@ -35,14 +43,7 @@ USUAL_SAMPLES = 8  # of a batch in each replica of the first stage, for a profil
 
 @dataclass(frozen=True)
 class ChosenLayout:
-    """A layout that can run.
-
-    Attributes:
-        cuts: Names of modules, or positions.
-        replicas: Replicas of each stage.
-        microbatches: Microbatches of a global batch.
-        run_ahead: Whether stages hold one microbatch more than they need.
-    """
+    """A layout that can run; ``cuts`` are names of modules, or positions."""
 
     cuts: Sequence[str | int]
     replicas: tuple[int, ...]
@@ -131,10 +132,7 @@ class LayoutRequest:
         device: torch.device,
         example: Callable[[int], Images | None],
     ) -> ChosenLayout:
-        """The layout; automatic cuts are chosen by rank 0, which profiles the network. A collective.
-
-        The example gives a microbatch of so many images, or None.
-        """
+        """The layout; automatic cuts are chosen by rank 0, which profiles the network. A collective."""
         replicas = self.replicas_on(devices)
         samples = _loaded_samples(trainer)
         microbatches = self.microbatches_on(devices, network, samples)

@@ -80,8 +80,7 @@ def own_stage_alone(
 ) -> Iterator[list[nn.Parameter]]:
     """Inside, `configure_model` builds the network, of which the parameters of other stages end on the meta device.
 
-    Yields:
-        The parameters that have been registered; none where a callback has had the network built before.
+    Yields those that have been registered; none where a callback has had the network built before.
     """
     planned = network_at(plan.module, path)
     own = set(divide_by_names(planned, request.cuts or []).state[stage])
@@ -160,9 +159,6 @@ def held_in_turn(elsewhere: Container[int] | None = None) -> Iterator[list[nn.Pa
     Args:
         elsewhere: Those that belong elsewhere, by their numbers in the order in which modules register them; by
             default all, and what is computed from their values is nobody's.
-
-    Yields:
-        The parameters that have been registered.
     """
     turns = Turns(elsewhere)
     handle = register_module_parameter_registration_hook(turns.register)

@@ -56,7 +56,7 @@ def shadow_of(
     """A copy of a module as it is now, whose steps do not change it, with another network and other metrics.
 
     Its buffers, lists, numbers and small objects of the user's own classes are copies; parameters and data
-    are the module's. No step's result depends on what the metrics have counted.
+    are the module's.
     """
     standing = dict(module.named_children()).get(PLACE) if path == WHOLE else module.get_submodule(path)
     made: dict[int, Any] = {**metrics, id(standing): network}
@@ -87,8 +87,7 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 class NoCollectives(OperationMode):  # type: ignore[no-untyped-call]
     """Refuses collectives of the user's own in a step that some of the ranks run alone: the others would never answer.
 
-    Attributes:
-        refusal: What was raised, for those who catch what steps raise.
+    What was raised is its ``refusal``, too, for those who catch what steps raise.
     """
 
     def __init__(self, module: LightningModule, step: str) -> None:

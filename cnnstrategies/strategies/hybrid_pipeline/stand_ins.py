@@ -167,11 +167,8 @@ class NotHereError(ConfigurationError, AttributeError):
 class Layers(Traced):
     """A part of the network that is no layer by itself, with the parts that it has in the network.
 
-    Each has the place that it has there, so that ``self.net[0]`` is the same layer on every rank: this stage's own, or
-    one without parameters, with which a loop over parameters does nothing.
-
-    Args:
-        own: What this rank's stage has of it; None for nothing.
+    Each has the place that it has there, so that ``self.net[0]`` is the same layer on every rank: this stage's ``own``,
+    or one without parameters, with which a loop over parameters does nothing.
     """
 
     def __init__(self, path: str, whole: nn.Module, own: nn.Module | None) -> None:

@@ -1,8 +1,11 @@
 """The steps of a divided module: from the batches that the first stage loads to what Lightning gets of them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,10 +16,12 @@ from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.losses import MeanLoss, PartialLoss, WeighedLoss
 from cnnstrategies.pipeline.step import RandomState
+from cnnstrategies.pipeline.transport import PeerError
 from cnnstrategies.strategies.differences import has_mean_loss
 from cnnstrategies.strategies.hybrid_pipeline.batches import check_forms, form_of, seen
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss
@@ -27,15 +32,15 @@ from cnnstrategies.strategies.hybrid_pipeline.layout import warn_of_small_microb
 from cnnstrategies.strategies.hybrid_pipeline.shadow import NoCollectives, copy_metrics, same_random_numbers, shadow_of
 from cnnstrategies.strategies.hybrid_pipeline.stand_ins import ImagesElsewhere, NetworkStandIn
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class StepLoss(WeighedLoss):
     """What ``training_step`` returns for a part of the batch, when the network returns that part's outputs.
 
     The step runs on a copy of the module: nothing is logged, counted or stored, and no random number used up. It runs
     on the whole batch once more for that.
-
-    Attributes:
-        arguments: What the trainer calls it with.
     """
 
     def __init__(self, divided: DividedModule, watch: HookWatch) -> None:
@@ -89,12 +94,7 @@ def loss_of(module: LightningModule, output: Any) -> Tensor:
 
 
 class Steps:
-    """Runs them; each method is a collective.
-
-    Attributes:
-        overflow: The decision of all stages to skip a step.
-        watch: Looks at what the module's own code and callbacks do with weights.
-    """
+    """Runs them; each method is a collective."""
 
     def __init__(self, divided: DividedModule, fitting: bool) -> None:
         self.divided = divided
@@ -117,8 +117,7 @@ class Steps:
     def load(self, batch: Any, dataloader: int) -> Any:
         """Make the global batch known, with this rank's part of it, on its device; None where it has none.
 
-        Returns:
-            The global batch as every rank sees it: images by shape alone, everything else in full.
+        Gives it as every rank sees it: images by shape alone, everything else in full.
         """
         images, rest, form = (None, (), None) if batch is None else self._inputs.take(batch, dataloader)
         # Samples of a replica's usual batch, where batch normalisation trains on the microbatches.
@@ -143,11 +142,7 @@ class Steps:
             self._accumulates = False
 
     def train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run ``training_step`` for the loaded batch, with what the trainer calls it with.
-
-        Returns:
-            What it returns, with a loss whose backward brings the gradients.
-        """
+        """Run ``training_step`` for the loaded batch; gives what it returns, with a loss whose backward is known."""
         pipeline, plugin = self._pipeline, self._trainer.precision_plugin
         batch = self._take_batch()
         if not self._loss_checked:
@@ -256,10 +251,7 @@ def hand_over(
 
 
 def clip_by_joint_norm(optimizer: Optimizer, clip_val: int | float, counts: bool, device: torch.device) -> None:
-    """Clip this stage's gradients by the norm over those of all stages; a collective.
-
-    The gradients of one replica of each stage count.
-    """
+    """Clip this stage's gradients by the norm over those of all stages, of which one replica counts; a collective."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if counts and parameters:
@@ -267,6 +259,13 @@ def clip_by_joint_norm(optimizer: Optimizer, clip_val: int | float, counts: bool
     dist.all_reduce(squares)
     if parameters:
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, squares.sqrt().to(parameters[0].dtype))
+
+
+def clip_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
+    """Clip each gradient that this stage has; torch's own function fails where there is none."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if parameters:
+        torch.nn.utils.clip_grad_value_(parameters, clip_val)
 
 
 class Overflow:
@@ -293,3 +292,37 @@ class Overflow:
         if own:
             own[0].masked_fill_(self._found > 0, float("inf"))
         self._found = torch.zeros_like(self._found)
+
+
+# Seconds that a rank leaves to the one that it has lost, and to the process that has started them to see it end. If it
+# was asked to end before it came here, nobody asks again, and the whole time passes.
+GRACE = 5.0
+SILENT = 2.0  # The same after a time-out: the other one does not end by itself.
+
+
+def after_the_lost_rank(method: Callable[P, T]) -> Callable[P, T]:
+    """Have a rank that was forked or spawned end after the one that it has lost, in a method of the strategy.
+
+    The process that has started them tells of the first that it sees to have ended, and ends the others at once; and
+    Lightning calls no ``on_exception`` in the ranks.
+    """
+
+    @functools.wraps(method)
+    def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except PeerError as error:
+            strategy: Any = args[0]
+            if ranks_are_children(strategy.launcher):
+                wait_to_be_ended(SILENT if "timed out" in str(error).lower() else GRACE)
+            raise
+
+    return waiting
+
+
+def wait_to_be_ended(seconds: float) -> None:
+    """Wait until the process that has started this one asks it to end, or for some seconds."""
+    asked = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    asked.wait(seconds)
+    signal.signal(signal.SIGTERM, before)

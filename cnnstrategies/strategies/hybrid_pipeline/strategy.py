@@ -61,7 +61,6 @@ from cnnstrategies.strategies.hybrid_pipeline.layout import (
     differences_of_pipeline,
     stage_parameters,
 )
-from cnnstrategies.strategies.hybrid_pipeline.lost_rank import after_the_lost_rank
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
     Plan,
     broadcast_weights,
@@ -72,7 +71,7 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
     share_stage,
     values_alone_to_cpu,
 )
-from cnnstrategies.strategies.hybrid_pipeline.steps import Steps, clip_by_joint_norm
+from cnnstrategies.strategies.hybrid_pipeline.steps import Steps, after_the_lost_rank, clip_by_joint_norm, clip_by_value
 from cnnstrategies.strategies.unwrapped import check_keywords, own_metric_states, warn_of_weights_alone
 
 
@@ -342,7 +341,8 @@ class HybridPipelineStrategy(DDPStrategy):
             self._callbacks = callbacks
         self.setup_precision_plugin()
         plugin: Any = self.precision_plugin
-        plugin.clip_grad_by_norm = self._clip_grad_by_norm  # The plugin's own knows this stage's gradients alone.
+        # The plugin's own know this stage's gradients alone, and fail where there are none.
+        plugin.clip_grad_by_norm, plugin.clip_grad_by_value = self._clip_grad_by_norm, clip_by_value
         scaler = getattr(plugin, "scaler", None)
         if scaler is not None and fitting and not self._pipeline.parameters:
             raise ConfigurationError(
@@ -567,6 +567,7 @@ class HybridPipelineStrategy(DDPStrategy):
             else:
                 self._pipeline.close()
         self.pipeline = self._steps = None
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)  # Another Trainer may be given the same plugin.
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self.precision_plugin).pop(name, None)  # Another Trainer may be given the same plugin.
         with values_alone_to_cpu(self.lightning_module):
             super().teardown()
