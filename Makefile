@@ -82,7 +82,7 @@ fuzz-pipeline: $(INSTALLED)
 
 # Starts and ends of ranks with three busy processes beside them; half an hour on two processors.
 ends-pipeline: $(INSTALLED)
-	$(BIN)/python tests/pipeline/starts_and_ends.py --forked 200 --strategy 200 --command 50 --stopped 50
+	$(BIN)/python tests/pipeline/test_starts_and_ends.py --forked 200 --strategy 200 --command 50 --stopped 50
 
 # Some thousand small changes of nine modules, made by mutmut: those that no test notices are printed. Some minutes;
 # MODULE=data.sampling takes one of the modules alone. See [tool.mutmut] in pyproject.toml.

@@ -99,27 +99,3 @@ def test_a_side_stream_copies_when_it_is_waited_for() -> None:
             pinned.copy_(tensor.clone(), non_blocking=True)
         with pytest.raises(AssertionError, match="memory was freed"):
             side.synchronize()
-
-
-def test_its_random_numbers_are_its_own() -> None:
-    with simulate():
-        torch.manual_seed(0)
-        expected = torch.rand(3)
-        state = torch.cuda.get_rng_state()
-        first, second = torch.rand(3, device="cuda").cpu(), torch.rand(3, device="cuda").cpu()
-        torch.cuda.set_rng_state(state)
-        assert torch.equal(torch.rand(3, device="cuda").cpu(), first)
-        assert torch.equal(first, expected), "of the same seed"
-        assert not torch.equal(second, first)
-
-
-def test_a_module_goes_there_and_back() -> None:
-    layer = nn.BatchNorm2d(3)
-    weight = layer.weight
-    with simulate():
-        layer.to("cuda").weight.data.fill_(2.0)
-        assert layer.weight is weight
-        assert {tensor.device for tensor in layer.state_dict().values()} == {DEVICE.name}
-        assert layer.cpu().weight is weight
-        assert type(weight) is nn.Parameter
-        assert torch.equal(weight, torch.full((3,), 2.0))

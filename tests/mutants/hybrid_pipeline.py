@@ -1,9 +1,9 @@
 """The pipeline's strategy: Lightning gets from the stages together what it gets from one device."""
 
-import test_hybrid_pipeline_features
+import test_batch
+import test_hybrid_pipeline
 import test_pipeline_comparison
-import test_pipeline_optimizers
-import test_replicas
+import test_pipeline_contract
 import torch
 from mutants.faulty import removes, replaces
 
@@ -17,9 +17,7 @@ from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModul
 from cnnstrategies.strategies.hybrid_pipeline.steps import Overflow, clip_by_joint_norm
 
 
-@replaces(
-    clip_by_joint_norm, killed_by=test_hybrid_pipeline_features.test_accumulated_gradients_are_those_of_one_process_once
-)
+@replaces(clip_by_joint_norm, killed_by=test_hybrid_pipeline.test_accumulated_gradients_are_those_of_one_process_once)
 def each_stage_is_clipped_by_its_own_norm(right, optimizer, clip_val, counts, device):
     torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip_val)
 
@@ -27,13 +25,13 @@ def each_stage_is_clipped_by_its_own_norm(right, optimizer, clip_val, counts, de
 removes(
     Overflow.share,
     "a stage skips a step for its own overflow alone",
-    killed_by=test_hybrid_pipeline_features.test_fp16_skips_a_step_on_all_stages_and_lowers_one_scale,
+    killed_by=test_hybrid_pipeline.test_fp16_skips_a_step_on_all_stages_and_lowers_one_scale,
 )
 
 
 @replaces(
     DividedModule.whole_state,
-    killed_by=test_hybrid_pipeline_features.test_metrics_and_best_checkpoint_equal_one_process,
+    killed_by=test_hybrid_pipeline.test_metrics_and_best_checkpoint_equal_one_process,
 )
 def a_checkpoint_has_what_the_first_stage_has_learned_alone(right, self, state):
     whole = right(self, state)
@@ -42,7 +40,7 @@ def a_checkpoint_has_what_the_first_stage_has_learned_alone(right, self, state):
 
 @replaces(
     DividedModule.restore,
-    killed_by=test_hybrid_pipeline_features.test_an_own_module_trains_and_its_parent_has_all_weights,
+    killed_by=test_hybrid_pipeline.test_an_own_module_trains_and_its_parent_has_all_weights,
 )
 def after_fit_each_rank_has_the_weights_of_its_own_stage_alone(right, self, merge):
     right(self, False)
@@ -50,7 +48,7 @@ def after_fit_each_rank_has_the_weights_of_its_own_stage_alone(right, self, merg
 
 @replaces(
     HybridPipelineStrategy.reduce,
-    killed_by=test_hybrid_pipeline_features.test_ordinary_loaders_give_the_rows_of_one_process_in_order,
+    killed_by=test_hybrid_pipeline.test_ordinary_loaders_give_the_rows_of_one_process_in_order,
 )
 def a_sum_over_ranks_counts_the_batch_once_for_each(right, self, tensor, group=None, reduce_op="mean"):
     reduced = right(self, tensor, group, reduce_op)
@@ -60,7 +58,7 @@ def a_sum_over_ranks_counts_the_batch_once_for_each(right, self, tensor, group=N
 removes(
     check_loss,
     "another loss than the one that is trained is returned unnoticed",
-    killed_by=test_hybrid_pipeline_features.test_after_a_failure_no_part_of_the_network_goes_on,
+    killed_by=test_hybrid_pipeline.test_after_a_failure_no_part_of_the_network_goes_on,
 )
 removes(
     compare,
@@ -91,18 +89,18 @@ def a_network_is_compared_where_it_happens_to_be(right, network, device):
 removes(
     try_optimizer,
     "an optimizer knows the norm of its stage alone",
-    killed_by=test_pipeline_optimizers.test_one_that_mixes_parameters_is_refused_and_no_other,
+    killed_by=test_pipeline_contract.test_one_that_mixes_parameters_is_refused_and_no_other,
 )
 
 
 @replaces(
     PredictionLoader.__iter__,
-    killed_by=test_hybrid_pipeline_features.test_ordinary_loaders_give_the_rows_of_one_process_in_order,
+    killed_by=test_hybrid_pipeline.test_ordinary_loaders_give_the_rows_of_one_process_in_order,
 )
 def a_writer_is_told_the_indices_of_one_replica(right, self):
     return StageLoader.__iter__(self)
 
 
-@replaces(Pipeline.end_together, killed_by=test_replicas.test_a_rank_that_has_no_further_batch_is_named_on_every_rank)
+@replaces(Pipeline.end_together, killed_by=test_batch.test_what_does_not_fit_together_is_said_on_every_rank)
 def a_rank_that_has_ended_counts_as_one_without_samples(right, self):
     self.share(None)

@@ -62,7 +62,7 @@ def an_exported_network_may_give_other_logits(right, self, file, images, differe
     MeanOverSamples.update,
     killed_by=test_trainer_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
     world=1,
-    cases=[test_trainer_on_gpu.Case("auto")],
+    cases=[test_trainer_on_gpu.Case(lambda: "auto")],
 )
 def a_loss_is_looked_at_before_it_is_added(right, self, mean, samples):
     if not mean.isnan():
@@ -74,5 +74,5 @@ removes(
     "each batch waits for lightnings flag of a signal",
     killed_by=test_trainer_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
     world=2,
-    cases=[test_trainer_on_gpu.Case("ddp")],
+    cases=[test_trainer_on_gpu.Case(lambda: "ddp")],
 )

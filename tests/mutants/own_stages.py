@@ -2,7 +2,6 @@
 
 import contextlib
 
-import test_held_in_turn
 import test_own_stage
 from mutants.faulty import removes, replaces
 
@@ -12,14 +11,13 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import Turns, own_stage_
 removes(
     Turns.hold,
     "what belongs elsewhere keeps its memory until the end",
-    killed_by=test_held_in_turn.test_one_at_a_time_holds_memory_while_the_whole_is_built,
+    killed_by=test_own_stage.test_one_at_a_time_holds_memory_while_the_whole_is_built,
 )
 
 
 @replaces(
     Turns.__torch_dispatch__,
-    killed_by=test_held_in_turn.test_what_needs_values_that_are_gone_is_refused_by_name,
-    way=test_held_in_turn.scaled,
+    killed_by=test_own_stage.test_what_needs_values_that_are_gone_is_refused_by_name,
 )
 def values_that_are_gone_are_computed_with(right, self, func, types, args=(), kwargs=None):
     try:
@@ -30,8 +28,7 @@ def values_that_are_gone_are_computed_with(right, self, func, types, args=(), kw
 
 @replaces(
     Turns.__torch_dispatch__,
-    killed_by=test_held_in_turn.test_what_is_kept_is_whole_and_the_rest_shape_alone,
-    first=True,
+    killed_by=test_own_stage.test_what_is_kept_is_whole_and_the_rest_shape_alone,
 )
 def nothing_is_drawn_for_what_belongs_elsewhere(right, self, func, types, args=(), kwargs=None):
     drawn = func.overloadpacket.__name__ in ("normal_", "uniform_") and self.is_elsewhere(args[0])
@@ -40,7 +37,7 @@ def nothing_is_drawn_for_what_belongs_elsewhere(right, self, func, types, args=(
 
 @replaces(
     Turns.__torch_dispatch__,
-    killed_by=test_held_in_turn.test_what_is_kept_of_a_checkpoint_is_read_alone,
+    killed_by=test_own_stage.test_what_is_kept_of_a_checkpoint_is_read_alone,
     noticed_by=(RuntimeError,),
 )
 def a_checkpoint_is_read_for_other_ranks_as_well(right, self, func, types, args=(), kwargs=None):

@@ -1,18 +1,19 @@
 """The pipeline's engine: it trains what one process trains, holds no more than it must, and no rank waits for ever."""
 
+import functools
 import importlib
 import pickle
 
+import test_batch
+import test_batch_norm
 import test_codec
 import test_compiled
-import test_engine
-import test_engine_on_gpu
 import test_executor
 import test_layouts
 import test_losses
 import test_pipeline_ways_to_write
-import test_plain_data
 import test_rank_watch
+import test_trainer_on_gpu
 import torch
 from mutants.faulty import removes, replaces
 from torch import nn
@@ -57,7 +58,7 @@ removes(
 )
 
 
-@replaces(StageBuffers.__init__, killed_by=test_engine.test_running_statistics_of_batch_norm)
+@replaces(StageBuffers.__init__, killed_by=test_batch_norm.test_running_statistics_of_batch_norm)
 def deferred_statistics_are_those_of_microbatches_in_turn(right, self, module, batch_norm, group, calls):
     right(self, module, "microbatch", group, calls)
 
@@ -66,7 +67,6 @@ removes(
     RandomState.restore,
     "a forward that runs again draws other random numbers",
     killed_by=test_executor.test_a_forward_that_runs_again_is_the_same,
-    half=False,
 )
 
 
@@ -75,7 +75,7 @@ def compiled_stages_run_as_others_do(right, self, again):
     return not again
 
 
-@replaces(tasks_of, killed_by=test_engine.test_peak_memory_holds_the_microbatches_in_flight_alone)
+@replaces(tasks_of, killed_by=test_executor.test_peak_memory_holds_the_microbatches_in_flight_alone)
 def a_stage_under_1f1b_holds_the_activations_of_all_microbatches(
     right, place, replicas, microbatches, schedule="1f1b", run_ahead=False
 ):
@@ -83,7 +83,10 @@ def a_stage_under_1f1b_holds_the_activations_of_all_microbatches(
 
 
 @replaces(
-    Step.part_of_loss, killed_by=test_engine_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits, replicas=(1,)
+    Step.part_of_loss,
+    killed_by=test_trainer_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
+    world=1,
+    cases=[test_trainer_on_gpu.Case(functools.partial(test_trainer_on_gpu.piped, replicas=[1], cuts=None))],
 )
 def a_step_waits_for_the_device_to_learn_its_loss(right, self, outputs, microbatch):
     part = right(self, outputs, microbatch)
@@ -92,7 +95,10 @@ def a_step_waits_for_the_device_to_learn_its_loss(right, self, outputs, microbat
 
 
 @replaces(
-    Transport.__init__, killed_by=test_engine_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits, replicas=(2, 1)
+    Transport.__init__,
+    killed_by=test_trainer_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
+    world=3,
+    cases=test_trainer_on_gpu.THREE,
 )
 def sizes_of_a_batch_go_through_nccl(right, self, placement, timeout, device=CPU):
     right(self, placement, timeout, device)
@@ -184,12 +190,12 @@ def a_replica_has_no_gradient_where_only_the_others_have_one(right, self, reache
     return [one for one in self.parameters if one not in reached]
 
 
-@replaces(decode, killed_by=test_plain_data.test_what_a_peer_has_pickled_is_not_executed)
+@replaces(decode, killed_by=test_batch.test_what_a_peer_has_pickled_is_not_executed)
 def an_object_of_a_peer_is_unpickled(right, frames):
     return pickle.loads(frames[0])
 
 
-@replaces(from_bytes, killed_by=test_plain_data.test_what_a_peer_has_pickled_is_not_executed)
+@replaces(from_bytes, killed_by=test_batch.test_what_a_peer_has_pickled_is_not_executed)
 def a_batch_or_a_decision_of_a_peer_is_unpickled(right, message):
     return pickle.loads(message)
 

@@ -20,9 +20,8 @@ removes(differences, "nothing differs", killed_by=test_verdict.test_only_roundin
 
 @replaces(
     LeafTracer.number,
-    killed_by=test_stage.test_a_network_that_decides_by_values_is_refused_by_name,
-    inside=test_stage.Gate(),
-    code="return x if x.sum() > 0",
+    killed_by=test_stage.test_what_a_trace_would_fix_is_refused,
+    how="branch by value",
 )
 def each_microbatch_decides_by_its_own_values(right, self, asked):
     raise UndecidedError(self.graph, asked.node)

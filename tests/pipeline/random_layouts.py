@@ -41,6 +41,7 @@ class Case:
         seed: Of network, cuts and batches.
         placement: How the ranks are numbered.
         run_ahead: Whether stages hold one microbatch more than they need.
+        accumulates: When the steps are those of plain torch, and add up: how often replicas sum, `each` time or `once`.
     """
 
     replicas: tuple[int, ...]
@@ -53,6 +54,7 @@ class Case:
     seed: int
     placement: Any = "stages"
     run_ahead: bool = False
+    accumulates: Any = None
 
 
 class Skips(nn.Module):
@@ -101,6 +103,7 @@ def random_cases(seed: int, most_ranks: int = 64) -> Iterator[Case]:
             rng.randrange(10**9),
             rng.choice(ORDERS),
             rng.random() < 0.7,
+            rng.choice((None, None, "each", "once")),
         )
 
 
@@ -146,6 +149,10 @@ class Trial:
             placement=case.placement,
         )
         names = {parameter: name for name, parameter in pipeline.module.named_parameters()}
+        if case.accumulates is not None:
+            self._accumulate(pipeline, names)
+            pipeline.close()
+            return
         usual = max(max(rows) for rows in case.rows) if case.seed % 3 else None
         for (images, targets), rows, expected in zip(self.batches, case.rows, self.expected, strict=True):
             gradients, loss, outputs = expected
@@ -158,8 +165,19 @@ class Trial:
             _compare(pipeline.gather(batch, made), outputs, "outputs")
             batch = pipeline.share(images[own], targets[own])
             assert torch.equal(batch.rest[0], targets)
-            pipeline.evaluate(batch)
+            pipeline.module.eval()
+            _compare(pipeline.gather(batch, pipeline.evaluate(batch)), outputs, "evaluated outputs")
+            pipeline.module.train()
         pipeline.close()
+
+    def _accumulate(self, pipeline: Pipeline, names: dict[nn.Parameter, str]) -> None:
+        for step, ((images, targets), rows) in enumerate(zip(self.batches, self.case.rows, strict=True)):
+            own = _own(pipeline, rows)
+            more = self.case.accumulates == "once" and step < STEPS - 1
+            _compare(pipeline.step(images[own], targets[own], F.mse_loss, more), self.expected[step][1], "loss")
+        for parameter in pipeline.parameters:
+            every = torch.stack([gradients[names[parameter]] for gradients, *_ in self.expected])
+            _compare(parameter.grad, every.sum(0), names[parameter])
 
 
 def run_as_threads(case: Case) -> World:

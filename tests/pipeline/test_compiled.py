@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.stage import check_backend
 
 SIZES = (10, 12)  # In four microbatches, which have 3 samples, or 3 and 2.
 
@@ -83,10 +81,3 @@ def test_compiled_stages_train_what_others_train(backend: str) -> None:
         torch.testing.assert_close(compiled.values, expected.values, rtol=1e-12, atol=1e-14)
         assert compiled.compilations == len(compiled.sizes) + 1, "for each size, and for evaluation"
         assert expected.compilations == compiled.breaks == 0
-
-
-@pytest.mark.light
-def test_a_backend_whose_results_do_not_stay_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"compile_backend='cudagraphs': .* use inductor, or strategy ddp"):
-        check_backend("cudagraphs")
-    check_backend("inductor")

@@ -1,9 +1,8 @@
-"""What runs again is what ran before, and what can start early does."""
+"""What runs again is what ran before, what can start early does, and a rank holds no more than it must."""
 
 import gc
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.gradients import GradientReducer
-from cnnstrategies.pipeline.timetable import CHECKPOINTING
+from cnnstrategies.pipeline.timetable import CHECKPOINTING, in_flight
 
 MICROBATCHES = 4
 
@@ -31,45 +30,37 @@ def make_network() -> nn.Module:
     )
 
 
-def make_batch() -> tuple[Tensor, Tensor]:
+def make_batch(size: int = 8) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(8, 1, 8, 8, generator=generator), torch.randint(5, (8,), generator=generator)
+    return torch.randn(size, 1, 8, 8, generator=generator), torch.randint(5, (size,), generator=generator)
 
 
-def gradients(recompute: Any, half: bool) -> tuple[list[Tensor], Any]:
-    """This stage's gradients, and the outputs."""
-    images, targets = make_batch()
-    network = make_network()
-    if not half:
-        network, images = network.double(), images.double()
-    pipeline = Pipeline(network, ["2"], (1, 1), MICROBATCHES, activation_checkpointing=recompute)
-    torch.manual_seed(2)
-    with torch.autocast("cpu", torch.bfloat16, enabled=half):
-        batch = pipeline.share(images, targets)
-        found, outputs = pipeline.train(batch, F.cross_entropy)
-        return [gradient for gradient in found if gradient is not None], pipeline.gather(batch, outputs)
+def gradients_in_half() -> dict[str, list[Tensor]]:
+    """This stage's, for each way to compute again."""
+    found = {}
+    for recompute in CHECKPOINTING:
+        pipeline = Pipeline(make_network(), ["2"], (1, 1), MICROBATCHES, activation_checkpointing=recompute)
+        torch.manual_seed(2)
+        with torch.autocast("cpu", torch.bfloat16):
+            batch = pipeline.share(*make_batch())
+            gradients, outputs = pipeline.train(batch, F.cross_entropy)
+            assert pipeline.gather(batch, outputs).dtype == torch.bfloat16
+        found[recompute] = [gradient for gradient in gradients if gradient is not None]
+    return found
 
 
-def all_gradients(half: bool) -> dict[str, tuple[list[Tensor], Any]]:
-    return {recompute: gradients(recompute, half) for recompute in CHECKPOINTING}
-
-
-@pytest.mark.parametrize("half", [False, True], ids=["float64", "bf16"])
-def test_a_forward_that_runs_again_is_the_same(half: bool) -> None:
+def test_a_forward_that_runs_again_is_the_same() -> None:
     """It draws the same random numbers, and in lower precision it has weights that gradients reach."""
-    for results in run_ranks(2, all_gradients, half):
-        expected, outputs = results["never"]
-        assert outputs.dtype == (torch.bfloat16 if half else torch.float64)
-        for recompute, (found, _) in results.items():
+    for results in run_ranks(2, gradients_in_half):
+        expected = results["never"]
+        for recompute, found in results.items():
             assert len(found) == len(expected) > 0
             for got, wanted in zip(found, expected, strict=True):
-                assert (got - wanted).norm() <= (1e-5 if half else 1e-10) * wanted.norm(), recompute
+                assert (got - wanted).norm() <= 1e-5 * wanted.norm(), recompute
 
 
 def events_of_a_step(replicas: tuple[int, ...], cuts: list[str]) -> list[str]:
-    """What a rank's second step does, in order; in the first one it learns what messages look like."""
-    images, targets = make_batch()
-    pipeline = Pipeline(make_network(), cuts, replicas, MICROBATCHES, bucket_bytes=100)
+    """What a rank's second step does, in order; in the first one it learns what messages and outputs look like."""
     events: list[str] = []
 
     def noted(function: Any, name: str) -> Any:
@@ -79,14 +70,22 @@ def events_of_a_step(replicas: tuple[int, ...], cuts: list[str]) -> list[str]:
 
         return call
 
-    part = slice(pipeline.place.replica, None, replicas[0])
-    for _ in range(2):
-        pipeline.step(images[part], targets[part], F.cross_entropy)
-        if not events:
+    GradientReducer.ready = noted(GradientReducer.ready, "ready")  # type: ignore[method-assign]
+    pipeline = Pipeline(make_network(), cuts, replicas, MICROBATCHES, bucket_bytes=100)
+    images, targets = (one[pipeline.place.replica :: replicas[0]] for one in make_batch())
+    for step in range(2):
+        batch = pipeline.share(images, targets)
+        if step:
+            events.clear()
             pipeline.transport.receive = noted(pipeline.transport.receive, "expect")  # type: ignore[method-assign]
             pipeline.transport.send = noted(pipeline.transport.send, "send")  # type: ignore[method-assign]
+            pipeline.gatherer.start = noted(pipeline.gatherer.start, "gather")  # type: ignore[method-assign]
             pipeline.reducer.finish = noted(GradientReducer.finish.__get__(pipeline.reducer), "finish")  # type: ignore[method-assign]
             dist.all_reduce = noted(dist.all_reduce, "reduce")
+        pipeline.gather(batch, pipeline.train(batch, F.cross_entropy, gather=True)[1])
+    pipeline.close()
+    events.append("closed")
+    torch.stack([parameter.sum() for parameter in pipeline.parameters]).sum().backward()
     return events
 
 
@@ -103,44 +102,70 @@ def test_a_microbatch_is_received_during_the_one_before() -> None:
 def test_replicas_add_up_gradients_while_the_last_backward_runs() -> None:
     for events in run_ranks(2, events_of_a_step, (2,), []):
         early = events[: events.index("finish")]
-        assert early.count("reduce") == len(list(make_network().parameters())) + 2, "and targets and loss"
+        assert early.count("reduce") == len(list(make_network().parameters()))
+        assert "gather" in early[: early.index("reduce")], "the outputs leave before that"
+        assert events[-1] == "closed", "parameters outlive their pipeline without its hooks"
 
 
-def reductions(steps: int) -> tuple[int, int]:
-    """How often a replica reduces gradients in accumulated steps after the first ones; hooks left at the end."""
-    images, targets = make_batch()
-    network = make_network()
-    handles, register = [], Tensor.register_post_accumulate_grad_hook
+class Meter:
+    """Counts the bytes that autograd has saved and not yet freed."""
 
-    def registered(parameter: Tensor, hook: Any) -> Any:
-        handles.append(register(parameter, hook))
-        return handles[-1]
+    def __init__(self) -> None:
+        self.now = self.most = 0
 
-    Tensor.register_post_accumulate_grad_hook = registered  # type: ignore[method-assign]
-    pipeline = Pipeline(network, [], (2,), MICROBATCHES)
-    part = slice(pipeline.place.replica, None, 2)
-    count, reduce = 0, dist.all_reduce
-
-    def counted(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        nonlocal count
-        count += bool(tensor.ndim and tensor.is_floating_point())  # Targets and losses are not.
-        return reduce(tensor, *args, **options)
-
-    for step in range(3 * steps):
-        if step == steps:
-            dist.all_reduce = counted
-            hooks = len(handles)
-        pipeline.step(images[part], targets[part], F.cross_entropy, more=(step + 1) % steps > 0)
-    dist.all_reduce = reduce
-    pipeline.close()
-    assert len(handles) == hooks > 0, "they are made once, with the buckets"
-    return count, sum(handle.id in (handle.hooks_dict_ref() or ()) for handle in handles)
+    def pack(self, tensor: Tensor) -> "Saved":
+        return Saved(self, tensor)
 
 
-def test_accumulated_steps_are_reduced_once_by_hooks_made_once() -> None:
-    for reduced, left in run_ranks(2, reductions, 3):
-        assert reduced == 2, "once for each of the two optimizer steps"
-        assert left == 0, "parameters outlive their pipeline without its hooks"
+class Saved:
+    def __init__(self, meter: Meter, tensor: Tensor) -> None:
+        self.meter = meter
+        self.tensor = tensor
+        meter.now += tensor.nbytes
+        meter.most = max(meter.most, meter.now)
+
+    def __del__(self) -> None:
+        self.meter.now -= self.tensor.nbytes
+
+
+WAYS = [("1f1b", False, "never"), ("1f1b", True, "never"), ("gpipe", False, "never"), ("gpipe", False, "always")]
+
+
+def peaks() -> list[tuple[int, int]]:
+    """For each way the most microbatches in flight, and the most bytes that autograd saved at once."""
+    found = []
+    for schedule, run_ahead, recompute in WAYS:
+        layers = [nn.Sequential(nn.Conv2d(8 if i else 1, 8, 3, padding=1), nn.Tanh()) for i in range(6)]
+        network = nn.Sequential(*layers, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())).double()
+        options: Any = {"schedule": schedule, "run_ahead": run_ahead, "activation_checkpointing": recompute}
+        pipeline = Pipeline(network, ["1", "3"], (1, 1, 1), 8, **options)
+        meter, now, held = Meter(), 0, 0
+
+        def count(span: Any) -> None:
+            nonlocal now, held
+            now += {"forward": 1, "backward": -1}.get(span.kind, 0)
+            held = max(held, now)
+
+        pipeline.watchers.append(count)
+        images, targets = make_batch(16)
+        with torch.autograd.graph.saved_tensors_hooks(meter.pack, lambda saved: saved.tensor):
+            pipeline.step(images.double(), targets, F.cross_entropy)
+        assert meter.now == 0, "a step leaves no activations behind"
+        found.append((held, meter.most))
+    return found
+
+
+def test_peak_memory_holds_the_microbatches_in_flight_alone() -> None:
+    microbatch = 2 * 8 * 64 * 8  # Bytes of one activation: 2 samples of 8 channels of 8 x 8.
+    for stage, found in enumerate(run_ranks(3, peaks)):
+        (held, saved), (ahead, _), (all_of_them, all_saved), (_, again) = found
+        assert held == min(3 - stage, 8) == in_flight((1, 1, 1), stage)
+        assert ahead == held + (stage < 2) == in_flight((1, 1, 1), stage, run_ahead=True)
+        assert all_of_them == 8
+        # Two layers, each of which saves its input and its output, and what the weights take.
+        assert saved <= held * 4.5 * microbatch + 40_000
+        assert all_saved > 2 * saved or stage == 0
+        assert again < all_saved / 3
 
 
 class Turned(nn.Module):

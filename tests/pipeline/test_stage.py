@@ -1,19 +1,21 @@
 """A divided network computes what the whole one does, wherever it is cut."""
 
 import random
-import re
 import sys
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchvision
 from ranks import run_apart
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.stage import divide, divide_by_names
+from cnnstrategies.pipeline.stage import check_backend, divide, divide_by_names
+from cnnstrategies.pipeline.timetable import check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace
 from cnnstrategies.strategies.hybrid_pipeline import comparison
 
@@ -104,14 +106,81 @@ def test_outputs_and_gradients_equal_the_whole_network(library: str, names: list
     assert run_apart(compare_all, library, names) == []
 
 
-class Gate(nn.Module):
+class Changing(nn.Module):
+    """Two layers, and between them something that a trace would fix."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.how = how
+        self.calls = 0
+        self.gain = 1.0
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.head = nn.Linear(4, 2)
+
     def forward(self, x: Tensor) -> Tensor:
-        return x if x.sum() > 0 else -x
+        match self.how:
+            case "no_grad":
+                with torch.no_grad():
+                    x = self.block(x)
+            case "autocast":
+                with torch.autocast("cpu", torch.bfloat16):
+                    x = self.block(x)
+            case "checkpoint":
+                x = checkpoint(self.block, x, use_reentrant=False)
+            case "random" if random.random() < 2:
+                x = self.block(x)
+            case "numpy" if np.random.rand() < 2:
+                x = self.block(x)
+            case "torch" if torch.rand(()) < 2:
+                x = self.block(x)
+            case "attribute":
+                self.calls += 1
+                x = self.block(x)
+            case "branch by value":
+                x = self.block(x) if x.sum() > 0 else x
+            case "loop by value":
+                x = self.block(x) * int(x.max())
+            case _:
+                x = self.block(x) * self.gain
+        return self.head(x)
 
 
-class Rounds(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * int(x.max())
+FIXED = {
+    "no_grad": "block computes under torch.no_grad or torch.enable_grad, .* use .detach()",
+    "autocast": "block computes under torch.autocast",
+    "checkpoint": "under torch.utils.checkpoint, which .* set the pipeline's activation_checkpointing",
+    "random": "Changing.forward draws random numbers with random to decide",
+    "numpy": "Changing.forward draws random numbers with numpy.random",
+    "torch": "Changing.forward draws random numbers with torch",
+    "attribute": "Changing.forward changes the attribute 'calls'",
+    "branch by value": r"Sequential\.1 \(Changing, test_stage.py:\d+: 'x = self.block\(x\) if x.sum\(\) > 0",
+    "loop by value": r"cannot trace Sequential\.1 \(Changing, test_stage.py:\d+: 'x = self.block\(x\) \* int\(",
+}
+
+
+@pytest.mark.parametrize("how", FIXED)
+def test_what_a_trace_would_fix_is_refused(how: str) -> None:
+    changing = Changing(how)
+    with pytest.raises(ConfigurationError, match=FIXED[how]):
+        trace(nn.Sequential(nn.Flatten(), changing) if "value" in how else changing)
+
+
+@pytest.mark.light
+def test_a_context_around_the_trace_is_no_context_of_the_network() -> None:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        trace(Changing())
+
+
+@pytest.mark.light
+def test_an_attribute_of_traced_code_cannot_change_afterwards() -> None:
+    stage = divide(Changing(), [2]).build(0)
+    with pytest.raises(ConfigurationError, match=r"gain = 5.0 is set on a part of the network that is cut"):
+        stage.gain = 5.0
+    with pytest.raises(ConfigurationError, match=r"rate = 0.1 is set"):
+        stage.block.rate = 0.1
+    stage.train()
+    stage.requires_grad_(False)
+    stage.get_submodule("block.0").anything = 1.0  # A layer keeps looking at its own.
 
 
 class Halves(nn.Module):
@@ -149,34 +218,24 @@ class ByBatch(ByShape):
         return images if images.shape[0] > 2 else -images
 
 
-def with_inside(inside: nn.Module) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(3, 4, 1), inside, nn.Flatten(), nn.LazyLinear(2))
-
-
-class Shared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 3, 1)
-        self.second = nn.Conv2d(3, 3, 1)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.first(self.second(self.first(images)).relu()).relu()
-
-
-@pytest.mark.parametrize(("inside", "code"), [(Gate(), "return x if x.sum() > 0"), (Rounds(), "return x * int(")])
-def test_a_network_that_decides_by_values_is_refused_by_name(inside: nn.Module, code: str) -> None:
-    """Each microbatch would decide by its own."""
-    where = rf"cannot trace Sequential\.1 \({type(inside).__name__}, test_stage.py:\d+: '{re.escape(code)}"
-    with pytest.raises(ConfigurationError, match=where):
-        trace(with_inside(inside))
-
-
-def test_a_module_that_cannot_be_traced_inside_stays_whole() -> None:
+def test_what_a_network_decides_by_shape_holds_for_its_images() -> None:
     def compared() -> None:
-        network = with_inside(Halves()).double()
-        network(torch.randn(2, 3, 8, 8, dtype=torch.float64))
-        assert "call_module" in {node.op for node in trace(network).graph.nodes if node.target == "1"}
-        comparison.compare(divide_by_names(network, ["1"]), torch.randn(2, 3, 8, 8, dtype=torch.float64), CPU)
+        whole = nn.Sequential(nn.Conv2d(3, 4, 1), Halves(), nn.Flatten(), nn.Linear(32, 2)).double()
+        images = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+        assert "call_module" in {node.op for node in trace(whole).graph.nodes if node.target == "1"}
+        comparison.compare(divide_by_names(whole, ["1"]), images, CPU)
+        network = ByShape().double()
+        with pytest.raises(ConfigurationError, match=r"cannot trace ByShape \(ByShape, test_stage.py:\d+: 'if hei"):
+            trace(network)
+        assert not decide_by_shapes(network, lambda size: None)
+        assert decide_by_shapes(network, lambda size: images[:size])
+        blueprint = divide_by_names(network, ["first"])
+        comparison.compare(blueprint, images[:2], CPU)
+        other = r"images of shape \(3, 12, 8\): ByShape.forward .* was cut into stages for \(3, 8, 8\)"
+        with pytest.raises(ConfigurationError, match=other):
+            blueprint.build(0)(torch.randn(2, 3, 12, 8, dtype=torch.float64))
+        with pytest.raises(ConfigurationError, match=r"ByBatch\.forward branches on how many images there are"):
+            decide_by_shapes(ByBatch(), lambda size: torch.zeros(size, 3, 8, 8))
 
     run_apart(compared)
 
@@ -199,46 +258,39 @@ def test_functions_of_einops_become_nodes(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(trace(Rearranged())(images), Rearranged()(images))
 
 
-def test_what_a_network_decides_by_shape_holds_for_its_images() -> None:
-    def compared() -> None:
-        network = ByShape().double()
-        with pytest.raises(ConfigurationError, match=r"cannot trace ByShape \(ByShape, test_stage.py:\d+: 'if hei"):
-            trace(network)
-        images = torch.randn(3, 3, 8, 8, dtype=torch.float64)
-        assert not decide_by_shapes(network, lambda size: None)
-        assert decide_by_shapes(network, lambda size: images[:size])
-        blueprint = divide_by_names(network, ["first"])
-        comparison.compare(blueprint, images[:2], CPU)
-        other = r"images of shape \(3, 12, 8\): ByShape.forward .* was cut into stages for \(3, 8, 8\)"
-        with pytest.raises(ConfigurationError, match=other):
-            blueprint.build(0)(torch.randn(2, 3, 12, 8, dtype=torch.float64))
-
-    run_apart(compared)
-
-
-def test_what_depends_on_how_many_images_there_are_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"ByBatch\.forward branches on how many images there are"):
-        decide_by_shapes(ByBatch(), lambda size: torch.zeros(size, 3, 8, 8))
-
-
-def test_there_is_no_cut_between_two_uses_of_the_same_parameters() -> None:
-    assert cut_positions(trace(Shared())) == [4]
-
-
-class ChangedInPlace(nn.Module):
-    """Goes on with a value that was changed in place, under its first name."""
+class Shared(nn.Module):
+    """Uses parameters twice, and goes on with a value that was changed in place, under its first name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Conv2d(3, 3, 1)
-        self.second = nn.Conv2d(3, 3, 1)
+        self.first, self.second, self.third = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        first = self.first(images)
-        torch.relu_(first)
-        return self.second(first) + first
+        x = self.first(self.second(self.first(images)).sin())
+        torch.relu_(x)
+        return self.third(x) + x
 
 
-def test_there_is_no_cut_before_a_change_in_place() -> None:
-    """Behind the cut, one stage would change its own copy, and the next would get the value as it was."""
-    assert cut_positions(trace(ChangedInPlace())) == [2, 3]
+def test_there_is_no_cut_inside_what_one_stage_must_have() -> None:
+    """Behind a cut before the change, one stage would change its own copy, and the next get the value as it was."""
+    assert cut_positions(trace(Shared())) == [5, 6]
+
+
+REFUSED = [
+    (check_layout, (1, (2, 2), 4, 3), r"replicas=\[2, 2\] need 4 devices, but there are 3"),
+    (check_layout, (2, (1, 1), 4, 2), r"2 cuts make 3"),
+    (check_layout, (1, (3, 1), 2, 4), r"microbatches=2 are fewer than the 3 replicas"),
+    (check_layout, (1, (2, 0), 2, 2), r"every stage needs at least 1 replica"),
+    (divide_by_names, (Changing(), ["nowhere"]), "no module or node 'nowhere'"),
+    (divide_by_names, (Changing(), ["block.1", "block.0"]), "in the order in which the network runs"),
+    (divide_by_names, (Changing(), ["head"]), "cannot be cut"),
+    (check_backend, ("cudagraphs",), r"compile_backend='cudagraphs': .* use inductor, or strategy ddp"),
+]
+
+
+@pytest.mark.light
+def test_what_cannot_run_is_refused() -> None:
+    for check, arguments, message in REFUSED:
+        with pytest.raises(ConfigurationError, match=message):
+            check(*arguments)  # type: ignore[operator]
+    check_backend("inductor")

@@ -1,4 +1,4 @@
-"""The hybrid pipeline trains the same model as one process, with what users switch on."""
+"""The pipeline trains what one process trains, with what users switch on: precision, averaging, metrics, loaders."""
 
 import os
 from functools import partial
@@ -6,41 +6,415 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from digit_runs import ADAMW, assert_same_run, logged, train
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
+from lightning.pytorch.plugins import MixedPrecision
+from ranks import run_apart, run_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import SumMetric
+from torchmetrics.classification import MulticlassAUROC
 
+from cnnstrategies import ImageClassifier
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.stage import StageModule
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 hybrid = partial(HybridPipelineStrategy, start_method="fork")
-CASES: dict[str, tuple[HybridPipelineStrategy, int, dict[str, Any]]] = {
-    "adamw, clipping by value, 1-1 compiled": (
-        hybrid(replicas=[1, 1], cuts=["1"], microbatches=4), 2,
-        {"model": {"optimizer": ADAMW}, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    ),
-    "sgd, clipping, 2-1 gpipe": (
-        hybrid(
-            replicas=[2, 1], cuts=["2"], microbatches=4, schedule="gpipe", placement="replicas",
-            activation_checkpointing="always",
-        ), 3, {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
-    ),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize(("strategy", "devices", "options"), CASES.values(), ids=CASES)
-def test_equals_one_process(
-    strategy: HybridPipelineStrategy, devices: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = Path.cwd()
+class Images(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that note which process loaded them."""
+
+    def __init__(self, size: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.images = torch.randn(size, 1, 6, 6, generator=generator)
+        self.targets = torch.randint(3, (size,), generator=generator)
+        self.images += self.targets[:, None, None, None] * 0.5
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        Path(f"loaded_by_{os.environ.get('LOCAL_RANK', 'none')}").touch()
+        return self.images[index], self.targets[index]
+
+
+class Classifier(ImageClassifier):
+    """With metrics that keep and count all rows, so that rows counted twice, or out of order, show."""
+
+    def __init__(self, network: nn.Module, num_classes: int = 3, **options: Any) -> None:
+        super().__init__(network, num_classes, **options)
+        self.auroc = MulticlassAUROC(3)
+        self.counted = SumMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        targets = batch[1]
+        self.auroc.update(self.auroc_rows.pop(), targets)
+        self.log("val_auroc", self.auroc)
+        self.counted.update(len(targets))
+        self.log("val_counted", self.counted)
+        self.log("val_mean_target", targets.float().mean(), sync_dist=True)
+        self.log("val_rows", float(len(targets)), reduce_fx="sum", sync_dist=True)
+
+    def log_step(self, stage: Any, outputs: Any, targets: Tensor, loss: Tensor) -> None:
+        self.auroc_rows = [outputs.detach()]
+        super().log_step(stage, outputs, targets, loss)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.network(batch[0])
+
+
+def network(norm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4) if norm else nn.Identity(),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 4, 3),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def loaders(batch_size: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Training in a fixed order; 46 and 23 samples: the last batch is partial, and odd."""
+    return DataLoader(Images(46), batch_size), DataLoader(Images(23, seed=1), batch_size)
+
+
+def trainer_of(
+    replicas: list[int] | None,
+    callbacks: Any = (),
+    name: str = "run",
+    layout: dict[str, Any] | None = None,
+    **options: Any,
+) -> Trainer:
+    """In float64, where the order of a sum leaves no trace."""
+    strategy: Any = "auto"
+    if replicas is not None:
+        start = "popen" if dist.is_initialized() else "fork"
+        strategy = HybridPipelineStrategy(
+            replicas=replicas, cuts=["2"], microbatches=4, start_method=start, **(layout or {})
+        )
+    return Trainer(
+        accelerator="cpu",
+        devices=1 if replicas is None else sum(replicas),
+        strategy=strategy,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=name,
+        **{"max_epochs": 2, "num_sanity_val_steps": 1, "use_distributed_sampler": False, "precision": "64-true"}
+        | options,
+    )
+
+
+def assert_same_float32(got: Tensor, expected: Tensor) -> None:
+    """For what was computed in float64 and then handed to a module in float32: the forked ranks' parent, a new one."""
+    torch.testing.assert_close(got.double(), expected.double(), rtol=1e-6, atol=1e-7)
+
+
+class Metrics(Callback):
+    """Each rank's own metrics, in a file."""
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        values["epochs"] = trainer.current_epoch + 1
+        torch.save(values, f"{trainer.default_root_dir}_rank{trainer.global_rank}.metrics")
+
+
+class Rows(BasePredictionWriter):
+    """Each rank's own predictions and their indices, in a file."""
+
+    def write_on_batch_end(self, trainer: Trainer, module: Any, prediction: Any, indices: Any, *_: Any) -> None:
+        self.indices = [*getattr(self, "indices", []), *indices]
+
+    def write_on_epoch_end(self, trainer: Trainer, module: Any, predictions: Any, batch_indices: Any) -> None:
+        assert [index for batch in batch_indices[0] for index in batch] == self.indices
+        path = f"{trainer.default_root_dir}_rank{trainer.global_rank}.rows"
+        torch.save((torch.cat([*predictions]), self.indices), path)
+
+
+def train(replicas: list[int] | None, name: str, batch_size: int = 16) -> dict[str, Any]:
+    """Fit with everything that watches metrics; what it left behind."""
+    seed_everything(1, verbose=False)
+    stop = EarlyStopping("val_loss", mode="max", patience=1, verbose=False)
+    best = ModelCheckpoint(f"{name}/best", monitor="val_auroc", mode="max", filename="{epoch}")
+    trainer = trainer_of(replicas, [stop, best, EMAWeightAveraging(decay=0.7), Metrics()], name, max_epochs=6)
+    model = Classifier(network(norm=True).eval(), optimizer=sgd)
+    model.network[1].requires_grad_(False)
+    trainer.fit(model, *loaders(batch_size))
+    return {
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "epochs": torch.load(f"{name}_rank0.metrics")["epochs"],
+        "best": Path(best.best_model_path).name,
+        "weights": model.state_dict(),
+        "checkpoint": torch.load(best.best_model_path, weights_only=True),
+        "loaded": Classifier.load_from_checkpoint(best.best_model_path, network=network(norm=True)).state_dict(),
+    }
+
+
+def watching() -> tuple[dict[str, Any], dict[str, Any], list[dict[str, float]], list[str]]:
+    single = train(None, "single")
+    for path in Path().glob("loaded_by_*"):
+        path.unlink()
+    piped = train([1, 1], "piped")
+    ranks = [torch.load(f"piped_rank{rank}.metrics") for rank in (0, 1)]
+    return single, piped, ranks, sorted(path.name for path in Path().glob("loaded_by_*"))
+
+
+def test_metrics_and_best_checkpoint_equal_one_process() -> None:
+    single, piped, ranks, loaded = run_apart(watching)
+    assert loaded == ["loaded_by_0"], "only the first stage loads samples"
+    assert ranks[0] == ranks[1]
+    assert piped["metrics"] == pytest.approx(single["metrics"], rel=1e-6)
+    assert (piped["epochs"], piped["best"]) == (single["epochs"], single["best"])
+    assert single["epochs"] < 6, "it stopped early"
+    for key in ("weights", "loaded"):
+        assert piped[key].keys() == single[key].keys()
+        for name, value in single[key].items():
+            assert_same_float32(piped[key][name], value)
+    states = [one["checkpoint"]["optimizer_states"][0]["state"] for one in (piped, single)]
+    torch.testing.assert_close(*states, rtol=1e-6, atol=1e-7, check_dtype=False)
+    for key in ("state_dict", "current_model_state", "averaging_state"):
+        got, expected = piped["checkpoint"][key], single["checkpoint"][key]
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_same_float32(got[name], value)
+
+
+def plain_loaders() -> list[Any]:
+    """Lightning's own samplers, which repeat samples to make shards even, and loaders of three kinds."""
+    results = []
+    for replicas in (None, [2, 1]):
+        size = 16 if replicas is None else 8
+        model = Classifier(network(), optimizer=sgd)
+        trainer = trainer_of(replicas, use_distributed_sampler=True)
+        _, val = loaders(size)
+        metrics = trainer.validate(model, val, verbose=False)[0]
+        writer = Rows("batch_and_epoch")
+        trainer_of(replicas, [writer], str(size), use_distributed_sampler=True).predict(model, val)
+        results.append((metrics, [torch.load(path) for path in sorted(Path().glob(f"{size}_rank*.rows"))]))
+    return results
+
+
+def test_ordinary_loaders_give_the_rows_of_one_process_in_order() -> None:
+    (metrics, [(rows, indices)]), (piped_metrics, [(piped_rows, piped_indices), *others]) = run_apart(plain_loaders)
+    assert piped_metrics == pytest.approx(metrics, rel=1e-6)
+    assert metrics["val_rows"] == metrics["val_counted"] == 23
+    assert torch.allclose(piped_rows, rows, rtol=1e-10, atol=1e-12)
+    assert indices == piped_indices == list(range(23))
+    assert [(len(rows), indices) for rows, indices in others] == [(0, []), (0, [])], "each row is there once"
+
+
+class Reductions(Callback):
+    """Counts on each rank how often gradients are added up over replicas."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.count, reduce = 0, dist.all_reduce
+
+        def counted(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            self.count += options.get("async_op", False)
+            return reduce(tensor, *args, **options)
+
+        dist.all_reduce = counted
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        Path(f"{trainer.global_rank}.reductions").write_text(str(self.count))
+
+
+def accumulated() -> list[dict[str, Tensor]]:
+    """Three batches an epoch: two steps of the optimizer, the second with one batch. Both replicas load the same."""
+    weights = []
+    for replicas in (None, [2, 1]):
+        model = ImageClassifier(network(), 3, optimizer=sgd)
+        options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+        options["layout"] = {"schedule": "gpipe", "placement": "replicas", "activation_checkpointing": "always"}
+        trainer = trainer_of(replicas, [Reductions()] if replicas else [], **options)
+        trainer.fit(model, DataLoader(Images(24), 8))
+        weights.append(model.state_dict())
+    return [*weights, {str(rank): torch.tensor(int(Path(f"{rank}.reductions").read_text())) for rank in range(3)}]
+
+
+def test_accumulated_gradients_are_those_of_one_process_once() -> None:
+    single, piped, reductions = run_apart(accumulated)
+    for name, value in single.items():
+        assert_same_float32(piped[name], value)
+    assert {rank: int(count) for rank, count in reductions.items()} == {"0": 4, "1": 0, "2": 4}, (
+        "rank 1 has a stage of its own"
+    )
+
+
+class Overflow(Callback):
+    """In the third step one gradient of one stage becomes infinite; notes the loss scale and what each step changed."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.notes: list[tuple[float, bool]] = []
+        self.before = [p.detach().clone() for p in pl_module.parameters()]
+        if trainer.global_rank == 1:
+            hurt = next(pl_module.parameters())
+            hurt.register_hook(lambda g: g * float("inf") if trainer.global_step == 2 else g)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        now = [p.detach().clone() for p in pl_module.parameters()]
+        changed = any(not torch.equal(a, b) for a, b in zip(now, self.before, strict=True))
+        self.before = now
+        self.notes.append((trainer.precision_plugin.scaler.get_scale(), changed))
+        torch.save(self.notes, f"{trainer.global_rank}.notes")
+
+
+def fp16() -> tuple[Any, list[list[tuple[float, bool]]]]:
+    # Given as a plugin: `precision="16-mixed"` becomes bf16 on CPUs.
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = ImageClassifier(network(), 3, optimizer=sgd)
+    mixed = MixedPrecision("16-mixed", "cpu", scaler)
+    trainer = trainer_of([1, 1], [Overflow()], max_epochs=2, precision=None, plugins=[mixed])
+    trainer.fit(model, DataLoader(Images(32), 16))
+    single = ImageClassifier(network(), 3, optimizer=sgd)
+    # The same without the third batch, in float32.
+    plain = sgd(single.network.parameters())
+    images, targets = Images(32).images, Images(32).targets
+    for half in (slice(0, 16), slice(16, 32), slice(16, 32)):
+        plain.zero_grad()
+        single.loss(single.network(images[half]), targets[half]).backward()
+        plain.step()
+    return (model.state_dict(), single.state_dict()), [torch.load(f"{rank}.notes") for rank in (0, 1)]
+
+
+def test_fp16_skips_a_step_on_all_stages_and_lowers_one_scale() -> None:
+    (piped, single), (first, last) = run_apart(fp16)
+    assert first == last == [(1024.0, True), (1024.0, True), (512.0, False), (512.0, True)]
+    for name, value in single.items():
+        assert (piped[name] - value).norm() <= 0.02 * value.norm() + 1e-3, name
+
+
+class OwnModule(LightningModule):
+    """A user's module; options break the contract one at a time."""
+
+    compile_backend: str | None = None
+
+    def __init__(self, broken: str = "") -> None:
+        super().__init__()
+        self.broken = broken
+        self.network = network()
+        if broken == "bare stage":
+            self.network = nn.Sequential(nn.Identity(), nn.Flatten(), nn.ReLU(), nn.Linear(36, 3))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets)
+
+    def loss_weight(self, targets: Tensor) -> int:
+        return len(targets)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, targets = batch
+        outputs = self.network(images)
+        loss = self.loss(outputs, targets)
+        return {"loss": loss * 2 if self.broken == "other loss" else loss, "note": batch_idx}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def own_modules() -> tuple[list[tuple[Any, Any]], list[str]]:
+    """What one process and stages make of two modules, and how stages were asked to be compiled."""
 
     def note(stage: StageModule, backend: str, dynamic: bool) -> None:
-        (here / f"compiled by {os.getpid()}").write_text(backend)
+        Path(f"compiled_by_{os.getpid()}").write_text(backend)
 
-    monkeypatch.setattr(StageModule, "compile", note)  # What compiled stages train: `test_compiled.py`.
-    single = train("single", **options)
-    if "model" in options:
-        options["model"]["compile_backend"] = "aot_eager"
-    assert_same_run(train("piped", strategy, devices, **options), single)
-    for got, expected in zip(logged("piped"), logged("single"), strict=True):
-        assert got == pytest.approx(expected, rel=1e-6)
-    backends = [path.read_text() for path in Path().glob("compiled by *")]
-    assert backends == ["aot_eager"] * (2 if "model" in options else 0)
+    StageModule.compile = note  # type: ignore[method-assign]  # What compiled ones train: `test_compiled.py`.
+    options = {"max_epochs": 1, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    found = []
+    for kind in ("", "bare stage"):
+        modules = OwnModule(kind), OwnModule(kind)
+        for replicas, module in zip((None, [1, 1]), modules, strict=True):
+            module.compile_backend = "aot_eager"
+            trainer_of(replicas, **options).fit(module, DataLoader(Images(20), 8))
+        found.append((modules[0].state_dict(), modules[1].state_dict()))
+    return found, [path.read_text() for path in Path().glob("compiled_by_*")]
+
+
+def test_an_own_module_trains_and_its_parent_has_all_weights() -> None:
+    """A stage without parameters has a backward, too."""
+    found, backends = run_apart(own_modules)
+    for single, piped in found:
+        for name, value in single.items():
+            assert_same_float32(piped[name], value)
+    assert backends == ["aot_eager"] * 4
+
+
+def after_a_failure() -> list[str]:
+    """What a script meets that goes on after a fit has failed on all ranks."""
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    model, loader = OwnModule("other loss"), DataLoader(Images(20), 8)
+    trainer = trainer_of([1, 1], max_epochs=1)
+    messages = []
+    for function in (
+        lambda: trainer.fit(model, loader),
+        lambda: trainer.save_checkpoint("failed.ckpt"),
+        lambda: trainer.fit(model, loader),
+        lambda: trainer_of([1, 1]).validate(model, loader, verbose=False),
+    ):
+        with pytest.raises((RuntimeError, ConfigurationError)) as caught:
+            function()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_after_a_failure_no_part_of_the_network_goes_on() -> None:
+    for failure, save, again, other in run_ranks(2, after_a_failure):
+        assert "a pipeline trains loss() alone" in failure
+        assert "there is nothing whole to save" in save
+        assert "OwnModule.network are gone: an earlier run" in again
+        assert "OwnModule.network are gone: an earlier run" in other
+
+
+class Tunable(ImageClassifier):
+    def __init__(self) -> None:
+        super().__init__(network(), 3)
+        self.lr = 1e-3
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class NotedRate(Callback):
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        torch.save(pl_module.lr, f"{trainer.default_root_dir}_rank{trainer.global_rank}.lr")
+
+
+def find_rates() -> tuple[float, list[float], list[Any]]:
+    weights = []
+    for name, replicas in (("single", None), ("piped", [1, 1])):
+        seed_everything(1, verbose=False)
+        model = Tunable()
+        finder = LearningRateFinder(num_training_steps=40)
+        trainer_of(replicas, [finder, NotedRate()], name, max_epochs=12).fit(model, DataLoader(Images(64), 16))
+        weights.append(model.state_dict())
+    rates = [torch.load(f"piped_rank{rank}.lr") for rank in (0, 1)]
+    return torch.load("single_rank0.lr"), rates, weights
+
+
+@pytest.mark.cluster  # It takes long.
+def test_learning_rate_finder_finds_that_of_one_process() -> None:
+    single, piped, (expected, got) = run_apart(find_rates)
+    assert single != 1e-3
+    assert piped == pytest.approx([single, single])
+    for name, value in expected.items():
+        assert_same_float32(got[name], value)

@@ -20,6 +20,7 @@ from cnnstrategies.strategies.hybrid_pipeline import comparison
 from cnnstrategies.strategies.hybrid_pipeline.comparison import compare
 
 CPU = torch.device("cpu")
+IMAGES = torch.randn(2, 1, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
 class Odd(nn.Module):
@@ -43,23 +44,20 @@ class Odd(nn.Module):
         return self.head(x)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.usefixtures("_seed")
 def test_what_a_trace_has_fixed_is_refused_by_name() -> None:
-    images = torch.randn(2, 1, 6, 6)
     for way, message in (
         ("counts", "Odd, cut into stages, in training returns another value than the whole"),
         ("counts in evaluation", "Odd, cut into stages, in evaluation returns another value"),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            compare(divide_by_names(Odd(way), ["conv"]), images, CPU)
+            compare(divide_by_names(Odd(way), ["conv"]), IMAGES, CPU)
 
 
-@pytest.mark.usefixtures("_seed")
 def test_a_gradient_that_no_stage_gives_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     blueprint = divide_by_names(Odd(), ["conv"])
     build = type(blueprint).build
@@ -72,14 +70,14 @@ def test_a_gradient_that_no_stage_gives_is_refused_by_name(monkeypatch: pytest.M
 
     monkeypatch.setattr(type(blueprint), "build", without)
     with pytest.raises(ConfigurationError, match=r"gives conv.weight another gradient than the whole"):
-        compare(blueprint, torch.randn(2, 1, 6, 6), CPU)
+        compare(blueprint, IMAGES, CPU)
 
 
 def test_a_network_of_another_device_is_not_refused() -> None:
     blueprint = divide_by_names(Odd(), ["conv"])
     blueprint.network.register_forward_pre_hook(lambda *_: torch.ones(1, device="cuda"))
     with pytest.warns(UserWarning, match=r"Odd was not compared with its stages: in training it fails on 2 samples"):
-        compare(blueprint, torch.randn(2, 1, 6, 6), CPU)
+        compare(blueprint, IMAGES, CPU)
 
 
 class AnotherOrder(TorchDispatchMode):
@@ -98,7 +96,6 @@ class AnotherOrder(TorchDispatchMode):
     generator = torch.Generator().manual_seed(1)
 
 
-@pytest.mark.usefixtures("_seed")
 def test_sums_in_another_order_are_not_refused() -> None:
     """Batch normalisation takes the bias before it out again, whose gradient is zero but for rounding."""
     layers = (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
@@ -130,7 +127,6 @@ class Notes(list[str]):
         return self
 
 
-@pytest.mark.usefixtures("_seed")
 @pytest.mark.parametrize(
     ("fails", "tried"),
     [
@@ -162,21 +158,19 @@ class Resizing(nn.ReLU):
         return super().forward(x) * self.table
 
 
-@pytest.mark.usefixtures("_seed")
 def test_a_buffer_that_changes_shape_is_refused_unchanged() -> None:
     network = nn.Sequential(nn.Conv2d(1, 2, 3), Resizing(), nn.Flatten(), nn.Linear(32, 2))
     with pytest.raises(ConfigurationError, match=r"puts a buffer of another shape in the place of 1\.table"):
-        compare(divide_by_names(network, ["0"]), torch.randn(2, 1, 6, 6), CPU)
+        compare(divide_by_names(network, ["0"]), IMAGES, CPU)
     assert network[1].table.shape == (1,)
 
 
-@pytest.mark.usefixtures("_seed")
 def test_the_network_and_the_random_numbers_stay_as_they_were() -> None:
     network = Odd()
     network.norm.eval()
     before = {name: value.clone() for name, value in network.state_dict().items()}
     numbers = torch.get_rng_state()
-    compare(divide_by_names(network, ["conv"]), torch.randn(2, 1, 6, 6, generator=torch.Generator()), CPU)
+    compare(divide_by_names(network, ["conv"]), IMAGES, CPU)
     assert torch.equal(torch.get_rng_state(), numbers)
     assert network.training
     assert not network.norm.training, "a module that the user keeps in evaluation stays there"

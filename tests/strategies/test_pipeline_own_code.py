@@ -5,12 +5,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.utilities import grad_norm
 from ranks import run_ranks
 from test_pipeline_ways_to_write import CLASSES, Module, differ, fit
@@ -18,10 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm, parameters_to_vector
 from torch.optim.swa_utils import AveragedModel
 
-from cnnstrategies.callbacks import Pruning
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import HybridPipelineStrategy
-from cnnstrategies.strategies.hybrid_pipeline.contract import check_callbacks
 
 
 class Own(Module):
@@ -151,13 +147,3 @@ def test_what_would_need_all_stages_is_refused_by_name() -> None:
     assert not last["last"]
     assert "self.net.2.weight is of another stage" in first["last"]
     assert "self.net.0.0.weight is of another stage" in last["first"]
-
-
-def test_callbacks_that_need_the_whole_network_are_refused() -> None:
-    check_callbacks([EMAWeightAveraging(), Asking(Own())], whole=True)
-    for callback in (StochasticWeightAveraging(1e-2), Pruning()):
-        with pytest.raises(ConfigurationError, match=f"{type(callback).__name__} .* whole network"):
-            check_callbacks([callback], whole=True)
-    check_callbacks([BackboneFinetuning()], whole=True)
-    with pytest.raises(ConfigurationError, match="BackboneFinetuning sees the whole network"):
-        check_callbacks([BackboneFinetuning()], whole=False)

@@ -11,23 +11,14 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.compile import from_compiled
 from ranks import run_apart
-from test_pipeline_ways_to_write import CLASSES, Classifier, Module, OwnForward, Siamese, classifier, fit
+from test_pipeline_ways_to_write import CLASSES, Classifier, Module, Normalising, OwnForward, Siamese, classifier, fit
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from cnnstrategies._lightning_private import ScriptLauncher
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_module
 from cnnstrategies.strategies.hybrid_pipeline.stand_ins import ImagesElsewhere
-
-
-class Encoder(Module):
-    """Lightning's LitAutoEncoder."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(4, 2), nn.Linear(2, 4)
 
 
 class HeadBeside(OwnForward):
@@ -65,37 +56,35 @@ class CompiledLayer(Classifier):
         self.model[0].compile(backend="eager")
 
 
-class Recomputing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.last(checkpoint(self.first, x, use_reentrant=False))
-
-
-class Checkpointed(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Recomputing()
-
-
+UNFIT: tuple[tuple[int, dict[str, Any], str], ...] = (
+    (2, {"replicas": [2, 1]}, r"replicas=\[2, 1\] need 3 devices"),
+    (3, {"stages": 2}, "3 devices do not divide evenly into 2 stages"),
+    (8, {"stages": 8}, "has 6 places to cut; use at most 7 stages"),
+    (2, {"cuts": ["9"]}, "no module or node '9'"),
+    (4, {"replicas": [3, 1], "microbatches": 2, "cuts": ["2"]}, "microbatches=2 are fewer than the 3 replicas"),
+    (3, {"stages": 3, "cuts": ["2"]}, "stages make 3, cuts make 2"),
+    (2, {"schedule": "zigzag"}, "schedule='zigzag'"),
+)
 REFUSED_BEFORE = (
-    (Encoder, r"shared out over self.encoder, self.decoder: have the module's own forward call them"),
     (HeadBeside, r"HeadBeside has trainable parameters that its forward does not use \(head.weight, head.bias\): call"),
     (Gan, "automatic_optimization=False"),
     (Detector, r"Detector.model is a SSD of torchvision: it takes lists of images and boxes"),
     (Compiled, "Compiled.model is compiled: .* out torch.compile, and .* by the callback ComputeSettings"),
     (CompiledLayer, "CompiledLayer.model.0 is compiled"),
-    (Checkpointed, "under torch.utils.checkpoint, which .* set the pipeline's activation_checkpointing"),
 )
 
 
-def test_the_indivisible_is_refused_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run_is_refused_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptLauncher, "launch", lambda *args, **options: pytest.fail("it starts processes"))
+    for devices, options, message in UNFIT:
+        with pytest.raises(ConfigurationError, match=message):
+            fit(Classifier, HybridPipelineStrategy(**options), devices)
     for kind, message in REFUSED_BEFORE:
         with pytest.raises(ConfigurationError, match=message):
             fit(kind, HybridPipelineStrategy(), 2)
+    monkeypatch.setattr(HybridPipelineStrategy, "root_device", torch.device("cuda", 0))
+    with pytest.raises(ConfigurationError, match="process_group_backend=gloo: gloo sends no messages"):
+        fit(Classifier, HybridPipelineStrategy(cuts=["2"], process_group_backend="gloo"), 2)
 
 
 def test_compiled_modules_are_refused_whole_and_in_training() -> None:
@@ -119,8 +108,7 @@ class ImagesAsTargets(Module):
 
 class WithOption(Siamese):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (a, b), _ = batch
-        return self.siamese(a, b, scale=2.0).sum()
+        return self.siamese(batch["image"], batch["other"], scale=2.0).sum()
 
 
 class Twice(Classifier):
@@ -130,7 +118,7 @@ class Twice(Classifier):
 
 class Swapping(Siamese):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (a, b), _ = batch
+        a, b = batch["image"], batch["other"]
         return (self.siamese(a, b) if batch_idx == 0 else self.siamese(b, a)).mean()
 
 
@@ -149,30 +137,23 @@ class Penalised(Classifier):
 
 
 class GatheringLoss(Classifier):
-    """As contrastive losses do where there is a process group."""
+    """As contrastive losses do."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        outputs, labels = self(batch[0]), batch[1]
-        if dist.is_initialized():
-            outputs = torch.cat(gather(outputs))
-            labels = torch.cat(gather(labels))
-        return F.cross_entropy(outputs, labels)
+        return F.cross_entropy(gather(self(batch[0])), gather(batch[1]))
 
 
 class GatheringInputs(Classifier):
     """As momentum contrast does, to shuffle images among the processes."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        images = batch[0]
-        if dist.is_initialized():
-            images = torch.cat(gather(images))[: len(images)]
-        return F.cross_entropy(self(images), batch[1])
+        return F.cross_entropy(self(gather(batch[0])[: len(batch[0])]), batch[1])
 
 
-def gather(tensor: Tensor) -> list[Tensor]:
+def gather(tensor: Tensor) -> Tensor:
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, tensor)
-    return gathered
+    return torch.cat(gathered)
 
 
 class OtherImages(Classifier):
@@ -255,6 +236,40 @@ class WithReader(Classifier):
         return [Reader()]
 
 
+class Deciding(Normalising):
+    def prepare(self, x: Tensor) -> Tensor:
+        return x / 255 if x.max() > 1 else x
+
+
+class Reading(Normalising):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("brightness", batch[0].mean())
+        return loss
+
+
+class Reconstructing(Normalising):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0] * 2
+        return (self.model(x).mean(1) - x.mean((1, 2, 3))).square().mean()
+
+
+class TwoViews(Normalising):
+    def prepare(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x.flip(3)])
+
+
+class Mixup(Normalising):
+    def prepare(self, x: Tensor) -> Tensor:
+        return 0.3 * x + 0.7 * x[torch.randperm(len(x))]
+
+
+class Sometimes(Normalising):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.prepare(batch[0])
+        return F.cross_entropy(self.model(x if batch_idx == 0 else x + torch.rand(())), batch[1])
+
+
 REFUSED_IN_A_STEP = (
     (GatheringLoss, r"GatheringLoss.training_step calls a collective of torch.distributed \(allgather\)"),
     (GatheringInputs, r"GatheringInputs.training_step calls a collective of torch.distributed \(allgather\)"),
@@ -270,6 +285,12 @@ REFUSED_IN_A_STEP = (
     (Adding, "SGD has other parameters than configure_optimizers gave it: .*BaseFinetuning"),
     (FreezingLate, "frozen or unfrozen in the middle of an epoch"),
     (WithReader, r"computes with the images of the batch \(mean\)"),
+    (Deciding, r"computes with the images of the batch \(.*but neither read values from them nor decide by them"),
+    (Reading, r"computes with the images of the batch"),
+    (Reconstructing, "loss that is computed from the images of the batch"),
+    (TwoViews, r"TwoViews.[a-z_]+ gives the network a tensor of shape \(12, 1, 8, 8\) for a batch of 6 samples"),
+    (Mixup, r"Mixup.[a-z_]+ draws random numbers before it calls the network.* do it in on_after_batch_transfer"),
+    (Sometimes, "training_step draws random numbers before it calls the network"),
 )
 
 
@@ -297,3 +318,38 @@ def test_a_step_that_a_pipeline_cannot_follow_is_refused_by_name() -> None:
     are_refused(REFUSED_IN_A_STEP, [1])
     alone = "rank 1 ended an epoch, or training, where rank 0 went on with a further batch"
     are_refused([(StoppingAlone, alone)], [1, 1])
+
+
+class Whitening(Normalising):
+    def prepare(self, x: Tensor) -> Tensor:
+        return (x - x.mean()) / x.std()
+
+
+def test_replicas_that_would_compute_something_else_are_refused() -> None:
+    others = "depends on the other samples of the batch, of which each of the 2 replicas of the first stage has"
+    are_refused([(Whitening, others)], [2, 1])
+
+
+@pytest.mark.light
+def test_a_stand_in_gives_no_values_and_changes_none() -> None:
+    images = ImagesElsewhere.like(4, (1, 3, 3), torch.float32, torch.device("cpu"), computes=True)
+    changed = images.clone()
+    changed[:, :, 0].sub_(1.0)
+    assert images.is_as_loaded
+    assert not changed.is_as_loaded, "a view of it was changed"
+    shapes = [tuple(one.shape) for one in (images.mean((2, 3)), images @ images, *images.chunk(2))]
+    assert shapes == [(4, 1), (4, 1, 3, 3), (2, 1, 3, 3), (2, 1, 3, 3)]
+    total = torch.zeros(4, 1, 3, 3)
+    for use in (
+        lambda: total.add_(images),
+        lambda: torch.add(total, images, out=total),
+        lambda: images.mean().item(),
+        lambda: images[images > 0],
+        lambda: images.numpy(),
+        lambda: images.tolist(),
+        lambda: images.data,
+        lambda: float(images.sum()),
+    ):
+        with pytest.raises(ConfigurationError, match="computes with the images"):
+            use()
+    assert not total.any()

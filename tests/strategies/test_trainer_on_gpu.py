@@ -3,7 +3,8 @@
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +16,7 @@ from ranks import run_apart, run_ranks
 from simulated_cuda import simulate
 from simulated_gpu import DEVICE
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from cnnstrategies import ImageClassifier, cli
 from cnnstrategies.callbacks import GracefulStop, graceful_stop
@@ -62,9 +63,9 @@ class OwnModule(LightningModule):
 class BuiltLate(OwnModule):
     """The same, whose network is on no rank as a whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, net: nn.Module) -> None:
         super().__init__(nn.Identity())
-        self.start = network(0.0).state_dict()  # Lightning builds on the device, by its random numbers.
+        self.start = net.state_dict()  # Lightning builds on the device, by its random numbers.
 
     def configure_model(self) -> None:
         if isinstance(self.network, nn.Identity):
@@ -77,23 +78,31 @@ class Waits(Callback):
     """Notes where the host waits in each step, from a batch's start to the next one's."""
 
     def __init__(self) -> None:
-        self.steps: list[Counter[str]] = []
+        self.steps: dict[str, list[Counter[str]]] = {"training": [], "validation": []}
+
+    def _begin(self, kind: str) -> None:
+        self.steps[kind].append(Counter())
+        DEVICE.waits = self.steps[kind][-1]
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.steps.append(Counter())
-        DEVICE.waits = self.steps[-1]
+        self._begin("training")
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self._begin("validation")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         DEVICE.waits = Counter()
-        torch.save(self.steps[-2], f"waits{trainer.global_rank}")  # A parameter server's worker is another process.
+        validation = self.steps["validation"]
+        found = [self.steps["training"][-2], validation[1] if validation else Counter()]
+        torch.save(found, f"waits{trainer.global_rank}")  # A parameter server's worker is another process.
 
 
 class Case(NamedTuple):
     """How a Trainer is run, and how often a step's host may wait."""
 
-    strategy: str
+    strategy: Callable[[], Any]
     options: dict[str, Any] | None = None
-    own: bool = False
+    own: type[OwnModule] | None = None
     precision: str = "32-true"
     has_length: bool = True
     waits: int = 0
@@ -110,18 +119,18 @@ class Endless(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class Trained(NamedTuple):
-    """What came of it on one rank, and where the host waited in the last step."""
+    """What came of it on one rank, and where the host waited in the last step but one, and in a second evaluation."""
 
     state: dict[str, Tensor]
     metrics: dict[str, Tensor]
     waits: Counter[str]
+    evaluating: Counter[str]
 
 
 def fit(case: Case, kind: str, world: int) -> Trained:
     # Of a device's own random numbers nothing is drawn where the host's are drawn, too.
     net = network(0.0 if case.own or case.options else 0.2)
-    model: Any = OwnModule(net) if case.own else ImageClassifier(net, 4, **(case.options or {}))
-    model = BuiltLate() if case.strategy == "own stage" else model
+    model: Any = case.own(net) if case.own else ImageClassifier(net, 4, **(case.options or {}))
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(256, (8 * STEPS * world, 3, 8, 8), generator=generator, dtype=torch.uint8)
     images = images.float() if case.options else images  # Mixup takes no others.
@@ -132,9 +141,10 @@ def fit(case: Case, kind: str, world: int) -> Trained:
     trainer = Trainer(
         accelerator="gpu" if kind == "cuda" else "cpu",
         devices=world,
-        strategy=strategy_of(case.strategy),
+        strategy=case.strategy(),
         max_epochs=1,
         limit_train_batches=STEPS,
+        num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -143,23 +153,15 @@ def fit(case: Case, kind: str, world: int) -> Trained:
         precision=None if scaler else case.precision,
         plugins=[MixedPrecision("16-mixed", kind, scaler)] if scaler else None,
     )
-    trainer.fit(model, DataLoader(data if case.has_length else Endless(data), 8, pin_memory=kind == "cuda"))
+    loader = DataLoader(data if case.has_length else Endless(data), 8, pin_memory=kind == "cuda")
+    validation = DataLoader(Subset(data, range(17 * world)), 8, pin_memory=kind == "cuda")
+    trainer.fit(model, loader, None if case.waits else validation)
     metrics = {name: value.cpu() for name, value in trainer.callback_metrics.items()}
     return Trained(
         {n: v.cpu() for n, v in model.state_dict().items() if v.device.type != "meta"},
         metrics,
-        torch.load(f"waits{trainer.global_rank}", weights_only=False),
+        *torch.load(f"waits{trainer.global_rank}", weights_only=False),
     )
-
-
-def strategy_of(name: str) -> Any:
-    if name in ("hybrid_pipeline", "automatic cuts", "own stage"):
-        cuts = None if name == "automatic cuts" else ["0"]
-        return HybridPipelineStrategy(replicas=[1, 1], cuts=cuts, microbatches=4)
-    if name in ("parameter_server", "local"):
-        mode: Any = "local" if name == "local" else "sync"
-        return ParameterServerStrategy(servers=1, start_method="fork", mode=mode)
-    return name
 
 
 def on_both(cases: list[Case], world: int) -> tuple[list[Trained], list[Trained]]:
@@ -173,21 +175,36 @@ def on_both(cases: list[Case], world: int) -> tuple[list[Trained], list[Trained]
 
 
 RECIPE = {"channels_last": True, "mixup_alpha": 0.2, "label_smoothing": 0.1}
+
+
+def piped(**options: Any) -> HybridPipelineStrategy:
+    return HybridPipelineStrategy(**{"replicas": [1, 1], "cuts": ["0"], "microbatches": 4} | options)
+
+
+def served(mode: Any) -> ParameterServerStrategy:
+    return ParameterServerStrategy(servers=1, start_method="fork", mode=mode)
+
+
 ALONE = [
-    Case("auto", RECIPE, precision="bf16-mixed"),
+    Case(lambda: "auto", RECIPE, precision="bf16-mixed"),
     # It waits for the last gradient, and looks whether a callback, such as the one that counts, has changed a weight.
-    Case("parameter_server", waits=2),
-    Case("local", waits=2 * len(list(network(0.0).parameters()))),
+    Case(partial(served, "sync"), waits=2),
+    Case(partial(served, "local"), waits=2 * len(list(network(0.0).parameters()))),
 ]
 TOGETHER = [
-    Case("automatic cuts", RECIPE, precision="bf16-mixed"),
+    Case(partial(piped, cuts=None), RECIPE, precision="bf16-mixed"),
+    Case(partial(piped, activation_checkpointing="always", batch_norm="microbatch")),
     # In half precision torch's own loss scale asks whether a step is to be skipped.
-    Case("hybrid_pipeline", own=True, precision="16-mixed", has_length=False, waits=2),
-    Case("own stage", own=True, waits=1),
-]
+    Case(
+        partial(piped, activation_checkpointing="except_last"), own=OwnModule, precision="16-mixed", has_length=False,
+        waits=2,
+    ),
+    Case(piped, own=BuiltLate, waits=1),
+]  # fmt: skip
+THREE = [Case(partial(piped, replicas=[2, 1], batch_norm="microbatch", schedule="gpipe"))]
 
 
-@pytest.mark.parametrize(("world", "cases"), [(1, ALONE), (2, TOGETHER)])
+@pytest.mark.parametrize(("world", "cases"), [(1, ALONE), (2, TOGETHER), (3, THREE)])
 def test_trains_what_the_cpu_trains_and_no_step_waits(world: int, cases: list[Case]) -> None:
     ranks = [run_apart(on_both, cases, world)] if world == 1 else run_ranks(world, on_both, cases, world)
     for rank, (host, device) in enumerate(ranks):
@@ -195,6 +212,7 @@ def test_trains_what_the_cpu_trains_and_no_step_waits(world: int, cases: list[Ca
             torch.testing.assert_close(actual.state, expected.state, rtol=0, atol=0)
             assert actual.metrics == expected.metrics, (rank, case)
             assert sum(actual.waits.values()) <= case.waits, (rank, case, actual.waits)
+            assert not actual.evaluating, (rank, case, actual.evaluating)
 
 
 def from_the_command_line() -> Counter[str]:
@@ -203,7 +221,7 @@ def from_the_command_line() -> Counter[str]:
     options += ["log_every_n_steps=100", "callbacks+=test_trainer_on_gpu.Waits"]
     with simulate(), contextlib.suppress(SystemExit):
         cli.main(["fit", "--config", "quickstart.yaml", *(f"--trainer.{option}" for option in options)])
-    waits: Counter[str] = torch.load("waits0", weights_only=False)
+    waits: Counter[str] = torch.load("waits0", weights_only=False)[0]
     return waits
 
 

@@ -1,14 +1,74 @@
-"""Optimizers that a stage can run with its own parameters alone, and others."""
+"""What a pipeline asks of a module, its callbacks and its optimizers."""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
 from torch import nn
 
+from cnnstrategies.callbacks import Pruning
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.strategies.hybrid_pipeline.contract import try_optimizer
+from cnnstrategies.strategies.hybrid_pipeline.contract import (
+    check_callbacks,
+    find_network,
+    put_network,
+    try_optimizer,
+)
+
+
+def module(**children: Any) -> LightningModule:
+    result = LightningModule()
+    for name, child in children.items():
+        setattr(result, name, child)
+    return result
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(1, 1, 1), nn.Linear(1, 1))
+
+
+def test_the_child_with_all_parameters_is_divided_or_one_that_is_named() -> None:
+    assert find_network(module(criterion=nn.CrossEntropyLoss(), unet=layers()), None) == "unet"
+    frozen = layers().requires_grad_(False)
+    assert find_network(module(net=frozen), None) == "net", "it may be unfrozen later"
+    assert find_network(module(teacher=frozen, student=layers()), None) == "student"
+    whole = module(teacher=layers(), parts=nn.ModuleDict({"net": layers()}))
+    assert find_network(whole, "parts.net") == "parts.net"
+    put_network(whole, "parts.net", other := nn.Identity())
+    assert whole.parts["net"] is other
+
+
+SAME = layers()
+UNCLEAR: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"net": layers()}, "nett", r"network='nett': .* no submodule of this name; it has net"),
+    ({}, None, "none has parameters to train: build it in __init__"),
+    (
+        {"encoder": layers(), "decoder": layers()},
+        None,
+        r"over self.encoder, self.decoder: .* own forward call them, and the steps self\(images\), once",
+    ),
+    ({"net": layers(), "scale": nn.Parameter()}, None, r"parameters of its own \(scale\) beside those of self.net"),
+    ({"net": SAME, "alias": SAME}, None, "alias shares parameters with LightningModule.net: .* leave out"),
+    ({"net": SAME, "head": SAME[1]}, None, "head shares parameters with LightningModule.net"),
+]
+
+
+def test_what_has_no_one_place_is_refused_with_the_candidates() -> None:
+    for children, named, message in UNCLEAR:
+        with pytest.raises(ConfigurationError, match=message):
+            find_network(module(**children), named)
+
+
+def test_callbacks_that_need_the_whole_network_are_refused() -> None:
+    check_callbacks([EMAWeightAveraging(), BackboneFinetuning()], whole=True)
+    for callback in (StochasticWeightAveraging(1e-2), Pruning()):
+        with pytest.raises(ConfigurationError, match=f"{type(callback).__name__} .* whole network"):
+            check_callbacks([callback], whole=True)
+    with pytest.raises(ConfigurationError, match="BackboneFinetuning sees the whole network"):
+        check_callbacks([BackboneFinetuning()], whole=False)
 
 
 class Sharpness(torch.optim.SGD):

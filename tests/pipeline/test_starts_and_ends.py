@@ -1,6 +1,6 @@
 """Start and end ranks under load, many times, and look at how each ends.
 
-    python tests/pipeline/starts_and_ends.py --forked 200 --strategy 100 --command 50 --stopped 50
+    python tests/pipeline/test_starts_and_ends.py --forked 200 --strategy 100 --command 50 --stopped 50
 
 A process ends badly where a thread of a group is still there: then C++ may abort it (exit code -6, `terminate called
 without an active exception`) after a right result, in one run of many and only where processors are scarce. So each
@@ -15,6 +15,7 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -70,39 +72,17 @@ def run_engine(replicas: tuple[int, ...]) -> None:
 def run_strategy(replicas: tuple[int, ...]) -> None:
     """What a script with a Trainer does, in one rank; it leaves the end of the default group to the strategy."""
     atexit.register(look_for_threads)  # First, and so the last that runs.
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
     from torch.utils.data import DataLoader, TensorDataset
 
+    from cnnstrategies import ImageClassifier
     from cnnstrategies.strategies import HybridPipelineStrategy
-
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = make_network()
-
-        def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(outputs, targets)
-
-        def training_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-            return self.loss(self.network(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
 
     cuts = ["0", "2"][: len(replicas) - 1]
     strategy = HybridPipelineStrategy(replicas=list(replicas), cuts=cuts, microbatches=4)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=RANKS,
-        strategy=strategy,
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = Trainer(accelerator="cpu", devices=RANKS, strategy=strategy, max_steps=2, barebones=True)
     data = TensorDataset(torch.randn(32, 1, 8, 8), torch.randint(5, (32,)))
-    trainer.fit(Module(), DataLoader(data, batch_size=8))
+    trainer.fit(ImageClassifier(make_network(), 5), DataLoader(data, batch_size=8))
 
 
 def run_command(replicas: tuple[int, ...]) -> None:
@@ -251,6 +231,16 @@ def repeat(name: str, times: int, run: Callable[[tuple[int, ...]], None], direct
             f"{name}: {times} starts, {bad} bad, load {os.getloadavg()[0]:.0f}; exit codes: {dict(codes)}", flush=True
         )
     return bad
+
+
+@pytest.mark.warm
+def test_no_thread_of_a_group_is_left_when_the_interpreter_ends() -> None:
+    """It aborts the process, now and then: larger numbers look for that."""
+    kinds = [f"--{kind}=1" for kind in ("forked", "strategy", "command", "stopped")]
+    command = [sys.executable, __file__, *kinds, "--busy=0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("1 starts, 0 bad") == len(kinds)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a pipeline's ranks tell each other is plain data: nothing that comes from a peer is unpickled."""
+"""What the ranks tell each other of a batch: plain data alone, and on every rank what does not fit together."""
 
 import os
 import pickle
@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch import nn
 
 from cnnstrategies.codec import CodecError
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline import batch, transport
 from cnnstrategies.pipeline.batch import share_batch
+from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.timetable import Place, Placement
 from cnnstrategies.pipeline.transport import Transport, broadcast_value
 
@@ -63,3 +65,30 @@ def test_a_batch_that_cannot_be_sent_is_refused_by_class() -> None:
     form = ("same", SimpleNamespace(crs=4326))
     with pytest.raises(ConfigurationError, match=r"a types.SimpleNamespace cannot be sent .* out in collate_fn"):
         share_batch(torch.zeros(4, 1, 2, 2), [], form, 1, link)
+
+
+def refusals() -> list[str | None]:
+    """What is said where all have ended; where all but rank 0 have; rank 0 alone; where images have two sizes."""
+    rank = dist.get_rank()
+    pipeline = Pipeline(nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3)), ["0"], [2, 1], 4)
+    said: list[str | None] = []
+    for ends, size in ((True, 6), (rank > 0, 6), (rank == 0, 6), (False, 6 + 2 * rank)):
+        try:
+            if ends:
+                pipeline.end_together()
+            else:
+                pipeline.share(torch.zeros(8, 1, 6, size))
+            said.append(None)
+        except ConfigurationError as error:
+            said.append(str(error))
+    pipeline.close()
+    return said
+
+
+def test_what_does_not_fit_together_is_said_on_every_rank() -> None:
+    alone = "ended an epoch, or training, where rank{} went on with a further batch"
+    for together, some, one, sizes in run_ranks(3, refusals):
+        assert together is None
+        assert "ranks 1, 2 " + alone.format(" 0") in str(some)
+        assert "rank 0 " + alone.format("s 1, 2") in str(one)
+        assert "images of different sizes in one step, [(1, 6, 6), (1, 6, 8)]" in str(sizes)
