@@ -34,9 +34,10 @@ from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.drivers.sockets import reconnect
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.messages import Parcel
+from cnnstrategies.paramserver.places import RunAddress, find_place
 from cnnstrategies.paramserver.services import CoordinatorProcess, Forked, Handle, ServerProcess, load_keys, serve
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
-from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
+from cnnstrategies.paramserver.supervision import COORDINATOR, POLL, Supervision, Watched
 from cnnstrategies.paramserver.worker import worker as worker_role
 from cnnstrategies.runtime.processes import end_with_parent, is_stopped
 
@@ -138,6 +139,7 @@ class Plan:
     Attributes:
         restarts: How often each process that is killed is started again; the coordinator: `coordinates`.
         returns: Whether one of these is a worker other than rank 0, for which the others wait by themselves.
+        joins: Whether a worker joins them between two epochs.
     """
 
     workers: int = 2
@@ -145,6 +147,7 @@ class Plan:
     restarts: int = 0
     coordinates: int = 0
     returns: bool = False
+    joins: bool = False
     mode: str = "sync"
     replication: int = 1
     staleness: int = 0
@@ -265,10 +268,16 @@ def replay(plan: Plan, cues: Sequence[Cue], places: Places) -> Outcome:
         own = dataclasses.replace(address, role="worker", id=number, incarnation=life)
         return work(plan, own, specification, places)
 
+    def join() -> int:
+        place = find_place(RunAddress(address.coordinator, key_file), places.limit)
+        own = dataclasses.replace(address, role="worker", id=place.id, incarnation=place.life)
+        return work(plan, own, specification, places)
+
     supervision = Supervision(address, load_keys(key_file))
     settings = CoordinatorSettings(
         listens, plan.workers, plan.servers, timeout, survivable=specification.replication - 1,
         supervised=plan.restarts + plan.coordinates > 0, supervisor=supervision.process,
+        elastic=int(plan.joins),
     )  # fmt: skip
     coordinator = CoordinatorProcess(settings, key_file, journal=f"{directory}/journal" if plan.coordinates else None)
 
@@ -284,8 +293,12 @@ def replay(plan: Plan, cues: Sequence[Cue], places: Places) -> Outcome:
         for number in range(plan.workers):
             main = partial(work_one, number)
             supervision.start(Watched("worker", number, partial(fork, f"worker {number}", main), plan.restarts))
+        joiners = [fork("joiner", lambda life: join(), 0)] if plan.joins else []
         with _go_on(supervision, places.limit) as tick:
             supervision.watch(tick)
+            while any(one.poll() is None for one in joiners):
+                tick()
+                time.sleep(POLL)
     log.seek(0)
     output = log.read().decode()
     log.close()
@@ -328,15 +341,16 @@ def work(plan: Plan, address: Address, specification: Specification, places: Pla
         member.close(leave=False)
         return 75
     (directory / f"times-{address.id}").write_text(json.dumps(times))
-    torch.save(values, directory / f"values-{address.id}")
+    if address.id < plan.workers:
+        torch.save(values, directory / f"values-{address.id}")
     member.close()
     return 0
 
 
 def meet(plan: Plan, run: Collectives, step: int) -> None:
-    """Between two epochs, let in those that were started again: if a worker is to return, as often as that takes."""
+    """Between two epochs, let in those that have come: if a worker is to return or join, as often as that takes."""
     admitted = run.boundary(step).admitted
-    while plan.returns and not admitted:
+    while (plan.returns or plan.joins) and not admitted:
         time.sleep(0.02)
         admitted = run.boundary(step).admitted
     if admitted:
@@ -371,9 +385,10 @@ def train(plan: Plan, member: Membership, specification: Specification, values: 
         worker.end_step()
         worker.wait_all()
         yield
-    run.barrier("trained")
-    worker.refresh()
-    run.barrier("seen")
+    if address.id < plan.workers:  # Who has joined leaves before the others meet.
+        run.barrier("trained")
+        worker.refresh()
+        run.barrier("seen")
     worker.leave()
     worker.close()
     yield

@@ -13,7 +13,7 @@ from simulation.traces import Trace
 
 def the_weights_are_those_of_one_process(plan: Plan, outcome: Outcome, exactly: str | None) -> None:
     """Every worker ends with what one process makes of all gradients, each of them counted once."""
-    want = expected(plan, lambda step: range(plan.workers))
+    want = expected(plan, lambda step: range(plan.workers + (plan.joins and step >= EPOCH)))
     assert not outcome.errors, outcome
     assert len(outcome.values) == plan.workers
     for worker, values in outcome.values.items():

@@ -53,7 +53,7 @@ class Wired(Places):
 def run(seed: int, wires: Wires, directory: Path) -> None:
     chance = random.Random(seed)
     mode, replication = chance.choice(["sync", "async"]), chance.choice([1, 2])
-    plan = Plan(mode=mode, replication=replication)
+    plan = Plan(mode=mode, replication=replication, joins=mode == "async")
     places = Wired(directory, wires)
     for who in ("coordinator", *(f"server-{number}-0" for number in range(plan.servers))):
         places.lay(who)
