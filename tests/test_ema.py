@@ -1,95 +1,49 @@
-"""Weight averaging from the command line, which copies the model with all that it holds."""
+"""Weight averaging from the command line, which copies the model with all that it holds, such as factories."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from cluster.processes_of import PYTHON, Program
+from cluster.processes_of import PYTHON, Program, fit
 
-# As a user writes it: a module beside the configuration, which is given factories.
 MINE = """
-import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import nn
 
 
-class Mine(LightningModule):
-    def __init__(self, optimizer: OptimizerCallable, lr_scheduler: LRSchedulerCallable, num_classes: int):
-        super().__init__()
-        self.save_hyperparameters()
-        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self.network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(144, num_classes))
-
-    def loss(self, outputs, targets):
-        return nn.functional.cross_entropy(outputs, targets)
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(self.network(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        optimizer = self.optimizer(self.parameters())
-        return [optimizer], [self.lr_scheduler(optimizer)]
+def network() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(144, 10))
 """
-CONFIG = """
-trainer:
-  accelerator: cpu
-  devices: 2
-  strategy: ddp
-  precision: 64-true
-  max_epochs: 1
-  limit_train_batches: 4
-  limit_val_batches: 0
-  enable_progress_bar: false
-  enable_model_summary: false
-  logger: {class_path: TensorBoardLogger, init_args: {save_dir: runs}}
-  callbacks:
-    - {class_path: EMAWeightAveraging, init_args: {decay: 0.8}}
-checkpoint: {monitor: null}
-model:
-  class_path: mine.Mine
-  init_args:
-    num_classes: 10
-    optimizer: {class_path: SGD, init_args: {lr: 0.1}}
-    lr_scheduler: {class_path: ExponentialLR, init_args: {gamma: 0.5}}
-data: {class_path: DigitsDataModule, init_args: {batch_size: 32, augment: false}}
-"""
-ONE = ("--trainer.strategy=auto", "--trainer.devices=1", "--data.init_args.batch_size=64")
+RUN = fit(
+    "--model.init_args.network=mine.network",
+    "--data.init_args.augment=false",
+    *("--trainer.callbacks+=EMAWeightAveraging", "--trainer.callbacks.decay=0.8", "--checkpoint.monitor=null"),
+    *("--trainer.precision=64-true", "--trainer.max_epochs=1", "--trainer.limit_train_batches=4"),
+    "--trainer.limit_val_batches=0",
+)
+ONE = ("--trainer.strategy=auto", "--trainer.devices=1")
 STAGES = (
     "--trainer.strategy=HybridPipelineStrategy",
     '--trainer.strategy.cuts=["1"]',
     "--trainer.strategy.start_method=fork",
-    "--data.init_args.batch_size=64",
 )
 
 
-@pytest.fixture
-def train(run_cli, monkeypatch, tmp_path):
-    """Trains the user's own module in this folder; gives the checkpoint."""
-    Path("mine.py").write_text(MINE)
-    Path("mine.yaml").write_text(CONFIG)
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def train(name, *arguments, programs=False):
-        arguments = ("fit", "--config=mine.yaml", *arguments, f"--trainer.logger.init_args.name={name}")
-        if programs:
-            program = Program([PYTHON, "-m", "cnnstrategies", *arguments], tmp_path / "log")
-            assert program.wait() == 0, program.output()
-        else:
-            code, output = run_cli(*arguments)
-            assert code == 0, output
-        return torch.load(Path("runs") / name / "version_0/checkpoints/last.ckpt", weights_only=True)
-
-    return train
-
-
 @pytest.mark.warm
-def test_the_average_of_two_processes_is_that_of_one(train):
+def test_the_average_of_two_processes_is_that_of_one(run_cli, tmp_path):
     """With DDP's ranks started as programs, as they are by default, and with two stages."""
-    one = train("one", *ONE)
+    Path("mine.py").write_text(MINE)
+    for name, strategy in (("one", ONE), ("stages", STAGES)):
+        code, output = run_cli(*RUN[2:], *strategy, f"--trainer.logger.init_args.name={name}")
+        assert code == 0, output
+    program = Program([PYTHON, *RUN, "--trainer.logger.init_args.name=ddp"], tmp_path / "log")
+    assert program.wait() == 0, program.output()
+    one, *others = (
+        torch.load(Path("runs") / name / "version_0/checkpoints/last.ckpt", weights_only=True)
+        for name in ("one", "stages", "ddp")
+    )
     average, current = one["state_dict"], one["current_model_state"]
     assert all((average[name] - current[name]).norm() > 1e-3 * current[name].norm() for name in average)
-    for two in (train("ddp", programs=True), train("stages", *STAGES)):
+    for two in others:
         for kind in ("state_dict", "current_model_state", "averaging_state"):
             assert two[kind].keys() == one[kind].keys()
             for name, value in one[kind].items():
