@@ -21,7 +21,7 @@ from cnnstrategies.data.image_folder import shorter_side
 from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.data.segmentation_folder import FILL
 from cnnstrategies.deploy.inference import network_of
-from cnnstrategies.deploy.quantize import Network, save_program
+from cnnstrategies.deploy.quantize import Network, exported_program, for_any_batch, save_program
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.logits import giving_logits, main_logits, name_of
 from cnnstrategies.runtime.whole_file import writing
@@ -84,7 +84,9 @@ def export(
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         stack.enter_context(writing(output, "make room there, or give another --output"))
-        exported = {"torch_export": to_torch_export, "onnx": to_onnx}[kind](source, batches[0], scratch / FILES[kind])
+        exported = {"torch_export": to_torch_export, "onnx": to_onnx}[kind](
+            source, for_any_batch(batches[0]), scratch / FILES[kind]
+        )
         compared = _compare(network, exported, batches, output / FILES[kind])
         if compared.difference > TOLERANCE * max(1.0, compared.largest):
             raise ConfigurationError(
@@ -143,16 +145,7 @@ def _compare(network: Network, exported: Network, batches: list[Tensor], file: P
 
 def to_torch_export(network: nn.Module, example: Tensor, file: Path) -> Network:
     """Write the network's graph with its weights; what the file computes."""
-    # With one image, export would fix the batch size to one.
-    example = example if len(example) > 1 else example.repeat(2, 1, 1, 1)
-    try:
-        program = torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    except Exception as error:
-        raise ConfigurationError(
-            f"torch.export cannot export {name_of(network)}: {str(error).strip().splitlines()[0]}; its weights are in "
-            "the checkpoint, under state_dict"
-        ) from error
-    save_program(program, file)
+    save_program(exported_program(network, example), file)
     loaded: Network = torch.export.load(file).module()
     return loaded
 
@@ -161,7 +154,6 @@ def to_onnx(network: nn.Module, example: Tensor, file: Path) -> Network:
     """The same for other runtimes."""
     import onnxruntime
 
-    example = example if len(example) > 1 else example.repeat(2, 1, 1, 1)
     try:
         with warnings.catch_warnings(), _silent("torch.onnx", "onnxscript"):
             warnings.simplefilter("ignore")

@@ -69,7 +69,7 @@ def quantize(
     datamodule.setup("fit")
     network = giving_logits(network, next(iter(datamodule.val_dataloader()))[0])
     exported, converted, example = int8_graph(network, datamodule, calibration_batches)
-    save_program(exported_program(converted, example), output)
+    save_program(exported_program(converted, example, strict=True), output)
     quantized = load_quantized(output)
     times = milliseconds([network, quantized], example)
     measure, metric = accuracy, "val_acc"
@@ -98,13 +98,11 @@ def int8_graph(
     if calibration_batches < 1:
         raise ConfigurationError(f"calibration_batches={calibration_batches}: at least 1 is needed; 16 is usual")
     pt2e, quantizer_module = _torchao()
-    datamodule.prepare_data()
-    datamodule.setup("fit")
     calibration = [images for images, _ in itertools.islice(datamodule.train_dataloader(), calibration_batches)]
-    # With one image, export would fix the batch size to one.
-    example = calibration[0] if len(calibration[0]) > 1 else calibration[0].repeat(2, 1, 1, 1)
+    example = for_any_batch(calibration[0])
     with torch.no_grad():
-        exported = exported_program(network, example)
+        # Strict: otherwise the quantizer takes the calls of a module that is used twice, as ResNet's ReLU, for one.
+        exported = exported_program(network, example, strict=True)
         quantizer = quantizer_module.X86InductorQuantizer()
         quantizer.set_global(quantizer_module.get_default_x86_inductor_quantization_config())
         graph = exported.module()
@@ -210,18 +208,22 @@ def milliseconds(networks: Sequence[Network], images: Tensor, repeats: int = 20)
     return [1000 * statistics.median(own[3:]) for own in times]
 
 
-def exported_program(network: nn.Module, example: Tensor) -> "torch.export.ExportedProgram":
+def for_any_batch(images: Tensor) -> Tensor:
+    """An example for export, which would fix the size of a batch of one image."""
+    return images if len(images) > 1 else images.repeat(2, 1, 1, 1)
+
+
+def exported_program(network: nn.Module, example: Tensor, strict: bool = False) -> "torch.export.ExportedProgram":
     """The graph of a network, for batches of any size."""
     try:
-        # Strict: otherwise the quantizer takes the calls of a module that is used twice, as ResNet's ReLU, for one.
         with torch.no_grad():
             return torch.export.export(
-                network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=True
+                network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=strict
             )
     except Exception as error:
         raise ConfigurationError(
-            f"torch.export cannot export {name_of(network)}, so it cannot be quantised: "
-            f"{str(error).strip().splitlines()[0]}"
+            f"torch.export cannot export {name_of(network)}: {str(error).strip().splitlines()[0]}; its weights are in "
+            "the checkpoint, under state_dict"
         ) from error
 
 

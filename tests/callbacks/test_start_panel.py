@@ -14,14 +14,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import StartPanel, start_panel
 from cnnstrategies.data import SyntheticDataModule
 from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.networks import SmallCNN
-from cnnstrategies.strategies import CompressedDDPStrategy, HybridPipelineStrategy
+from cnnstrategies.strategies import CompressedDDPStrategy
 
 WHOLE = sum(parameter.numel() for parameter in SmallCNN(10, widths=[32, 64]).parameters())
 HYBRID = [
@@ -170,26 +170,6 @@ def test_images_that_chose_the_checkpoint_are_no_test_images():
     assert start_panel.images(trainer)[1] == ("preprocessing", f"37 to 32 pixels, {how}")
 
 
-@pytest.mark.light
-def test_a_batchs_size_is_the_loaders_or_the_data_modules():
-    images = TensorDataset(torch.zeros(20, 1))
-    module = SimpleNamespace(batch_size=7)
-    sampled = DataLoader(images, batch_sampler=BatchSampler(RandomSampler(images), 3, drop_last=False))
-    for loader, size in ((DataLoader(images, 5), 5), (sampled, 3), (DataLoader(images, batch_size=None), 7)):
-        assert start_panel.samples_of(loader, module) == size
-    assert start_panel.samples_of([DataLoader(images, 5)], None) is None
-
-
-def test_a_strategy_has_the_name_that_users_write():
-    strategies = {
-        "ddp": DDPStrategy(start_method="fork"),
-        "ddp_powersgd": CompressedDDPStrategy(compression="powersgd"),
-        "hybrid_pipeline": HybridPipelineStrategy(),
-        "MyOwn": type("MyOwn", (DDPStrategy,), {})(),
-    }
-    assert [start_panel.strategy_name(strategy) for strategy in strategies.values()] == list(strategies)
-
-
 def test_what_a_strategy_divides_is_said_of_the_whole_network():
     module = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(5))
     assert start_panel.count_parameters(module) == (16, 16), "lazy ones have no number yet"
@@ -199,5 +179,8 @@ def test_what_a_strategy_divides_is_said_of_the_whole_network():
     assert start_panel.whole_network(sharded, module, (0, 0)) is None
     assert start_panel.parameters(sharded, None) == "not counted; divided over 4 devices"
     assert start_panel.whole_network(trainer_like(DDPStrategy(), 2), module, (0, 0)) == (16, 16)
+    own = type("MyOwn", (DDPStrategy,), {})()
+    names = [start_panel.strategy_name(one) for one in (own, CompressedDDPStrategy(compression="powersgd"))]
+    assert names == ["MyOwn", "ddp_powersgd"], "as users write them"
     pipeline = SimpleNamespace(device_parameters=[1000, 600, 1000])
     assert start_panel.parameters(trainer_like(pipeline, 3), (2600, 2600)) == "2,600; 600 to 1,000 on a device"
