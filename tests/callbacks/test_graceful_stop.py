@@ -4,15 +4,14 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, PlainCNN, alive, kill_group, quiet_trainer
+from cluster.processes_of import PYTHON, Program, fit
+from conftest import PlainCNN, alive, kill_group, quiet_trainer
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -24,31 +23,12 @@ from cnnstrategies.data import DigitsDataModule
 pytestmark = pytest.mark.warm
 
 # Dropout, mixup and random shifts are all on: a resumed run must draw what the uninterrupted one draws.
-RUN = [
-    sys.executable,
-    str(ROOT / "cli.py"),
-    "fit",
-    f"--config={ROOT / 'configs/quickstart.yaml'}",
-    "--model.init_args.mixup_alpha=0.2",
-    "--model.init_args.lr_scheduler=null",  # Its length is that of the run.
-    "--trainer.enable_progress_bar=false",
-    "--trainer.enable_model_summary=false",
-    "--trainer.max_epochs=3000",
-]
+DRAWS = ("--model.init_args.mixup_alpha=0.2", "--model.init_args.lr_scheduler=null")  # Its length is that of the run.
 
 
 def start(name, *args):
-    log = open(f"{name}.log", "w")  # noqa: SIM115
-    command = [*RUN, f"--trainer.logger.init_args.name={name}", *args]
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-
-
-def wait_until(condition, name, process):
-    deadline = time.monotonic() + 150
-    while not condition():
-        assert process.poll() is None, Path(f"{name}.log").read_text()
-        assert time.monotonic() < deadline, Path(f"{name}.log").read_text()
-        time.sleep(0.05)
+    words = fit(*DRAWS, "--trainer.max_epochs=3000", f"--trainer.logger.init_args.name={name}", *args)
+    return Program([PYTHON, *words], Path(f"{name}.log"))
 
 
 def rank_one(rank_zero):
@@ -64,8 +44,7 @@ def rank_one(rank_zero):
 
 
 def train_on(run_cli, quick, name, *args):
-    mixup = ["--model.init_args.mixup_alpha=0.2", "--model.init_args.lr_scheduler=null"]
-    code, output = run_cli("fit", *quick, *mixup, f"--trainer.logger.init_args.name={name}", *args)
+    code, output = run_cli("fit", *quick, *DRAWS, f"--trainer.logger.init_args.name={name}", *args)
     assert code == 0, output
     return torch.load(Path("runs") / name / "version_0/checkpoints/last.ckpt", weights_only=True)
 
@@ -74,20 +53,19 @@ def train_on(run_cli, quick, name, *args):
     "signum", [pytest.param(signal.SIGTERM, marks=pytest.mark.cluster), signal.SIGINT], ids=["SIGTERM", "ctrl-c"]
 )
 def test_a_signal_stops_all_ranks_and_they_resume_exactly(run_cli, quick, signum):
-    process = start("stopped", "--stop.grace=100")  # A busy machine is slow.
+    program = start("stopped", "--stop.grace=100")  # A busy machine is slow.
+    process = program.process
     path = Path("runs/stopped/version_0/checkpoints/last.ckpt")
-    wait_until(path.exists, "stopped", process)
+    program.wait_until(path.exists)
     time.sleep(0.4)  # Into the middle of an epoch.
     if signum == signal.SIGINT:
         os.killpg(process.pid, signum)  # What a terminal does.
     else:
         # What happens to one of several pods or hosts; it stops all ranks.
         os.kill(rank_one(process.pid), signum)
-    code = process.wait(timeout=150)
-    output = Path("stopped.log").read_text()
-    assert code == 128 + signum, output
+    assert program.wait() == 128 + signum, program.output()
     assert not kill_group(process.pid, 60)
-    step = int(re.search(r"Stopped by SIG\w+ after step (\d+); continue with --ckpt_path", output)[1])
+    step = int(re.search(r"Stopped by SIG\w+ after step (\d+); continue with --ckpt_path", program.output())[1])
     checkpoint = torch.load(path, weights_only=True)
     assert checkpoint["global_step"] == step
     assert checkpoint["epoch"] < 2999, "the run was over before the signal"
@@ -151,17 +129,17 @@ def test_who_ends_with_the_signals_code(each, codes):
 
 
 def test_a_signal_before_training_ends_every_process():
-    process = start("early")
+    program = start("early")
     # Itself and the helper that starts programs warm; then the other rank.
-    wait_until(lambda: len(alive(process.pid)) > 2, "early", process)
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=150) == 128 + signal.SIGTERM
-    assert not kill_group(process.pid, 60)
+    program.wait_until(lambda: len(alive(program.process.pid)) > 2)
+    os.kill(program.process.pid, signal.SIGTERM)
+    assert program.wait() == 128 + signal.SIGTERM
+    assert not kill_group(program.process.pid, 60)
 
 
 def test_a_killed_rank_ends_the_others():
-    process = start("killed")
-    wait_until(lambda: "Training" in Path("killed.log").read_text(), "killed", process)
-    os.kill(process.pid, signal.SIGKILL)  # Rank 0, which started the other.
-    assert process.wait(timeout=150) == -signal.SIGKILL
-    assert not kill_group(process.pid, 60)
+    program = start("killed")
+    program.wait_until(lambda: "Training" in program.output())
+    os.kill(program.process.pid, signal.SIGKILL)  # Rank 0, which started the other.
+    assert program.wait() == -signal.SIGKILL
+    assert not kill_group(program.process.pid, 60)

@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.callbacks import StepProfile, step_parts, step_profile
@@ -24,30 +25,44 @@ from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 
-def fit(*callbacks, model, data=None, **options):
+def fit(*callbacks, model, **options):
     trainer = quiet_trainer(callbacks=list(callbacks), **{"limit_val_batches": 1, **options})
-    trainer.fit(model, data or DigitsDataModule(batch_size=32))
+    trainer.fit(model, DigitsDataModule(batch_size=32))
     return trainer
 
 
-def classifier(cls=ImageClassifier):
+def classifier():
     seed_everything(1, verbose=False)
-    return cls(SmallCNN(10, widths=[8]), 10, optimizer=lambda params: torch.optim.SGD(params, 0.05))
+    return ImageClassifier(SmallCNN(10, widths=[8]), 10, optimizer=lambda params: torch.optim.SGD(params, 0.05))
+
+
+SPENT = {"data": 0.005, "transfer": 0.003, "forward": 0.011, "backward": 0.007, "optimizer": 0.004, "other": 0.002}
 
 
 @pytest.fixture
 def spend(monkeypatch):
-    """A clock that goes forward only when told to: ``spend(seconds)``."""
+    """A clock that goes forward only when told to: ``spend(seconds)``; what is done takes no time but that of SPENT."""
     now = [0.0]
     monkeypatch.setattr(step_parts, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def spend(seconds):
         now[0] += seconds
 
+    def slow(kind, name, part):
+        method = getattr(kind, name)
+
+        def slower(*args):
+            spend(SPENT[part])
+            return method(*args)
+
+        monkeypatch.setattr(kind, name, slower)
+
+    slow(_SingleProcessDataLoaderIter, "_next_data", "data")
+    slow(ImageClassifier, "on_after_batch_transfer", "transfer")
+    slow(ImageClassifier, "training_step", "forward")
+    slow(ImageClassifier, "backward", "backward")
+    slow(ImageClassifier, "on_before_optimizer_step", "optimizer")
     return spend
-
-
-SPENT = {"data": 0.005, "transfer": 0.003, "forward": 0.011, "backward": 0.007, "optimizer": 0.004, "other": 0.002}
 
 
 class SpendingCallback(Callback):
@@ -68,48 +83,13 @@ class SpendingCallback(Callback):
     on_validation_end = on_train_epoch_end = on_validation_start
 
 
-def spending(spend):
-    class Classifier(ImageClassifier):
-        def on_after_batch_transfer(self, batch, dataloader_idx):
-            spend(SPENT["transfer"])
-            return super().on_after_batch_transfer(batch, dataloader_idx)
-
-        def training_step(self, batch, batch_idx):
-            spend(SPENT["forward"])
-            return super().training_step(batch, batch_idx)
-
-        def backward(self, loss):
-            spend(SPENT["backward"])
-            loss.backward()
-
-        def on_before_optimizer_step(self, optimizer):
-            spend(SPENT["optimizer"])
-
-    class Data(DigitsDataModule):
-        def train_dataloader(self):
-            loader = super().train_dataloader()
-            transform = loader.dataset.transform
-
-            def slow(images):
-                spend(SPENT["data"])
-                return transform(images)
-
-            loader.dataset.transform = slow
-            return loader
-
-    return classifier(Classifier), Data(batch_size=32)
-
-
 @pytest.mark.parametrize(
     ("steps", "validate_every", "measured"), [(None, 8, 22), (9, 3, 9)], ids=["to the end", "validation in the epoch"]
 )
 def test_each_part_gets_its_time_and_the_pauses_get_none(spend, capsys, steps, validate_every, measured):
-    model, data = spending(spend)
-    profile, mine = StepProfile(2, steps), SimpleProfiler()
-    options = {"max_epochs": 3, "limit_train_batches": 8, "val_check_interval": validate_every}
-    trainer = fit(
-        profile, SpendingCallback(spend), model=model, data=data, logger=CSVLogger("."), profiler=mine, **options
-    )
+    model, profile, mine = classifier(), StepProfile(2, steps), SimpleProfiler()
+    options = {"max_epochs": 3, "limit_train_batches": 8, "val_check_interval": validate_every, "profiler": mine}
+    trainer = fit(profile, SpendingCallback(spend), model=model, logger=CSVLogger("."), **options)
     printed = capsys.readouterr().out
     assert f"Where {measured} training steps spent" in printed
     times = dict(profile.milliseconds)
@@ -128,7 +108,7 @@ def test_each_part_gets_its_time_and_the_pauses_get_none(spend, capsys, steps, v
     # A second fit is profiled by itself, and a short one told.
     profile.skip_first = 100
     trainer.fit_loop.max_epochs = 4
-    trainer.fit(model, data)
+    trainer.fit(model, DigitsDataModule(batch_size=32))
     assert profile.milliseconds == {}
     assert "StepProfile: fit ended after 8 steps; skip_first=100 left none" in capsys.readouterr().out
 
@@ -141,23 +121,22 @@ class Waiting(SingleDeviceStrategy):
     def on_train_start(self):
         self.counters = Counters()
 
+    def training_step(self, *args):
+        self.spend(0.006)
+        self.counters.seconds_waited += 0.006
+        return super().training_step(*args)
+
+    def validation_step(self, *args):
+        self.counters.seconds_waited += 100
+        return super().validation_step(*args)
+
 
 def test_waiting_for_servers_is_told_from_the_forward(spend):
-    class Worker(ImageClassifier):
-        def training_step(self, batch, batch_idx):
-            spend(SPENT["forward"] + 0.006)
-            self.trainer.strategy.counters.seconds_waited += 0.006
-            return super().training_step(batch, batch_idx)
-
-        def on_validation_start(self):
-            self.trainer.strategy.counters.seconds_waited += 100
-
-    profile = StepProfile(2)
-    options = {"max_epochs": 2, "limit_train_batches": 4, "num_sanity_val_steps": 0}
-    fit(profile, model=classifier(Worker), strategy=Waiting("cpu"), **options)
-    assert profile.milliseconds["wait"] == pytest.approx(6)
-    assert profile.milliseconds["forward"] == pytest.approx(11)
-    assert profile.milliseconds["step"] == pytest.approx(17)
+    strategy, profile = Waiting("cpu"), StepProfile(2)
+    strategy.spend = spend
+    fit(profile, model=classifier(), strategy=strategy, max_epochs=2, limit_train_batches=4)
+    times = profile.milliseconds
+    assert [times["wait"], times["forward"], times["step"]] == pytest.approx([6, 11, 6 + 30])
 
 
 class Slow(nn.Tanh):
@@ -245,32 +224,23 @@ def test_a_replica_that_waits_for_the_others_gradients_reduces():
     assert last["gather"] + last["other"] > 50, "for outputs of all ranks, or a callback's broadcast"
 
 
-def reduced(monkeypatch, spend, total, hidden, **options):
-    """The profile of a run whose backward takes 100 ms each time, of which DDP says what all-reduce took."""
+def reduced(monkeypatch, total, hidden, **options):
+    """The profile of a run of which DDP says how long its all-reduce took."""
     monkeypatch.setattr(step_profile, "communication_seconds", lambda model: (total, hidden))
-
-    class Classifier(ImageClassifier):
-        def backward(self, loss):
-            spend(0.1)
-            loss.backward()
-
     profile = StepProfile(2, 8)
     options = {"limit_val_batches": 0, "max_epochs": 1, "limit_train_batches": 12, **options}
-    fit(profile, model=classifier(Classifier), strategy=DDPStrategy(), **options)
-    return profile.milliseconds
+    fit(profile, model=classifier(), strategy=DDPStrategy(), **options)
+    return [profile.milliseconds[part] for part in ("communication_total", "communication", "backward")]
 
 
 def test_communication_in_the_open_is_told_from_the_hidden(monkeypatch, spend):
-    times = reduced(monkeypatch, spend, total=0.04, hidden=0.03)
-    found = [times[part] for part in ("communication_total", "communication", "backward", "step")]
-    assert found == pytest.approx([40, 10, 90, 100])
+    assert reduced(monkeypatch, total=0.004, hidden=0.003) == pytest.approx([4, 1, 7 - 1])
 
 
 def test_accumulation_counts_an_all_reduce_once(monkeypatch, spend):
-    times = reduced(monkeypatch, spend, total=0.08, hidden=0.0, accumulate_grad_batches=4)
     # Two of the eight profiled batches send.
-    assert times["communication_total"] == times["communication"] == pytest.approx(80 / 4)
-    assert times["backward"] == pytest.approx(100 - 80 / 4)
+    found = reduced(monkeypatch, total=0.008, hidden=0.0, accumulate_grad_batches=4)
+    assert found == pytest.approx([8 / 4, 8 / 4, 7 - 8 / 4])
 
 
 def test_refusals_name_the_value_and_the_remedy():
