@@ -30,9 +30,6 @@ def ended():
 def test_a_process_ends_if_its_parent_is_gone_before_it_asks():
     code, _ = run_forked(lambda: end_with_parent(ended()))
     assert code == -signal.SIGKILL
-
-
-def test_a_process_goes_on_while_its_parent_does():
     assert run_forked(lambda: end_with_parent(os.getppid())) == (0, "")
 
 
@@ -94,26 +91,6 @@ def test_nobody_waits_for_what_dies_or_stops_in_its_imports(monkeypatch, signum)
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-
-
-@pytest.mark.warm
-def test_what_a_spawned_process_is_sent_arrives():
-    """Whole, with a connection; and its parent is known to it."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=answer, args=(there, bytes(range(256)) * (1 << 12)), name="spawned")
-    with spawned_by_a_thread():
-        process.start()
-    there.close()
-    assert here.recv() == ("spawned", os.getpid(), 1 << 20, True)
-    process.join()
-    assert process.exitcode == 0
-
-
-def answer(connection, data):
-    parent = multiprocessing.parent_process()
-    about = multiprocessing.current_process().name, parent.pid, len(data), parent.is_alive()
-    connection.send(about)
 
 
 @pytest.mark.warm

@@ -13,7 +13,7 @@ from torch import nn
 from cnnstrategies import ImageClassifier
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.microbatches import Split
-from cnnstrategies.strategies import CompressedDDPStrategy, HybridPipelineStrategy, ParameterServerStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.differences import OWN_MEANS, RANK_ZERO, differences_of_replicas
 from cnnstrategies.strategies.hybrid_pipeline.layout import differences_of_pipeline, warn_of_small_microbatches
 
@@ -49,16 +49,6 @@ def test_a_pipeline_says_what_each_microbatch_does_by_itself():
             "spectral norm makes a power iteration for each microbatch",
             RANDOM,
         ]
-
-
-def test_what_data_parallel_sends_in_another_way():
-    powersgd = CompressedDDPStrategy(compression="powersgd", powersgd_rank=2, powersgd_start=100)
-    for strategy, lines in (
-        (CompressedDDPStrategy(compression="bf16"), ["gradients are sent as bf16"]),
-        (powersgd, ["gradients are sent as rank-2 factors from step 100 on"]),
-    ):
-        strategy.connect(LightningModule())
-        assert strategy.differences(32) == lines
 
 
 def of_servers(workers=2, accumulated=1, **options):
