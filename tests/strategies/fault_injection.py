@@ -1,43 +1,69 @@
-"""A network, and a callback that makes one rank fail, for processes that are started as a user does."""
+"""A callback that has a process of a run fail, of whatever strategy."""
 
+import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
 
 
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3, padding=1)
-        self.pool = nn.MaxPool2d(2)
-        self.head = nn.Linear(64, 10)
+def words(**given: Any) -> list[str]:
+    """For the command line; see :class:`Fault`."""
+    options = [f"--trainer.callbacks.init_args.{name}={value}" for name, value in given.items()]
+    return ["--trainer.callbacks+=fault_injection.Fault", *options]
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.head(self.pool(self.conv(images)).flatten(1))
+
+class Fault(Callback):
+    """After a step, a rank in its first life does something to a process of its run.
+
+    Args:
+        how: A signal's name, ``exception`` in the rank's own layer, or ``asleep``.
+        victim: Who gets the signal: ``self``, ``parent``, or a service by its name.
+        rank: Who does it.
+        step: After which.
+        until_back: Train until a rank that was killed trains again.
+    """
+
+    def __init__(
+        self, how: str = "SIGKILL", victim: str = "self", rank: int = 1, step: int = 7, until_back: bool = False
+    ) -> None:
+        self.how, self.victim, self.rank, self.step, self.until_back = how, victim, rank, step, until_back
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        first = os.environ.get("CNNSTRATEGIES_INCARNATION", "0") == "0"
+        if trainer.global_rank != self.rank or trainer.global_step != self.step or not first:
+            return
+        if self.how == "exception":
+            pl_module.get_submodule(f"network.{5 * self.rank}").register_forward_pre_hook(fail)
+        elif self.how == "asleep":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # It takes ten seconds to end one that does not hear it.
+            time.sleep(1000)
+        else:
+            victim = self.find()
+            Path("killed").touch()
+            os.kill(victim, signal.Signals[self.how])
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if os.environ.get("CNNSTRATEGIES_INCARNATION", "0") != "0" and not Path("back").exists():
+            Path("back").write_text(str(trainer.current_epoch))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.until_back and trainer.strategy.reduce_boolean_decision(Path("back").exists(), all=False):
+            trainer.should_stop = True
+
+    def find(self) -> int:
+        if self.victim in ("self", "parent"):
+            return os.getpid() if self.victim == "self" else os.getppid()
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # Others end meanwhile.
+                name, _, rest = status.read_text().rpartition(")")
+                if name.endswith(f"({self.victim}") and int(rest.split()[1]) == os.getppid():
+                    return int(status.parent.name)
+        raise AssertionError(f"no process {self.victim}")
 
 
 def fail(*_: object) -> None:
     raise ValueError("this layer does not like the batch")
-
-
-class Fault(Callback):
-    """In the middle of the second epoch, one rank does what the environment says."""
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        kind, rank = os.environ["FAULT"].split()
-        if trainer.current_epoch != 1 or batch_idx != 3 or trainer.global_rank != int(rank):
-            return
-        if kind == "exception":
-            (pl_module.network.head if int(rank) else pl_module.network.conv).register_forward_pre_hook(fail)
-        elif kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif kind == "asleep":
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # It takes ten seconds to end one that does not hear it.
-            time.sleep(1000)
-        else:
-            os.kill(os.getpid(), signal.SIGSTOP)

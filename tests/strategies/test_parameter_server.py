@@ -1,7 +1,6 @@
 """The parameter server trains the same model as one process, with what users switch on, or refuses it."""
 
 import json
-import os
 import signal
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from digit_commands import COMMON, checkpoint
 from digit_runs import ADAMW, assert_same_run, load, logged, train
+from fault_injection import words
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from torch import nn
@@ -196,14 +196,6 @@ def test_averages_stopping_and_best_checkpoint_equal_one_process():
     assert_same_run(several, single, rtol=1e-5)
 
 
-class Terminate(Callback):
-    """Sends SIGTERM to the process that was started, as a scheduler does."""
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_rank == 1 and trainer.global_step == 8:
-            os.kill(os.getppid(), signal.SIGTERM)
-
-
 @pytest.mark.parametrize(
     ("options", "restarts"),
     [
@@ -212,9 +204,9 @@ class Terminate(Callback):
     ],  # `test_midway.py` has async.
 )
 def test_a_signal_stops_the_run_at_a_step_and_it_resumes(run_cli, quick, options, restarts):
+    terminate = words(how="SIGTERM", victim="parent", step=8)
     layout = [*digit_commands.served(**options, max_restarts=restarts), "--trainer.max_epochs=2000", "--stop.grace=60"]
-    terminate = "--trainer.callbacks+=test_parameter_server.Terminate"
-    code, output = run_cli("fit", *quick, *COMMON, *layout, terminate, "--trainer.logger.init_args.name=stopped")
+    code, output = run_cli("fit", *quick, *COMMON, *layout, *terminate, "--trainer.logger.init_args.name=stopped")
     assert code == 128 + signal.SIGTERM, output
     path = checkpoint("stopped")
     stopped = torch.load(path, weights_only=True)

@@ -3,10 +3,7 @@
 Every test also checks that nothing is left behind: `run_cli` fails for processes, `Run` for directories of sockets.
 """
 
-import contextlib
-import os
 import re
-import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +13,7 @@ import torch
 from conftest import leaves_no_sockets
 from digit_commands import COMMON, checkpoint, served
 from digit_runs import logged
-from lightning.pytorch import Callback
+from fault_injection import words
 from ports import free_port
 
 from cnnstrategies.paramserver.drivers import control
@@ -29,52 +26,10 @@ PATIENT = {"timeout": 60}
 HASTE = 40  # times the time that passes; a member's clock may not jump by more than a quarter of the time-out
 
 
-class Kill(Callback):
-    """Kills a process of the run, itself or a service by its name, from within a rank's first incarnation.
-
-    With `until_back` training goes on until the rank that was killed trains again.
-    """
-
-    def __init__(
-        self,
-        victim: str = "self",
-        rank: int = 1,
-        step: int = 7,
-        how: int = int(signal.SIGKILL),
-        until_back: bool = False,
-    ) -> None:
-        self.victim, self.rank, self.step, self.how, self.until_back = victim, rank, step, how, until_back
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        first = os.environ.get("CNNSTRATEGIES_INCARNATION") == "0"
-        if not first and not Path("back").exists():
-            Path("back").write_text(str(trainer.current_epoch))
-        if trainer.global_rank == self.rank and trainer.global_step == self.step and first:
-            victim = self.find()
-            Path("killed").touch()
-            os.kill(victim, self.how)
-
-    def on_validation_end(self, trainer, pl_module):
-        if self.until_back and trainer.strategy.reduce_boolean_decision(Path("back").exists(), all=False):
-            trainer.should_stop = True
-
-    def find(self) -> int:
-        if self.victim == "self":
-            return os.getpid()
-        for status in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # Others end meanwhile.
-                name, _, rest = status.read_text().rpartition(")")
-                if name.endswith(f"({self.victim}") and int(rest.split()[1]) == os.getppid():
-                    return int(status.parent.name)
-        raise AssertionError(f"no process {self.victim}")
-
-
 def train(run_cli, quick, kill, epochs=4, **options):
-    callback = ["--trainer.callbacks+=test_parameter_server_faults.Kill"]
-    callback += [f"--trainer.callbacks.init_args.{name}={value}" for name, value in kill.items()]
     name = ["--trainer.logger.init_args.name=run", f"--trainer.max_epochs={epochs}"]
     with leaves_no_sockets():
-        return run_cli("fit", *quick, *COMMON, *served(**{**PATIENT, **options}), *callback, *name)
+        return run_cli("fit", *quick, *COMMON, *served(**{**PATIENT, **options}), *words(**kill), *name)
 
 
 def accuracy():
@@ -100,8 +55,8 @@ ENDS: dict[str, tuple[dict, dict, bool, list[str]]] = {
 def test_a_run_goes_on_or_ends_and_says_who_it_was(run_cli, quick, kill, options, goes_on, said):
     code, output = train(run_cli, quick, kill, epochs=4 if goes_on else 200, **options)
     assert (code == 0) is goes_on, output
-    for words in said:
-        assert words in output
+    for line in said:
+        assert line in output
     if goes_on:
         assert len(accuracy()) == 4
         assert torch.load(checkpoint("run"), weights_only=True)["global_step"] == 24
@@ -110,7 +65,7 @@ def test_a_run_goes_on_or_ends_and_says_who_it_was(run_cli, quick, kill, options
 def test_a_stopped_worker_is_left_out_and_ended(run_cli, quick, monkeypatch):
     look = Supervision.end_the_stopped
     monkeypatch.setattr(Supervision, "end_the_stopped", lambda self, now: look(self, HASTE * now))
-    code, output = train(run_cli, quick, {"how": int(signal.SIGSTOP)})
+    code, output = train(run_cli, quick, {"how": "SIGSTOP"})
     assert code == 0, output
     assert re.search(r"worker 1 \(process \d+ on .*\) was stopped, as by SIGSTOP, for 6\d s, and is ended; ", output)
     assert len(accuracy()) == 4
@@ -139,7 +94,7 @@ def hurried() -> float:
 
 def test_without_its_coordinator_the_run_ends_and_says_so(run_cli, quick, monkeypatch):
     monkeypatch.setattr(control, "time", SimpleNamespace(monotonic=hurried))
-    code, output = train(run_cli, quick, {"victim": "ps-coordinator", "how": int(signal.SIGSTOP)}, epochs=200)
+    code, output = train(run_cli, quick, {"victim": "ps-coordinator", "how": "SIGSTOP"}, epochs=200)
     assert code != 0
     for rank in range(2):
         assert f"Rank {rank} ends: the coordinator at ipc://" in output

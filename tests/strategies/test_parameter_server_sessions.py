@@ -1,7 +1,6 @@
 """What a script is told that cannot have another session, whom its processes wait for, and who stops."""
 
 import contextlib
-import os
 import signal
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import pytest
 import torch
 from chain_program import Chain
 from digit_commands import served
-from lightning.pytorch import Callback
+from fault_injection import Fault
 from ports import free_port
 from ranks import run_started
 
@@ -60,19 +59,11 @@ def test_a_node_that_was_never_started_is_named(run_cli, quick, monkeypatch, nod
     assert line in output
 
 
-class Die(Callback):
-    """Kills rank 1 in the second epoch."""
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        if trainer.current_epoch == 1 and trainer.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.cluster  # It waits for a time-out of several seconds.
 def test_a_script_that_has_lost_a_rank_hears_of_it_next(tmp_path):
     def script():
         chain = Chain("parameter_server", "auto", tmp_path)
-        trainer = chain.trainer(ParameterServerStrategy(timeout=6.0), 3, Die())
+        trainer = chain.trainer(ParameterServerStrategy(timeout=6.0), 3, Fault(step=3))
         trainer.fit(chain.model, chain.data)
         assert trainer.current_epoch == 3
         with pytest.raises(RunEnded, match="rank 1 died before"):
