@@ -177,16 +177,10 @@ def _present(store: Store, place: Place, wait: float) -> list[int]:
     return present
 
 
-def rounds(nodes: list[int]) -> list[list[tuple[int, int]]]:
-    """Rounds in which every two hosts meet once, and each host is in one pair at most (the circle method)."""
-    circle: list[int | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
-    half = len(circle) // 2
-    result = []
-    for _ in range(len(circle) - 1):
-        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
-        result.append([(a, b) for a, b in pairs if a is not None and b is not None])
-        circle = [circle[0], circle[-1], *circle[1:-1]]
-    return result
+def others_in_turn(nodes: Sequence[int], me: int) -> list[int]:
+    """The others, in an order by which no two hosts come to the same one at a time."""
+    mine = nodes.index(me)
+    return [*nodes[mine + 1 :], *nodes[:mine]]
 
 
 class Examination:
@@ -214,15 +208,13 @@ class Examination:
             )
 
     def try_links(self) -> None:
-        """Measure the connections to the others, one at a time, and while no other measurement uses this host."""
-        for number, pairs in enumerate(rounds(list(self._hosts))):
-            for turn in (0, 1):
-                self.all_here(f"round/{number}/{turn}")
-                for other in (self._hosts[pair[1 - turn]] for pair in pairs if pair[turn] == self._me.node):
-                    try:
-                        self.findings.links[other.node] = measure(other.address, other.port, LINK_SECONDS)
-                    except OSError as error:
-                        self.findings.failures[other.node] = error.strerror or str(error) or type(error).__name__
+        """Measure the connections to the others, one at a time, while one other host measures that to this one."""
+        for number, node in enumerate(others_in_turn(sorted(self._hosts), self._me.node)):
+            self.all_here(f"round/{number}")
+            try:
+                self.findings.links[node] = measure(self._hosts[node].address, self._hosts[node].port, LINK_SECONDS)
+            except OSError as error:
+                self.findings.failures[node] = error.strerror or str(error) or type(error).__name__
 
     def try_directory(self, directory: Path) -> None:
         """Write a file as a checkpoint is written, and look for the other hosts' files."""
