@@ -10,6 +10,7 @@ import pytest
 import torch
 from cluster.processes_of import PYTHON, Program, fit, wait_until
 from cluster.ray_cluster import RayCluster, missing, ray_cluster, raylet_of
+from conftest import ROOT
 
 reason = missing()
 pytestmark = [
@@ -85,13 +86,27 @@ def test_a_mistake_is_one_line_and_starts_nothing_again(tmp_path: Path, cluster:
     assert "starts again" not in run.output()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+TRAINED = {name: repr(name) for name in STRATEGIES} | {"parameter_server": "ParameterServerStrategy(security='none')"}
+
+
+@pytest.mark.parametrize("strategy", TRAINED)
 def test_a_strategy_trains_inside_ray_train_and_reports(tmp_path: Path, cluster: RayCluster, strategy: str) -> None:
-    script = Path(__file__).with_name("ray_train.py")
-    run = Program([PYTHON, str(script), str(tmp_path), strategy], tmp_path / "log", RAY_ADDRESS=cluster.address)
+    """By the script of the page."""
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/ray.md").read_text(), re.DOTALL)
+    changes = {
+        '"hybrid_pipeline"': TRAINED[strategy],
+        "max_epochs=10": "max_epochs=2",
+        "use_gpu=False": "resources_per_worker={'CPU': 2}",
+        "/shared/runs": str(tmp_path),
+    }
+    for old, new in changes.items():
+        assert old in script
+        script = script.replace(old, new)
+    (tmp_path / "train.py").write_text(f"from cnnstrategies.strategies import ParameterServerStrategy\n{script}")
+    run = Program([PYTHON, str(tmp_path / "train.py")], tmp_path / "log", RAY_ADDRESS=cluster.address)
     assert run.wait() == 0, run.output()
-    (path,) = re.findall(rf"^RESULT {strategy} 1 8 (.*)$", run.output(), re.MULTILINE)
-    assert torch.load(Path(path) / "checkpoint.ckpt", weights_only=True)["epoch"] == 1
+    reported = [torch.load(path, weights_only=True) for path in tmp_path.rglob("checkpoint.ckpt")]
+    assert sorted(checkpoint["epoch"] for checkpoint in reported) == [0, 1], run.output()
 
 
 def test_doctor_examines_the_nodes(tmp_path: Path, cluster: RayCluster) -> None:
