@@ -1,5 +1,6 @@
 """Programs of a test: their environment, what they print, and their ends."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -61,3 +62,13 @@ class Program:
     def wait_until(self, condition: Callable[[], object]) -> None:
         wait_until(lambda: condition() or self.process.poll() is not None, self.output)
         assert condition(), self.output()
+
+
+def process_with(**variables: str) -> dict[str, str] | None:
+    """The environment of a process that has these variables, with its number as ``PID``; None where there is none."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            found = dict(word.split("=", 1) for word in path.read_text(errors="replace").split("\0") if "=" in word)
+            if variables.items() <= found.items():
+                return {**found, "PID": path.parent.name}
+    return None

@@ -75,17 +75,6 @@ def ray_cluster(nodes: int) -> Iterator[RayCluster]:
             program.wait()
 
 
-def raylet_of(run: str, node: int) -> int | None:
-    """The process id of the raylet below which a node's program of a run is under way."""
-    wanted = {f"CNNSTRATEGIES_RUN_NAME={run}", f"NODE_RANK={node}"}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            variables = process.joinpath("environ").read_bytes().decode(errors="replace").split("\0")
-            if wanted <= set(variables):
-                return next(int(one.partition("=")[2]) for one in variables if one.startswith("RAY_RAYLET_PID="))
-    return None
-
-
 def _serve(nodes: int, folder: str) -> None:
     from ray.cluster_utils import Cluster
 

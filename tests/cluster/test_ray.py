@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster.processes_of import PYTHON, Program, fit, wait_until
-from cluster.ray_cluster import RayCluster, missing, ray_cluster, raylet_of
+from cluster.processes_of import PYTHON, Program, fit, process_with, wait_until
+from cluster.ray_cluster import RayCluster, missing, ray_cluster
 from conftest import ROOT
 
 reason = missing()
@@ -43,7 +43,7 @@ def submit(cluster: RayCluster, log: Path, *arguments: str) -> Program:
 
 def wait_until_gone(folder: Path) -> None:
     """Fails when a program of a run is left."""
-    wait_until(lambda: [raylet_of(folder.name, node) for node in range(2)] == [None] * 2, lambda: "a program is left")
+    wait_until(lambda: process_with(CNNSTRATEGIES_RUN_NAME=folder.name) is None, lambda: "a program is left")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -51,9 +51,9 @@ def test_after_a_nodes_death_the_run_resumes_on_another(tmp_path: Path, cluster:
     run = submit(cluster, tmp_path / "log", *STRATEGIES[strategy], f"--trainer.max_epochs={EPOCHS}")
     run.wait_until(lambda: list(tmp_path.glob("ray/*/checkpoints/last.ckpt")))
     (folder,) = tmp_path.glob("ray/*")
-    raylet = raylet_of(folder.name, 1)
-    assert raylet is not None, run.output()
-    cluster.replace(raylet)
+    program = process_with(CNNSTRATEGIES_RUN_NAME=folder.name, NODE_RANK="1")
+    assert program is not None, run.output()
+    cluster.replace(int(program["RAY_RAYLET_PID"]))
     assert run.wait() == 0, run.output()
     output = run.output()
     # The other node's program may fail for it, and end, before Ray knows of the loss.

@@ -1,6 +1,5 @@
 """Jobs that our `submit` hands to a real SLURM of two nodes, started here for the purpose."""
 
-import contextlib
 import os
 import re
 import signal
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster.processes_of import wait_until
+from cluster.processes_of import process_with, wait_until
 from conftest import ROOT
 from slurm_cluster import CPUS, Slurm, missing, slurm_cluster
 
@@ -104,21 +103,11 @@ def test_dedicated_servers_have_nodes_and_the_dead_are_left_out(slurm, run_cli):
     job = Job(slurm, run_cli, *PARAMETER_SERVER, f"{SERVER}.timeout=8", *few, "--cluster.server_nodes=1")
     job.wait_for(job.last.exists)
     assert [slurm.job(f"{job.number}+{part}")["NodeList"] for part in (0, 1)] == ["n1", "n2"]
-    os.kill(_rank(job.number, 1), signal.SIGKILL)
+    os.kill(int(process_with(SLURM_JOB_ID=job.number, SLURM_PROCID="1")["PID"]), signal.SIGKILL)
     job.wait_for_the_end()
     assert torch.load(job.last, weights_only=True)["global_step"] == 100, job.log
     # It counts as failed, since a process of it has; it is not requeued.
     assert (job.state["JobState"], job.state["ExitCode"], job.state["Restarts"]) == ("FAILED", "137:0", "0")
-
-
-def _rank(job, number):
-    """The process of a rank."""
-    wanted = {f"SLURM_JOB_ID={job}".encode(), f"SLURM_PROCID={number}".encode()}
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if wanted <= set(path.read_bytes().split(b"\0")):
-                return int(path.parent.name)
-    raise AssertionError(f"no rank {number} of job {job}")
 
 
 def test_slurm_is_asked_before_the_job_is_queued(slurm, run_cli):
