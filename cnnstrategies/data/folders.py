@@ -38,11 +38,7 @@ def readable(name: str) -> str:
 
 
 def part_folders(root: Path) -> dict[str, Path]:
-    """The folders of a data set's parts, by ``train``, ``val``, ``test`` and ``predict``.
-
-    Raises:
-        ConfigurationError: Two folders are of one part, or it cannot be told of which part one is.
-    """
+    """The folders of a data set's parts, by ``train``, ``val``, ``test`` and ``predict``."""
     found: dict[str, Path] = {}
     for name in folders_in(root):
         if name.lower() in EITHER:
@@ -87,9 +83,6 @@ def image_files(directory: Path, root: Path, left_out: Counter[str]) -> list[str
 
     Args:
         left_out: Here the other files are counted, by the reason.
-
-    Raises:
-        ConfigurationError: A folder cannot be read.
     """
     if not directory.is_dir():
         return []

@@ -102,11 +102,7 @@ class ImageFolderDataModule(ImageDataModule):
         self._reported: set[str] = set()
 
     def find(self) -> None:
-        """Find the parts and the classes.
-
-        Raises:
-            ConfigurationError: They cannot be trained on.
-        """
+        """Find the parts and the classes."""
         self.folders = part_folders(self.root)
         self.training_root = self.folders.get("train", self.root)
         self.class_names = self._class_folders(self.training_root)
@@ -244,11 +240,7 @@ class FolderSource:
         return readable(os.fsdecode(self.names[index]))
 
     def fetch(self, indices: list[int]) -> Batch:
-        """Decode and transform the images at ``indices``.
-
-        Raises:
-            ConfigurationError: A file is broken.
-        """
+        """Decode and transform the images at ``indices``."""
         return torch.stack([self.transform(self._decode(index)) for index in indices]), self.targets[indices]
 
     def _decode(self, index: int) -> Tensor:
@@ -270,9 +262,6 @@ def own_images(
     Args:
         datamodule: Whose shape, resizing and normalisation are those that the network was trained with.
         left_out: Here the folder's other files are counted, by the reason.
-
-    Raises:
-        ConfigurationError: There are none, the masks of two would have one name, or the data module is none of ours.
     """
     if not isinstance(datamodule, ImageDataModule):
         raise ConfigurationError(

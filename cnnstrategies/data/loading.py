@@ -60,8 +60,7 @@ class BatchDataset(Dataset[Batch | Lent | ConfigurationError]):
         shared: Where workers that are forked now put their batches.
 
     Args:
-        transform: Applied to the images of the whole batch.
-        give_indices: Give the samples' indices in place of their targets, for predict.
+        give_indices: In place of targets, for predict.
     """
 
     shared: SharedBatches | None = None
@@ -109,9 +108,6 @@ class BatchLoader(DataLoader[Batch | Lent | ConfigurationError]):
 
         A generator, so that nothing happens before the first batch is asked for: in the first epoch and in a resumed
         one, Lightning calls ``iter`` before ``set_epoch``.
-
-        Raises:
-            ConfigurationError: A sample cannot be read, or the state is of other batches than these.
         """
         sampler = self.sampler
         if isinstance(sampler, ShuffledBatches):
@@ -135,11 +131,7 @@ class BatchLoader(DataLoader[Batch | Lent | ConfigurationError]):
         return {"epoch": self._epoch, "served": self._served, **identity}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on after the batches that ``state_dict`` counts, if the next epoch iterated is the same.
-
-        Raises:
-            ConfigurationError: It was saved where batches were given out one by one.
-        """
+        """Go on after the batches that ``state_dict`` counts, if the next epoch iterated is the same."""
         if "served" not in state_dict:
             raise ConfigurationError(
                 "the checkpoint is from within an epoch whose batches were given out one by one, and this run divides "

@@ -111,11 +111,7 @@ class ImageDataModule(LightningDataModule):
 
     @property
     def batch_size(self) -> int:
-        """Samples per batch and process.
-
-        Raises:
-            ConfigurationError: The trainer's processes cannot share the global batch evenly.
-        """
+        """Samples per batch and process."""
         return self._share_under(self.trainer)
 
     @batch_size.setter
@@ -129,11 +125,7 @@ class ImageDataModule(LightningDataModule):
         self._batch_size = size
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Refuse a trainer whose processes cannot share the global batch evenly; before they are started.
-
-        Raises:
-            ConfigurationError: They cannot; the message names global batches that they can.
-        """
+        """Refuse a trainer whose processes cannot share the global batch evenly; before they are started."""
         self._share_under(trainer)
 
     def _share_under(self, trainer: Trainer | None) -> int:
@@ -248,9 +240,6 @@ def split(size: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         The indices of both parts, each in ascending order.
-
-    Raises:
-        ConfigurationError: ``fraction`` is out of its range, or leaves one part empty.
     """
     held_out = round(size * fraction)
     if not 0 < held_out < size:
@@ -273,10 +262,6 @@ def division(trainer: Trainer | None) -> tuple[int, int]:
 
     Returns:
         The processes that load (with pipeline stages, those of the first one), and the batches that are accumulated.
-
-    Raises:
-        ConfigurationError: The batches that are accumulated change from epoch to epoch, or a launcher has started
-            another number of processes.
     """
     if trainer is None:
         return 1, 1
@@ -292,11 +277,7 @@ def division(trainer: Trainer | None) -> tuple[int, int]:
 
 
 def share(global_batch_size: int, processes: int, accumulated: int) -> int:
-    """Samples of a batch of one process.
-
-    Raises:
-        ConfigurationError: The samples do not divide evenly.
-    """
+    """Samples of a batch of one process."""
     parts = processes * accumulated
     if global_batch_size % parts:
         lower = global_batch_size // parts * parts

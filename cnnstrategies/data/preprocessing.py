@@ -31,11 +31,7 @@ class Preprocessing:
         return InterpolationMode(self.interpolation)
 
     def sizes(self, image_size: int | None, resize: int | None) -> tuple[int, int]:
-        """The sizes of a configuration; those that it leaves out are these, in proportion.
-
-        Raises:
-            ConfigurationError: ``resize`` is smaller than ``image_size``.
-        """
+        """The sizes of a configuration; those that it leaves out are these, in proportion."""
         size = self.image_size if image_size is None else image_size
         shorter = -(-size * self.resize // self.image_size) if resize is None else resize
         if not 0 < size <= shorter:

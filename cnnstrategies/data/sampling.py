@@ -32,9 +32,6 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
         seed: The permutation depends on ``(seed, epoch)`` only.
         classes: Of the samples (size,): each epoch has as many of each class, in place of every sample once; see
             :func:`balanced_order`.
-
-    Raises:
-        ConfigurationError: ``drop_last`` leaves nothing.
     """
 
     def __init__(
@@ -95,9 +92,6 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
 
     Args:
         batch_size: Samples per batch and rank; some batches have one more where the ranks cannot be even otherwise.
-
-    Raises:
-        ConfigurationError: There are fewer samples than ranks.
     """
 
     def __init__(self, size: int, batch_size: int, num_replicas: int, rank: int) -> None:

@@ -111,11 +111,7 @@ class SegmentationFolderDataModule(ImageDataModule):
         )
 
     def parts(self) -> dict[str, list[Pair]]:
-        """The images of each part that is there, and their masks.
-
-        Raises:
-            ConfigurationError: A part has no images, or one of them has no mask.
-        """
+        """The images of each part that is there, and their masks."""
         self.left_out = beside(self.root, self.folders)
         parts: dict[str, list[Pair]] = {}
         for part, folder in self.folders.items():
@@ -176,11 +172,7 @@ class MaskedSource:
             return (image.width, image.height) if turned else (image.height, image.width)
 
     def fetch(self, indices: list[int]) -> Batch:
-        """Images uint8 (n, 3, size, size), and their masks (n, size, size).
-
-        Raises:
-            ConfigurationError: A file is broken, or a mask does not fit its image or the classes.
-        """
+        """Images uint8 (n, 3, size, size), and their masks (n, size, size)."""
         loaded = [self._load(*self.pairs[index]) for index in indices]
         return torch.stack([image for image, _ in loaded]), torch.stack([mask for _, mask in loaded]).long()
 

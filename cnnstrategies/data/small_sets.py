@@ -109,11 +109,7 @@ class TorchvisionDataModule(ImageDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """Download the data set if it is not there; Lightning calls this on one process per node.
-
-        Raises:
-            ConfigurationError: It is not there and cannot be downloaded.
-        """
+        """Download the data set if it is not there; Lightning calls this on one process per node."""
         for train in (True, False):
             self._open(train, download=self.download)
 

@@ -27,7 +27,6 @@ class Host:
     """One machine.
 
     Attributes:
-        devices: How many it has.
         network: To the other machines; its devices share it.
         inside: Between two of its devices; the network where it is left out.
         speed: Of a device, as a multiple of the one that the profile was taken on.
@@ -50,7 +49,6 @@ class Cluster:
     """Machines in the order in which their devices are numbered.
 
     Attributes:
-        hosts: The machines.
         server_rate: Bytes of gradients per second that a parameter server adds up and applies.
         server_message: Seconds that each message of it costs who sends or receives it.
     """
@@ -108,10 +106,6 @@ def read_cluster(file: Path, devices: int | None = None) -> Cluster:
     Args:
         file: With ``nodes``, a list; and, if wished, ``server``.
         devices: How many it must have, where a configuration says so too.
-
-    Raises:
-        ConfigurationError: A key is unknown, a number impossible, or something needed is missing; the message has the
-            file, the place in it and what is accepted.
     """
     try:
         given = yaml.safe_load(file.read_text(encoding="utf-8"))

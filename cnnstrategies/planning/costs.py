@@ -70,8 +70,7 @@ class GraphCosts:
     """The costs of a network in topological order.
 
     Attributes:
-        nodes: The nodes; a cut at position c separates nodes ``[0, c)`` from ``[c, len(nodes))``.
-        values: What passes between the nodes.
+        nodes: A cut at position c separates nodes ``[0, c)`` from ``[c, len(nodes))``.
         cut_positions: Where a cut is possible, ascending, each in ``[1, len(nodes) - 1]``.
         microbatch_size: Samples for which the costs hold; a mean where microbatches differ by one.
     """
@@ -124,7 +123,6 @@ class Profile:
     """Costs of a network's nodes.
 
     Attributes:
-        costs: For the batch that was measured.
         fixed: Seconds of each node's forward and backward that do not depend on the samples; empty where only one
             batch size was measured, and time is taken to be proportional to the samples.
         batch_norm: Whether the result depends on how the batch is divided.

@@ -50,8 +50,7 @@ def profile(
     is brought there, run forward and at once backward. There is no whole to scale to then.
 
     Args:
-        traced: The traced network, on the device that it will train on, or on the host.
-        microbatch: One microbatch of input (n, C, H, W) beside it; several where the network takes several.
+        microbatch: Input (n, C, H, W) on the network's device; several where it takes several.
         budget: Seconds after which a slow network is measured no more, once there is one measured sweep.
         apart_on: The device that the network does not fit on.
     """
@@ -266,7 +265,6 @@ def measure_profile(
     Args:
         traced: The traced network; it comes back to where it is. What does not fit on the device is measured there
             one node at a time.
-        images: Some of what it takes; they are repeated.
         size: Samples of the device's share.
     """
     dtype = AUTOCAST.get(precision)

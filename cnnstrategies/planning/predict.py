@@ -151,9 +151,6 @@ def choose_layout(job: Job) -> tuple[Layout, bool]:
 
     Since times vary, two profiles may lead to different ones: in a distributed run one rank chooses and tells the
     others.
-
-    Raises:
-        ConfigurationError: No layout fits into memory.
     """
     predictor = Predictor(job)
     layout = predictor.fixed_layout() or predictor.search()

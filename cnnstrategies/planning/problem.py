@@ -17,11 +17,7 @@ class Problem:
     the model of Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (2019), section 3.1,
     which minimises the time of the slowest stage; here the fill and drain of a synchronous step count too.
 
-    Args:
-        job: What is planned for, with a number of microbatches.
-
-    Attributes:
-        costs: Costs of the nodes for one microbatch.
+    Its costs are those of one microbatch.
     """
 
     def __init__(self, job: Job) -> None:

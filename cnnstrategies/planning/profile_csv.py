@@ -39,9 +39,6 @@ def read_profile(file: Path, batch: int) -> Profile:
     Each row follows its inputs; those whose operation is ``Input`` are the network's own. Without the columns that
     :func:`write_profile` adds, times are proportional to the samples, every output is kept until the backward, and
     cuts are possible before each node that does not change its input in place.
-
-    Raises:
-        ConfigurationError: It is not such a file; the message has the file and the line.
     """
     rows = _read(file)
     nodes = [row for row in rows if not row.is_input]

@@ -44,11 +44,7 @@ class Ranking:
 
 
 def rank(job: Job) -> Ranking:
-    """Price the candidates of all families.
-
-    Raises:
-        ConfigurationError: None fits into memory.
-    """
+    """Price the candidates of all families."""
     models: dict[str, Callable[[Job], Iterator[Candidate]]] = {
         "ddp": data_parallel,
         "hybrid": hybrids,

@@ -84,11 +84,7 @@ def write_index(index: Index) -> None:
 
 
 def read_index(root: Path) -> Index:
-    """Read an index, and see that it is whole and the shards have the sizes that it says.
-
-    Raises:
-        ConfigurationError: There is none, or it does not fit itself or the shards.
-    """
+    """Read an index, and see that it is whole and the shards have the sizes that it says."""
     try:
         written, packed = (root / INDEX).read_bytes(), (root / SAMPLES).read_bytes()
     except FileNotFoundError as error:
@@ -142,11 +138,7 @@ def _check_part(root: Path, name: str, part: Part, classes: int) -> None:
 
 
 def check_contents(index: Index) -> None:
-    """See that every shard has the bytes that were written.
-
-    Raises:
-        ConfigurationError: One has not.
-    """
+    """See that every shard has the bytes that were written."""
     for part in index.parts.values():
         for shard in part.shards:
             with (index.root / shard.file).open("rb") as file:

@@ -160,11 +160,7 @@ Decoder = Callable[[Cut, int], Tensor]
 
 
 def find_decoder(name: DecoderName) -> Decoder:
-    """The decoder of this name.
-
-    Raises:
-        ConfigurationError: It is not installed.
-    """
+    """The decoder of this name."""
     installed = importlib.util.find_spec("simplejpeg") is not None
     if name == "simplejpeg" and not installed:
         raise ConfigurationError("decoder=simplejpeg is not installed: pip install simplejpeg, or use decoder=pillow")

@@ -40,7 +40,6 @@ class Contents:
     """All that is packed.
 
     Attributes:
-        root: From where the images' names are paths.
         fingerprint: Changes with the images.
     """
 
@@ -56,9 +55,6 @@ def contents_of(source: str, init_args: Mapping[str, Any]) -> Contents:
     Args:
         source: A folder in the layout of :class:`~cnnstrategies.data.ImageFolderDataModule`, or the name or import path
             of such a data module.
-
-    Raises:
-        ConfigurationError: It is neither, or cannot be made with these arguments.
     """
     if Path(source).is_dir() or "/" in source:
         if init_args:
@@ -120,10 +116,6 @@ def pack(contents: Contents, out: Path, options: Options, workers: int) -> Index
 
     Args:
         workers: Shards that are written at the same time.
-
-    Raises:
-        ConfigurationError: ``out`` is there, what was begun there is of other images or options, there is no space or
-            no right to write, a class has no name, or no image of a part can be decoded.
     """
     if out.exists():
         raise ConfigurationError(f"{out} is there already: give another name, or remove it")

@@ -78,10 +78,6 @@ class ShardSource:
 
     Args:
         numbers: Those of the part that this source has.
-        crops: Gives the rectangles of a batch.
-
-    Attributes:
-        open_files: Descriptors of this process, by the numbers of their shards.
     """
 
     def __init__(
@@ -125,9 +121,6 @@ class ShardSource:
 
         Returns:
             uint8 (n, 3, size, size), the channels innermost in memory, and their classes.
-
-        Raises:
-            ConfigurationError: One cannot be read.
         """
         for number in indices:
             # The system reads in the background what will be read: all wait for the storage together.
@@ -146,11 +139,7 @@ class ShardSource:
         return images, self.targets[indices]
 
     def read(self, number: int) -> bytes:
-        """The file of an image, by one ``pread``.
-
-        Raises:
-            ConfigurationError: The shard ends before it, or is of another packing.
-        """
+        """The file of an image, by one ``pread``."""
         shard, offset, length = self._place(number)
         # With the entry's header before it, which says whose it is.
         content = os.pread(self._file(shard), TAR_BLOCK + length, offset - TAR_BLOCK)

@@ -67,7 +67,6 @@ class Contest:
         deterministic: Whether two runs of the same give the same losses; else only the first loss is compared.
 
     Attributes:
-        rows: What became of each candidate so far.
         default_times: Seconds per step of the default, by rounds.
         loading: Seconds in which the default loads a batch, where it loads but one.
     """
