@@ -16,8 +16,8 @@ from cluster.hosts import Network, bind, missing, two_hosts
 from cnnstrategies.cli import main
 from cnnstrategies.cluster import doctor as doctor_module
 from cnnstrategies.cluster.doctor import Facts, Findings, Report, gpu_problems, others_in_turn
-from cnnstrategies.cluster.doctor_report import mends
 from cnnstrategies.cluster.probe import Probe
+from cnnstrategies.commands.doctor import mends
 
 reason = missing()
 needs_hosts = pytest.mark.skipif(reason is not None, reason=str(reason))
