@@ -33,8 +33,7 @@ def end_with_parent(parent: int | None) -> None:
     would go on waiting for the process group's time-out, 30 minutes.
 
     Args:
-        parent: The process id of the one that started this one; None if it is not known. It may have ended while
-            this one was still importing.
+        parent: Its process id; None if it is not known. It may have ended while this one was still importing.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -27,14 +27,11 @@ def has_mean_loss(module: nn.Module) -> bool:
 
 
 def differences_of_replicas(network: nn.Module, processes: int, batch_size: int | None, statistics: str) -> list[str]:
-    """What is different when each process trains the whole network on its share of the batch.
+    """What is different when each process trains the whole network on its share of the batch, a line each.
 
     Args:
         batch_size: Samples of a process's batch; None where they are not known.
         statistics: Whose the running statistics of batch normalisation are.
-
-    Returns:
-        One line each; none for one process.
     """
     if processes == 1:
         return []

@@ -17,16 +17,11 @@ class Keeps(Precision):
     """Writes down each batch as the loader gives it, before the module's hooks and the strategy get it.
 
     A precision plugin is where Lightning hands over a batch first, on every rank and under every strategy.
-
-    Attributes:
-        folder: For the batches; None while none is to be kept.
-        count: How many have been kept.
-        generator: The state of torch's random numbers when the last batch came.
     """
 
-    folder: Path | None = None
+    folder: Path | None = None  # None while none is to be kept
     count = 0
-    generator = torch.empty(0, dtype=torch.uint8)
+    generator = torch.empty(0, dtype=torch.uint8)  # the state of torch's random numbers when the last batch came
 
     @override
     def convert_input(self, data: Any) -> Any:

@@ -42,13 +42,13 @@ class Role:
 
     def as_text(self) -> str:
         """For an environment variable."""
-        return json.dumps([str(self.folder), None if self.of is None else str(self.of), self.single, self.every_step])
+        return json.dumps([str(self.folder), self.of and str(self.of), self.single, self.every_step])
 
     @classmethod
     def of_text(cls, text: str) -> "Role":
         """What :meth:`as_text` has made one of."""
         folder, of, *options = json.loads(text)
-        return cls(Path(folder), None if of is None else Path(of), *options)
+        return cls(Path(folder), of and Path(of), *options)
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -127,13 +127,9 @@ def _keeper(trainer: Trainer) -> Keeps:
 
 
 def settle(module: nn.Module) -> list[str]:
-    """Turn off what several processes do in another way than one by design.
+    """Turn off what several processes do in another way than one by design, and say so, a line each.
 
-    Args:
-        module: Changed: layers that drop at random drop nothing, and batch normalisation takes its running statistics.
-
-    Returns:
-        What was turned off, a line each.
+    Layers that drop at random drop nothing, and batch normalisation takes its running statistics.
     """
     drops = norms = 0
     for layer in module.modules():

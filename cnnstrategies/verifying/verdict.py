@@ -66,11 +66,7 @@ class Verdict:
 
 
 def compared(one: Path, many: Path, parameters: Sequence[str], dtype: torch.dtype) -> list[Row]:
-    """What two checkpoints have: weights, buffers, the optimizers' states and the schedules'.
-
-    Args:
-        parameters: The names of the module's parameters; all others of its state are buffers.
-    """
+    """What two checkpoints have: weights (of these parameters), buffers, optimizers' states and schedules'."""
     states = [torch.load(file, weights_only=False) for file in (one, many)]
     names = set(parameters)
     parts = {

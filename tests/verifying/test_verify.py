@@ -155,6 +155,6 @@ def test_the_command_exits_as_it_says_and_leaves_nothing(run_cli: Any, tmp_path:
 
 @pytest.mark.cluster  # It takes long.
 def test_ranks_that_are_programs_belong_to_the_same_run() -> None:
-    ended = subprocess.run([sys.executable, str(ROOT / "cli.py"), *QUICK], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run([sys.executable, str(ROOT / "cli.py"), *QUICK], capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "loaded by 2 of 2 processes" in ended.stdout

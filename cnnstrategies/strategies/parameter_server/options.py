@@ -126,11 +126,6 @@ class Options(RunOptions):
         """Whether each worker waits for the gradients of all others, or for those of some steps before."""
         return self.mode == "ssp" or self.aggregates
 
-    @property
-    def comes_midway(self) -> bool:
-        """Whether a worker that was started again may begin in the middle of an epoch: it finds batches there."""
-        return self.data_dispatch == "dynamic" and not self.aggregates
-
     def combines(self, per_node: int) -> bool:
         """Whether the workers of a node push as one."""
         return self.combine and per_node > 1
@@ -164,15 +159,12 @@ class Options(RunOptions):
         options |= {"servers": self.server_count(nodes), "timeout": max(self.timeout, LEAST_SECONDS), **changes}
         if self.mode == "local":
             optimizer = self._outer(module, optimizer)
-        if self._may_pipeline and "clip_norm" not in changes:
+        # Values come back while gradients leave: with dedicated servers, else both share the nodes' links.
+        dedicated = bool(self.endpoints) and self.mode == "sync" and self.pull_compression in ("none", "fp16", "bf16")
+        if dedicated and "clip_norm" not in changes:
             options = {"pipelined": True, "slice_bytes": PIPELINED_BYTES, **options}
         pushing = nodes if self.combines(workers // nodes) else workers
         return Specification.of(module.named_parameters(), optimizer, pushing, **options)
-
-    @property
-    def _may_pipeline(self) -> bool:
-        """Whether values come back while gradients leave: with dedicated servers, else both share the nodes' links."""
-        return bool(self.endpoints) and self.mode == "sync" and self.pull_compression in ("none", "fp16", "bf16")
 
     def _outer(self, module: LightningModule, optimizer: Optimizer) -> Optimizer:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

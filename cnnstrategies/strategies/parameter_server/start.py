@@ -52,7 +52,8 @@ def meet_servers(
     specification = agreed_specification(strategy)
     parameters = places(module, specification)
     # From here on the servers know this worker, and admit its keys.
-    started = run.start(midway=options.comes_midway)
+    # Where batches are given out, who was started again finds some in the middle of an epoch.
+    started = run.start(midway=options.data_dispatch == "dynamic" and not options.aggregates)
     connect = partial(connection, run.membership, specification, parameters)
     worker: Worker | CombinedWorker
     if options.combines(strategy.num_processes):
