@@ -12,7 +12,7 @@ from simulation.faults import Moment, Network
 
 from cnnstrategies.paramserver.coordinator.members import LONGEST, MOST_FAULTS, History, Member
 from cnnstrategies.paramserver.coordinator.participant import Participant
-from cnnstrategies.paramserver.coordinator.watchdog import UNEVEN
+from cnnstrategies.paramserver.coordinator.watchdog import UNEVEN, Wait, stuck
 from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer, Send
 
 pytestmark = pytest.mark.light
@@ -91,6 +91,11 @@ def test_workers_that_wait_for_each_other_are_named(workers: int, second: str) -
         return
     text = "nobody can go on: worker 0 in `barrier` for worker 1; worker 1 in `specification` for worker 0, worker 1"
     assert run.ended(zero) == run.ended(one) == End(text, clean=False)
+
+
+def test_who_needs_all_is_stuck_where_one_is() -> None:
+    waits = [Wait("barrier", ("w0",), ("w1", "w2")), Wait("step", ("w1",), ("w0",))]
+    assert stuck(waits) == waits, "w2 computes, which does not help"
 
 
 def end_of_the_run(figures: dict[int, dict[str, float]]) -> str | None:

@@ -27,6 +27,16 @@ def test_places_are_given_while_there_are_some():
     assert "place" not in Run(2, 1).ask(PLACE)
 
 
+def test_who_may_join_before_training_is_not_waited_for():
+    run = Run(2, 1, elastic=2, supervised=False)
+    peer, _ = run.joins()
+    members = [run.member("server", 0), *(run.member("worker", one) for one in range(2))]
+    run.strike("pause", peer, 60.0)
+    run.passes(40.0)
+    assert run.members == members
+    assert (run.ask()["ended"], run.ask()["missing"]) == (None, [])
+
+
 def test_one_is_let_in_after_a_boundary_with_what_was_told():
     run, zero, one = in_epoch(elastic=2)
     with run.loses(lambda send: send.message.kind == "view"):
@@ -69,6 +79,15 @@ def test_one_is_not_let_in_when_others_met_since_the_boundary():
         run.collect(who, "admitted")
     run.passes(2.0)
     assert (started.fields["sequence"], started.fields["midway"]) == (4, 3)
+
+
+def test_one_is_not_let_in_for_chunks_that_the_others_need():
+    run, zero, _ = in_epoch(elastic=2)
+    for _ in range(8):
+        run.call(zero, "take", epoch=0, processed=0)
+    _, started = run.joins()
+    run.passes(2.0)
+    assert started.value is None
 
 
 def test_who_waits_to_join_is_told_of_the_end():

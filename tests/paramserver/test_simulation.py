@@ -16,7 +16,7 @@ SEEDS = 100
 HIT = {f"{kind} {role}" for kind in ("kill", "pause", "cut", "deaf", "mute") for role in ("worker", "server")}
 FAULTS = {
     "control": {"kill worker", "kill server", "kill coordinator", "pause worker", "cut worker", "deaf worker", "lost"}
-    | {"join", "join after a boundary"},
+    | {"join", "join after a boundary", "return after a boundary"},
     "data": HIT | {"kill coordinator", "sleep", "lost with a connection", "delayed"},
 }
 
