@@ -28,8 +28,7 @@ def the_loss_of_masks_depends_on_how_images_are_divided_over_processes(right, se
 
 
 @replaces(
-    AtomicCheckpointIO.save_checkpoint,
-    killed_by=test_checkpoint_io.test_a_failing_save_leaves_the_old_checkpoint,
+    AtomicCheckpointIO.save_checkpoint, killed_by=test_checkpoint_io.test_a_failing_save_leaves_the_old_checkpoint
 )
 def the_old_checkpoint_goes_before_the_new_one_is_whole(right, self, checkpoint, path, storage_options=None):
     Path(path).unlink(missing_ok=True)

@@ -13,11 +13,7 @@ from cnnstrategies.paramserver.server.server import Server
 OURS = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 
 
-@replaces(
-    Server.on_message,
-    killed_by=test_own_mistakes.test_a_roles_own_mistake_is_no_bad_message,
-    mistake=KeyError,
-)
+@replaces(Server.on_message, killed_by=test_own_mistakes.test_a_roles_own_mistake_is_no_bad_message, mistake=KeyError)
 def a_servers_own_mistake_counts_as_a_bad_message(right, self, now, route, user, header, payload):
     try:
         return right(self, now, route, user, header, payload)

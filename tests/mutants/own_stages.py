@@ -15,10 +15,7 @@ removes(
 )
 
 
-@replaces(
-    Turns.__torch_dispatch__,
-    killed_by=test_own_stage.test_what_needs_values_that_are_gone_is_refused_by_name,
-)
+@replaces(Turns.__torch_dispatch__, killed_by=test_own_stage.test_what_needs_values_that_are_gone_is_refused_by_name)
 def values_that_are_gone_are_computed_with(right, self, func, types, args=(), kwargs=None):
     try:
         return right(self, func, types, args, kwargs)
@@ -26,10 +23,7 @@ def values_that_are_gone_are_computed_with(right, self, func, types, args=(), kw
         return func(*args, **(kwargs or {}))
 
 
-@replaces(
-    Turns.__torch_dispatch__,
-    killed_by=test_own_stage.test_what_is_kept_is_whole_and_the_rest_shape_alone,
-)
+@replaces(Turns.__torch_dispatch__, killed_by=test_own_stage.test_what_is_kept_is_whole_and_the_rest_shape_alone)
 def nothing_is_drawn_for_what_belongs_elsewhere(right, self, func, types, args=(), kwargs=None):
     drawn = func.overloadpacket.__name__ in ("normal_", "uniform_") and self.is_elsewhere(args[0])
     return args[0] if drawn else right(self, func, types, args, kwargs)

@@ -18,11 +18,7 @@ def one_device_gets_the_batches_of_rank_zero(right, parts):
 removes(differences, "nothing differs", killed_by=test_verdict.test_only_rounding_counts_as_equal, gives=())
 
 
-@replaces(
-    LeafTracer.number,
-    killed_by=test_stage.test_what_a_trace_would_fix_is_refused,
-    how="branch by value",
-)
+@replaces(LeafTracer.number, killed_by=test_stage.test_what_a_trace_would_fix_is_refused, how="branch by value")
 def each_microbatch_decides_by_its_own_values(right, self, asked):
     raise UndecidedError(self.graph, asked.node)
 
