@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,31 +13,22 @@ from pathlib import Path
 import pytest
 from cluster.processes_of import PYTHON, Program, fit
 from conftest import alive
+from fault_injection import words
 from lightning.pytorch.strategies import DDPStrategy
 
 from cnnstrategies._lightning_private import MultiProcessingLauncher
 from cnnstrategies.commands.run.outcome import own_temporary_folder
 from cnnstrategies.paramserver.private_directory import let_go, make_run_directory
 
-# What a callback does on the ranks named; the run itself is far too long to end by itself.
-MINE = """
-import os
-from lightning.pytorch import Callback
-
-
-class Ends(Callback):
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == 20:
-            {what}
-"""
 STRATEGIES = ("ddp", "hybrid_pipeline", "parameter_server")
+# The run itself is far too long to end by itself.
 ENDS = {
-    "done": ("trainer.should_stop = True", None, (0,)),
-    "ctrl-c": ("pass", signal.SIGINT, (130,)),
-    "SIGTERM": ("pass", signal.SIGTERM, (143,)),
-    "exception": ("raise ValueError('boom')", None, (1,)),
+    "done": (["--trainer.max_steps=20"], None, (0,)),
+    "ctrl-c": ([], signal.SIGINT, (130,)),
+    "SIGTERM": ([], signal.SIGTERM, (143,)),
+    "exception": (words(victim="nobody", rank="null", step=20), None, (1,)),
     # The parameter server goes on without a worker.
-    "killed rank": ("os.kill(os.getpid(), 9) if trainer.global_rank == 1 else None", None, (0, 1)),
+    "killed rank": (words(step=20), None, (0, 1)),
 }
 CHEAP = {("ddp", "exception"), ("ddp_fork", "killed rank")}
 # Torch writes what ranks that it starts have raised into files.
@@ -58,10 +50,10 @@ def temporary() -> Iterator[Path]:
 @pytest.mark.parametrize(("strategy", "end"), CASES)
 def test_nothing_is_left(tmp_path, temporary, strategy, end):
     what, signum, codes = ENDS[end]
-    Path("mine.py").write_text(MINE.format(what=what))
     endless = 3 if end == "killed rank" else 2000
-    options = [f"--trainer.strategy={strategy}", "--trainer.callbacks+=mine.Ends", f"--trainer.max_epochs={endless}"]
-    program = Program([PYTHON, *fit(*options)], tmp_path / "log", TMPDIR=str(temporary))
+    options = [f"--trainer.strategy={strategy}", f"--trainer.max_epochs={endless}", *what]
+    path = os.pathsep.join(sys.path)
+    program = Program([PYTHON, *fit(*options)], tmp_path / "log", TMPDIR=str(temporary), PYTHONPATH=path)
     if signum is not None:
         program.wait_until(lambda: "Training" in program.output())
         time.sleep(0.3)

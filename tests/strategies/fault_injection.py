@@ -22,22 +22,22 @@ class Fault(Callback):
     Args:
         how: A signal's name, ``exception`` in the rank's own layer, or ``asleep``.
         victim: Who gets the signal: ``self``, ``parent``, or a service by its name.
-        rank: Who does it.
+        rank: Who does it; None for all.
         step: After which.
         until_back: Train until a rank that was killed trains again.
     """
 
     def __init__(
-        self, how: str = "SIGKILL", victim: str = "self", rank: int = 1, step: int = 7, until_back: bool = False
+        self, how: str = "SIGKILL", victim: str = "self", rank: int | None = 1, step: int = 7, until_back: bool = False
     ) -> None:
         self.how, self.victim, self.rank, self.step, self.until_back = how, victim, rank, step, until_back
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         first = os.environ.get("CNNSTRATEGIES_INCARNATION", "0") == "0"
-        if trainer.global_rank != self.rank or trainer.global_step != self.step or not first:
+        if self.rank not in (None, trainer.global_rank) or trainer.global_step != self.step or not first:
             return
         if self.how == "exception":
-            pl_module.get_submodule(f"network.{5 * self.rank}").register_forward_pre_hook(fail)
+            pl_module.get_submodule(f"network.{5 * trainer.global_rank}").register_forward_pre_hook(fail)
         elif self.how == "asleep":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # It takes ten seconds to end one that does not hear it.
             time.sleep(1000)
