@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from training import specify
 
 from cnnstrategies.paramserver.compression import as_bytes
-from cnnstrategies.paramserver.core.view import ServerInfo, View
 from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
 from cnnstrategies.paramserver.server.pushes import Pushes
-from cnnstrategies.paramserver.slicing import MOST_SHARED, SHARED_BYTES, Part, Slice, cut, holders
+from cnnstrategies.paramserver.slicing import MOST_SHARED, SHARED_BYTES, Slice, cut
 from cnnstrategies.paramserver.specification import Specification
 
 pytestmark = pytest.mark.light
@@ -84,19 +83,13 @@ def test_only_what_has_no_gradient_anywhere_is_left_alone() -> None:
             Pushes().add(who[0], shared, payload, Encoding.DENSE, wrong)
 
 
-class Whole(torch.optim.SGD):
-    """An optimizer that is not known to work element by element."""
-
-
 SHAPES = [(100, 50), (7,), (), (3, 1000), (64, 3, 3, 3)]
 
 
-def of_shapes(
-    shapes: Sequence[tuple[int, ...]] = SHAPES, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any
-) -> Specification:
+def of_shapes(shapes: Sequence[tuple[int, ...]] = SHAPES, **options: Any) -> Specification:
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
-    return Specification.of(named, kind(parameters, lr=0.1), 1, **options)
+    return Specification.of(named, torch.optim.SGD(parameters, lr=0.1), 1, **options)
 
 
 def loads(slices: tuple[Slice, ...], servers: int) -> list[int]:
@@ -139,19 +132,3 @@ def test_a_shared_slice_has_one_group_and_few_parts_and_bytes() -> None:
     assert all(4 * sum(part.numel for part in parts) <= 256 for parts in shared)
     single = Specification.of(named, torch.optim.SGD(groups), 1)
     assert max(len(slice_.parts) for slice_ in cut(single)) == MOST_SHARED
-
-
-def test_tensors_stay_whole_for_other_optimizers() -> None:
-    assert [slice_.shape for slice_ in cut(of_shapes(kind=Whole, slice_bytes=64))] == SHAPES
-
-
-def test_the_oldest_live_copy_is_the_primary() -> None:
-    slice_ = Slice(0, (Part(0, 0, 1, (1,)),), (1,), 1, torch.float32, (2, 0))
-    servers = [ServerInfo(id, f"ipc://{id}", since=1) for id in range(3)]
-    assert holders(slice_, View(1, tuple(servers), ())) == [2, 0]
-    assert holders(slice_, View(2, tuple(servers[:2]), ())) == [0]
-    restarted = (*servers[:2], ServerInfo(2, "ipc://new", since=3))
-    assert holders(slice_, View(3, restarted, ())) == [0, 2], "the new process has no state"
-    assert holders(slice_, View(4, (servers[1],), ())) == []
-    one_by_one = tuple(ServerInfo(id, f"ipc://{id}", since=id + 1) for id in range(3))
-    assert holders(slice_, View(4, one_by_one, (), begun=4)) == [2, 0], "none of them had state"

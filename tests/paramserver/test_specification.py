@@ -1,4 +1,4 @@
-"""Mistakes are named before a process starts, and a specification survives its way as JSON."""
+"""Mistakes are named before a process starts."""
 
 from typing import Any
 
@@ -12,12 +12,6 @@ from cnnstrategies.paramserver.optimizers import load_optimizer
 from cnnstrategies.paramserver.specification import Specification
 
 pytestmark = pytest.mark.light
-
-
-def test_json_gives_back_the_same_specification() -> None:
-    specification = specify(ADAMW | {"groups": True}, 3, servers=2, mode="ssp", staleness=4)
-    assert Specification.from_json(specification.to_json()) == specification
-    assert specify(ADAMW, 1).session != specify(ADAMW, 1).session
 
 
 @pytest.mark.parametrize(
@@ -54,9 +48,6 @@ def test_optimizers_that_cannot_run_on_servers_are_refused() -> None:
         load_optimizer("nowhere.Optimizer")
     with pytest.raises(ConfigurationError, match=r"not a torch.optim.Optimizer"):
         load_optimizer("collections.OrderedDict")
-
-
-def test_an_optimizer_with_a_parameter_of_no_name_is_refused() -> None:
     named, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
     with pytest.raises(ConfigurationError, match=r"shape \(3,\)"):
         Specification.of([("w", named)], torch.optim.SGD([named, other], lr=0.1), 1)
