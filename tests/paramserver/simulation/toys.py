@@ -137,7 +137,7 @@ class Toys:
         if life and (differs := differing(self.coordinator, coordinator)):
             raise ViolationError(f"20: the coordinator that follows another does not know what that one did: {differs}")
         self.coordinator = coordinator
-        self._world.spawn(Peer("coordinator", 0, life), role, _idle())
+        self._world.spawn(Peer("coordinator", 0, life), role)
 
     def _seconds(self, least: float, most: float) -> float:
         self._draws += 1
@@ -312,8 +312,3 @@ def newer_view(participant: Participant, number: int) -> Generator[Ask | Tell | 
     yield Until(lambda: participant.view is not None and participant.view.number > number)
     assert participant.view is not None
     return participant.view
-
-
-def _idle() -> Program:
-    while True:
-        yield Sleep(1000.0)

@@ -85,7 +85,7 @@ class Process:
     """A simulated process: a role that receives messages, and the program that calls it."""
 
     peer: Peer
-    role: Role
+    role: Any
     program: Program
     alive: bool = True
     ended: End | None = None
@@ -139,9 +139,9 @@ class World:
 
     # Processes
 
-    def spawn(self, peer: Peer, role: Role, program: Program) -> Process:
-        """Start a process."""
-        process = Process(peer, role, program)
+    def spawn(self, peer: Peer, role: Role, program: Program | None = None) -> Process:
+        """Start a process, whose program does nothing by default."""
+        process = Process(peer, role, program or _idle())
         clock = peer.life if peer.role != "coordinator" else 0  # One that follows another is on its machine.
         process.drift = 1.0 + 0.02 * (draw(self._seed, 21, *map(ord, peer.role), peer.id, clock) - 0.5)
         self.processes[peer.role, peer.id] = process
@@ -378,6 +378,11 @@ class World:
             self._run(process, partial(self._resume, process, 0, None))
         else:
             self.at(self.now + LOOK, partial(self._look, process, until))
+
+
+def _idle() -> Program:
+    while True:
+        yield Sleep(1000.0)
 
 
 def _end(process: Process) -> str:

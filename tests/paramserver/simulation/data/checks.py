@@ -3,7 +3,7 @@
 from cnnstrategies.paramserver.core.node import Peer
 from cnnstrategies.paramserver.specification import Specification
 from simulation.data.members import Members
-from simulation.data.processes import LOOK_WORKER, SimulatedServer, SimulatedWorker
+from simulation.data.processes import LOOK_WORKER
 from simulation.data.watch import MOST_WORKERS
 from simulation.faults import DEADLY
 from simulation.invariants import HARD, WITHIN
@@ -26,22 +26,16 @@ class Checks:
     def _begun(self, worker: Peer, step: int) -> None:
         """A worker begins a step."""
         self._progressed = self._world.now
-        simulated = self._members.workers[worker.id].role
-        assert isinstance(simulated, SimulatedWorker)
         self._members.watch.begun(step, self._world.now)
         if self._specification.mode != "ssp" or worker[:3] in self._members.gone:
             return  # One that counts as dead, maybe as replaced, is held by nobody, and ends when it hears of that.
         for other, process in self._members.workers.items():
-            simulated = process.role
-            assert isinstance(simulated, SimulatedWorker)
-            if not process.alive or not simulated.joined or process.ended is not None:
+            if not process.alive or not process.role.joined or process.ended is not None:
                 continue
-            if ("worker", other, process.peer.life) in self._members.gone:
-                continue
-            if step - simulated.role.step > self._specification.staleness:
-                raise ViolationError(
-                    f"8: worker {worker.id} begins step {step}, worker {other} is at {simulated.role.step}"
-                )
+            at = process.role.role.step
+            gone = process.peer[:3] in self._members.gone
+            if not gone and step - at > self._specification.staleness:
+                raise ViolationError(f"8: {worker} begins step {step}, worker {other} is at {at}")
 
     @property
     def over(self) -> bool:
@@ -117,8 +111,6 @@ class Checks:
     def check(self) -> None:
         """Raise if something is not as it should be at the end."""
         for identity, process in self._members.servers.items():
-            simulated = process.role
-            assert isinstance(simulated, SimulatedServer)
-            server = simulated.server
-            if server.mode.entries > ENTRIES:
-                raise ViolationError(f"14: server {identity} keeps {server.mode.entries} entries")
+            entries = process.role.server.mode.entries
+            if entries > ENTRIES:
+                raise ViolationError(f"14: server {identity} keeps {entries} entries")

@@ -16,7 +16,7 @@ from cnnstrategies.paramserver.specification import Specification
 from simulation.data.processes import SimulatedServer, SimulatedWorker, Wires
 from simulation.data.watch import Watch, WatchedStore
 from simulation.faults import DEADLY, Fault, draw, mixed
-from simulation.world import Process, Program, Sleep, World
+from simulation.world import Process, World
 
 STEPS = 14
 LAG = 0.4  # seconds after which all have heard of a view
@@ -101,7 +101,7 @@ class Members:
             store.look(store.slices)
         role = Server(self._specification, identity, store)
         simulated = SimulatedServer(role, peer, self._world, self._wires, self._seconds)
-        return self._world.spawn(peer, simulated, _idle())
+        return self._world.spawn(peer, simulated)
 
     def _is_alone(self, identity: int, key: int) -> bool:
         return not any(
@@ -113,9 +113,8 @@ class Members:
         for slice_ in self._slices:
             others = [] if identity not in slice_.servers else [one for one in slice_.servers if one != identity]
             left = [process for one in others if one not in self._lost and (process := self.servers[one]).alive]
-            roles = [process.role for process in left]
-            stores = [role.server.store for role in roles if isinstance(role, SimulatedServer)]
-            if not stores or any(slice_.key in store.whole for store in stores if isinstance(store, WatchedStore)):
+            stores = [process.role.server.store for process in left]
+            if not stores or any(slice_.key in store.whole for store in stores):
                 continue
             self.watch.begun_anew(slice_.key, stores[0].values[slice_.key], self._world.now)
 
@@ -125,7 +124,7 @@ class Members:
             self._specification, self._slices, Peer("worker", identity, life), steps, self._world, self._wires,
             self.watch, self._seconds, lambda worker, step: self.on_begin(worker, step),
         )  # fmt: skip
-        return self._world.spawn(Peer("worker", identity, life), simulated, _idle())
+        return self._world.spawn(Peer("worker", identity, life), simulated)
 
     def _join(self) -> None:
         """A worker with a number of its own joins those that train, once all of them have begun."""
@@ -133,7 +132,7 @@ class Members:
         roles = [process.role for process in own if process.alive and process.ended is None]
         if self.over is not None or not roles:
             return
-        if self._world.now < self._back or any(isinstance(one, SimulatedWorker) and not one.joined for one in roles):
+        if self._world.now < self._back or not all(one.joined for one in roles):
             self._world.at(self._world.now + 0.05, self._join)
             return
         identity = self._specification.workers
@@ -265,8 +264,3 @@ class Members:
     def _end(self, reason: str) -> None:
         """The run cannot go on: all are told."""
         self.over = self.over or reason
-
-
-def _idle() -> Program:
-    while True:
-        yield Sleep(1000.0)
