@@ -24,7 +24,7 @@ class Plan(NamedTuple):
         survivable: Servers that may be lost at once.
         restarts: How often a process that was killed is started again.
         elastic: Places for workers that join.
-        eager: Whether workers load before they know where others are, and come midway.
+        eager: Whether workers load before they know where others are, and come midway: as Lightning does.
         meets: Whether they meet at the end of an epoch.
     """
 
@@ -90,8 +90,8 @@ def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome
     world = World(pace, faults)
     if traced:
         world.trace = []
-    toys = Toys(world, settings, plan.epochs, plan.restarts, plan.nodes, pace, plan.eager, plan.meets)
-    invariants = Invariants(world, toys, settings, plan.epochs)
+    toys = Toys(world, settings, plan, pace)
+    invariants = Invariants(world, toys, settings)
     Joiners(pace, world, toys, plan.elastic)
     violation = None
     looked = 0.0

@@ -19,11 +19,10 @@ ENTRIES = 16  # that the coordinator keeps of each member's requests
 class Invariants:
     """Watches a world."""
 
-    def __init__(self, world: World, toys: Toys, settings: CoordinatorSettings, epochs: int) -> None:
+    def __init__(self, world: World, toys: Toys, settings: CoordinatorSettings) -> None:
         self._world = world
         self._toys = toys
         self._settings = settings
-        self._epochs = epochs
         self._views: dict[int, str] = {}
         self._lives: dict[int, int] = {}
         self._since: dict[str, int] = {}
@@ -239,7 +238,7 @@ class Invariants:
             if (fault.role, fault.id) in (("coordinator", 0), ("supervision", 0))
             and fault.kind not in ("kill", "sleep")
         ]
-        return kills > self._toys.restarts or bool(others)
+        return kills > self._toys.plan.restarts or bool(others)
 
     def _struck_before_training(self, victim: str) -> bool:
         sealed = self._sealed_at
@@ -302,7 +301,7 @@ class Invariants:
             raise ViolationError(f"13: processed twice: {again}")
         # What a worker that dies has taken of an epoch is given out in that or the next, maybe to one that dies then.
         lost = len(hit) + len(gone)
-        complete = range(self._epochs - lost) if log.left else range(0)
+        complete = range(self._toys.plan.epochs - lost) if log.left else range(0)
         missing = {(epoch, sample) for epoch in complete for sample in range(SAMPLES)} - set(done)
         if missing:
             raise ViolationError(f"13: never processed: {sorted(missing)}")

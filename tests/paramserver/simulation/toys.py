@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import MOST_RECORDS, Journaled
@@ -15,6 +15,9 @@ from cnnstrategies.paramserver.core.view import View
 from simulation.faults import draw
 from simulation.sameness import differing
 from simulation.world import Ask, Process, Program, Sleep, Tell, Until, ViolationError, World
+
+if TYPE_CHECKING:
+    from simulation.control import Plan
 
 SAMPLES, CHUNK = 24, 2
 SETUP = 2  # collectives before training
@@ -73,37 +76,16 @@ class Sheet:
 
 
 class Toys:
-    """Starts the processes of a run.
-
-    Args:
-        restarts: How often a process that was killed is started again.
-        nodes: Each with a supervision.
-        eager: Whether workers load before they know in which epoch they are, as Lightning does, and come midway.
-        meets: Whether they meet at the end of an epoch.
-    """
+    """Starts the processes of a run."""
 
     coordinator: Coordinator
 
-    def __init__(
-        self,
-        world: World,
-        settings: CoordinatorSettings,
-        epochs: int,
-        restarts: int,
-        nodes: int,
-        seed: int,
-        eager: bool = False,
-        meets: bool = True,
-    ) -> None:
+    def __init__(self, world: World, settings: CoordinatorSettings, plan: "Plan", seed: int) -> None:
         self.log = Log()
         self._world = world
         self._settings = settings
-        self._epochs = epochs
-        self.restarts = restarts
-        self._nodes = nodes
+        self.plan = plan
         self._seed = seed
-        self._eager = eager
-        self._meets = meets
         self._draws = 0
         self._sheet = Sheet()
         self.hosts: dict[tuple[str, int], int] = {("coordinator", 0): 0}
@@ -114,9 +96,9 @@ class Toys:
         self._coordinate(0)
         for role, count in ((SERVER, self._settings.servers), (WORKER, self._settings.workers)):
             for identity in range(count):
-                self.hosts[role, identity] = identity % self._nodes
+                self.hosts[role, identity] = identity % self.plan.nodes
                 self.member(role, identity, 0)
-        for node in range(self._nodes):
+        for node in range(self.plan.nodes):
             children = [place for place, host in self.hosts.items() if host == node and place[0] != "coordinator"]
             peer = Peer("supervision", node)
             self._world.spawn(peer, Reporter(self._settings.session), self._supervise(node, children))
@@ -126,7 +108,7 @@ class Toys:
         # The handlers must be right without the answers that are kept.
         coordinator = Coordinator(self._settings, kept=0 if draw(self._seed, 32) < 0.5 else KEPT)
         role: Coordinator | Journaled = coordinator
-        if self.restarts:
+        if self.plan.restarts:
             if life and draw(self._seed, WRITTEN, life) < 0.5:
                 self._sheet.tear(draw(self._seed, WRITTEN, life, 1))
             most = 1 + int(100 * draw(self._seed, WRITTEN, 0, 1))
@@ -173,24 +155,24 @@ class Toys:
             yield Ask("put", {}, (b"text",))
         for _ in range(SETUP):
             yield from self.collect(participant, "gather")
-        first = (yield from self._load(0)) if self._eager else None
+        first = (yield from self._load(0)) if self.plan.eager else None
         started = yield from self.collect(participant, "start", seal=True)
         epoch = 0
         joined, midway = started.flag("joined"), MIDWAY in started.fields
         if joined:
             epoch = contents(started)[min(started.fields["ids"])][2]
-            if epoch and self._eager:
+            if epoch and self.plan.eager:
                 yield Ask("give_back", {"epoch": epoch})
                 first = None
         if midway:
             self._world.faults.counts["return after a boundary"] += 1
-        while epoch < self._epochs:
-            if self._eager and not joined and first is None:
+        while epoch < self.plan.epochs:
+            if self.plan.eager and not joined and first is None:
                 first = yield from self._load(epoch)
             if not joined:
                 boundary = yield from self.collect(participant, "boundary", boundary=True, epoch=epoch)
             meets = (joined and not midway) or (not joined and boundary.fields["admitted"])
-            if meets and (self._settings.elastic or self._eager):
+            if meets and (self._settings.elastic or self.plan.eager):
                 yield from self.collect(participant, "admitted")
             first = first or (yield from self._load(epoch))
             if midway and not len(_numbers(first)):
@@ -198,7 +180,7 @@ class Toys:
             joined = midway = False
             yield from self._train(participant, epoch, first)
             first = None
-            if self._meets:
+            if self.plan.meets:
                 yield from self.collect(participant, "gather")
             epoch += 1
             self.log.epochs[participant.peer] = epoch
@@ -213,7 +195,7 @@ class Toys:
     def _train(self, participant: Participant, epoch: int, chunk: Message) -> Program:
         processed = 0
         while len(_numbers(chunk)):
-            yield Sleep(self._seconds(0.005, 0.08) * (SLOW if self._eager else 1))
+            yield Sleep(self._seconds(0.005, 0.08) * (SLOW if self.plan.eager else 1))
             processed += self.process(participant, chunk)
             chunk = yield Ask("take", {"epoch": epoch, "processed": processed})
 
@@ -230,7 +212,7 @@ class Toys:
         peer = participant.peer
         frames = (bytes((peer.id, peer.life % MARKS, epoch)),)
         fields = {"operation": operation, "seal": seal, "boundary": boundary}
-        midway = seal and self._eager and peer.id < self._settings.workers
+        midway = seal and self.plan.eager and peer.id < self._settings.workers
         result = yield Ask("collect", {**fields, MIDWAY: True} if midway else fields, frames)
         self.log.results.setdefault(result.fields.get(MIDWAY, result.integer("sequence")), {})[peer] = result
         yield from newer_view(participant, result.integer("view") - 1)
@@ -244,7 +226,8 @@ class Toys:
         asked = self._world.now
         while any(role == WORKER and self._runs(role, one) for role, one in lives):
             yield Sleep(LOOK)
-            if node == 0 and again < self.restarts and not over and not self._world.processes["coordinator", 0].alive:
+            dead = not self._world.processes["coordinator", 0].alive
+            if node == 0 and again < self.plan.restarts and not over and dead:
                 again += 1
                 yield Sleep(self._seconds(0.05, 0.3))
                 self._coordinate(again)
@@ -256,7 +239,7 @@ class Toys:
                     yield Tell("left", {"role": role, "id": identity, "incarnation": lives[role, identity]})
                 if process.alive:
                     continue
-                replaced = lives[role, identity] < self.restarts and not over
+                replaced = lives[role, identity] < self.plan.restarts and not over
                 fields = {"role": role, "id": identity, "incarnation": lives[role, identity], "process": 1}
                 yield Tell("died", {**fields, "how": "was killed", "replaced": replaced})
                 if replaced:
