@@ -381,7 +381,9 @@ class World:
             assert torch.equal(pushed, pushed[:1].expand_as(pushed)), "a gradient is torn"
             ranks = {rank for rank in range(self.count) if shares[rank]}
             assert all(rank // self.per_node == node for rank in ranks), "a gradient of another node"
-            total = shares.sum() / sum(self.samples[rank] for rank in ranks)
+            # Where nobody dies, who has no gradient counts as one of zeros.
+            share = shares.sum() / sum(self.samples[rank] for rank in ranks)
+            total = share if self.dead else torch.ones_like(share)
             for rank in ranks:
                 assert torch.isclose(shares[rank], total * self.samples[rank]), "a gradient counts for another weight"
             assert not ranks & found, "a gradient counts twice"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from training import SGD, batches, make_network, make_optimizer, make_scheduler, specify
 
 from cnnstrategies.paramserver.api import Worker
-from cnnstrategies.paramserver.messages import Encoding, Header, Kind
+from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, Kind
 from cnnstrategies.paramserver.server.store import Changes
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.worker.pulls import Had
@@ -48,6 +48,18 @@ def test_a_worker_adds_a_change_only_to_what_it_was_made_from() -> None:
     nearer = had.take(header._replace(encoding=Encoding.TOPK, base=4), change)
     assert nearer is not None
     assert nearer.unique().tolist() == [2.0]
+
+
+@pytest.mark.light
+def test_who_wants_changes_alone_gets_the_values() -> None:
+    """Also from a copy: what was known is that of many steps before."""
+    value = torch.ones(4)
+    changes, copy = (Changes(Encoding.ONEBIT, 0.5, {0: value}, Encoding.FP16) for _ in range(2))
+    value.add_(1.0)
+    assert not changes.make(0, {Encoding.DENSE})
+    copy.take_over(0, changes.known[0], 0, 0 in changes.behind)
+    for one in (changes, copy):
+        assert one.answer(0, one.mark(0), True, Encoding.ONEBIT) == (bytes(value.numpy()), Encoding.DENSE, ALONE)
 
 
 def in_one_process(optimizer_options: dict[str, Any], size: int) -> dict[str, Tensor]:
