@@ -21,7 +21,8 @@ def test_compressed_gradients_stay_close_to_ddps() -> None:
 
     Were a hook not registered, as Lightning leaves it on CPUs, the weights would be equal.
     """
-    options = {"model": {"optimizer": partial(torch.optim.SGD, lr=0.1), "lr_scheduler": None}, "max_epochs": 1}
+    plain = {"optimizer": partial(torch.optim.SGD, lr=0.1), "lr_scheduler": None}
+    options = {"model": plain, "max_epochs": 1, "limit_val_batches": 0}
     exact = train("exact", "ddp_fork", 2, **options)["state_dict"]
     for name, (more, least, most) in BOUNDS.items():
         strategy = CompressedDDPStrategy(name.partition(",")[0], **more, start_method="fork")
