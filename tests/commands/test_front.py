@@ -15,8 +15,6 @@ from cnnstrategies.commands.front import help, recipes, table
 from cnnstrategies.commands.front.given import ROOTS
 from cnnstrategies.commands.front.table import COMMANDS
 
-QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
-
 
 def test_help_names_every_command_and_needs_no_torch():
     program = "import sys; from cnnstrategies.cli import main\n"
@@ -95,13 +93,6 @@ def test_recipes_are_found_by_name_and_files_come_first(run_cli, capsys):
     assert [line for line in capsys.readouterr().out.splitlines() if not line.endswith(".")] == [], "cut off"
     main(["configs", "quickstart"])
     assert capsys.readouterr().out.strip() == Path(ROOT / "configs/quickstart.yaml").read_text().strip()
-
-
-def test_classes_beside_the_user_are_found(run_cli):
-    Path("mine.py").write_text("from cnnstrategies import ImageClassifier\nclass Mine(ImageClassifier): pass\n")
-    code, output = run_cli("fit", QUICKSTART, "--model.class_path=mine.Mine", "--print_config")
-    assert code == 0, output
-    assert "class_path: mine.Mine" in output
 
 
 @pytest.mark.light

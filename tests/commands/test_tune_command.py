@@ -10,7 +10,7 @@ from conftest import ROOT
 from jsonargparse import Namespace
 
 from cnnstrategies.commands.tune import command as tune
-from cnnstrategies.commands.tune.choices import choices, compilers, loading
+from cnnstrategies.commands.tune.command import choices, compilers, loading
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.models.classifier import ImageClassifier
 from cnnstrategies.planning.tune import contest

@@ -24,7 +24,7 @@ from cnnstrategies.commands.run.errors import check_nulls
 from cnnstrategies.commands.run.failures import refusal_in
 from cnnstrategies.commands.run.lightning_cli import leaves_out_classes
 from cnnstrategies.commands.run.quiet import show_unless_kept
-from cnnstrategies.commands.tune.choices import choices
+from cnnstrategies.commands.tune.command import choices
 from cnnstrategies.planning.tune.race import MARGIN, verdict
 from cnnstrategies.runtime.processes import is_stopped, spawned_by_a_thread
 from cnnstrategies.runtime.whole_file import whole_file, writing
