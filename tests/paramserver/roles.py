@@ -162,28 +162,18 @@ class Roles:
         """The hyper-parameters of a step."""
         return [dict(group.options) for group in self.specification.groups]
 
-    def start(self, number: int, work: Callable[..., Any], *args: Any) -> None:
-        """Have a worker work in a thread: it is given what connects its parameters, its number and more."""
-        self._start(f"worker-{number}", partial(work, partial(self.connect, number), number, *args))
-
-    def result(self, number: int, timeout: float = 150) -> Any:
-        """What a worker's work has returned."""
-        who = f"worker-{number}"
-        self._threads[who].join(timeout)
-        assert who in self._results, f"{who} gave no result within {timeout} s"
-        return self._results[who]
-
     def train(self, work: Callable[..., Any], *args: Any) -> list[Any]:
-        """What all workers return that work at once."""
-        numbers = range(self.specification.workers)
-        for number in numbers:
-            self.start(number, work, *args)
-        threads = {who: self._threads[who] for who in (f"worker-{number}" for number in numbers)}
-        while any(thread.is_alive() for thread in threads.values()):  # One that fails is waited for by others.
-            for who, thread in threads.items():
-                assert thread.is_alive() or who in self._results, f"{who} has failed"
+        """What all workers return at once; each is given what connects its parameters, its number and more."""
+        for number in range(self.specification.workers):
+            self._start(f"worker-{number}", partial(work, partial(self.connect, number), number, *args))
+        names = [f"worker-{number}" for number in range(self.specification.workers)]
+        running = names
+        while running:  # One that fails is waited for by others.
             time.sleep(0.005)
-        return [self.result(number) for number in numbers]
+            running = [who for who in names if self._threads[who].is_alive()]
+            for who in names:
+                assert who in running or who in self._results, f"{who} has failed"
+        return [self._results[who] for who in names]
 
     def _start(self, who: str, run: Callable[[], Any]) -> None:
         def keep() -> None:
