@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster.processes_of import PYTHON, Program, fit
+from cluster.processes_of import PYTHON, Program, fit, wait_until
 from conftest import alive
 from fault_injection import words
 from lightning.pytorch.strategies import DDPStrategy
@@ -60,10 +60,7 @@ def test_nothing_is_left(tmp_path, temporary, strategy, end):
         # As a terminal does, and as `kill` and schedulers do.
         os.killpg(program.process.pid, signum) if signum == signal.SIGINT else os.kill(program.process.pid, signum)
     assert program.wait() in codes, program.output()
-    deadline = time.monotonic() + 60
-    while (left := alive(program.process.pid)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert left == [], program.output()
+    wait_until(lambda: not alive(program.process.pid), program.output, 60)
     assert [str(path) for path in temporary.rglob("*")] == []
     assert [str(path) for path in Path("runs").rglob("*.partial")] == []
 

@@ -6,14 +6,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from cluster.processes_of import PYTHON, Program
+from cluster.processes_of import PYTHON, Program, wait_until
 from conftest import ROOT, leaves_no_sockets
 from digit_commands import read_samples, write_samples
 from lightning.pytorch import Callback
@@ -58,10 +57,8 @@ class Diary(Callback):
         self.batches += 1
         write_samples(self.name, trainer.current_epoch, batch)
         if self.batches == 1:
-            until = time.monotonic() + SECONDS
-            while not all(Path(f"diary-{other}").exists() for other in self.others):
-                assert time.monotonic() < until, f"{self.name} waits for {self.others}"
-                time.sleep(0.05)
+            diaries = [Path(f"diary-{other}") for other in self.others]
+            wait_until(lambda: all(diary.exists() for diary in diaries), lambda: str(diaries), SECONDS)
         if self.batches == 2 and self.signum:
             os.kill(os.getpid(), self.signum)
 
