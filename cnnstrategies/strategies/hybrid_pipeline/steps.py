@@ -142,7 +142,7 @@ class Steps:
             self._accumulates = False
 
     def train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run ``training_step`` for the loaded batch; gives what it returns, with a loss whose backward is known."""
+        """Run ``training_step`` for the loaded batch; the loss that it returns brings the gradients in its backward."""
         pipeline, plugin = self._pipeline, self._trainer.precision_plugin
         batch = self._take_batch()
         if not self._loss_checked:
