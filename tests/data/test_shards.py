@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import hashlib
 import io
 import itertools
 import json
@@ -293,6 +294,18 @@ def test_what_is_wrong_with_shards_is_said_with_the_remedy(packed, monkeypatch):
         with pytest.raises(ConfigurationError, match=message):
             list(module(val_split=0.1).train_dataloader())
         path.write_bytes(before)
+    columns = dict(np.load(samples))
+    names = columns["train.name"]
+    impossible = [{"train.name": names[:-1]}]
+    for field, wrong in (("shard", 9), ("offset", -1), ("offset", 2**40), ("length", 0), ("target", -2), ("width", 0)):
+        changed = columns[f"train.{field}"].astype(np.int64)
+        changed[3] = wrong
+        impossible.append({f"train.{field}": changed})
+    for changed in impossible:
+        np.savez(samples, **{**columns, **changed})
+        index.write_text(json.dumps(described | {"samples": hashlib.sha256(samples.read_bytes()).hexdigest()}))
+        with pytest.raises(ConfigurationError, match=r"index.json is damaged \(ValueError: train has im"):
+            read_index(Path("shards"))
     shard.rename("elsewhere.tar")
     shard.symlink_to(Path("elsewhere.tar").resolve())
     with pytest.raises(ConfigurationError, match=r"which is no file of this folder: .* in place of links"):

@@ -121,7 +121,7 @@ def read_index(root: Path) -> Index:
 
 
 def _check_part(root: Path, name: str, part: Part, classes: int) -> None:
-    """See that shards are files of the folder, and their images of the classes that there are."""
+    """See that shards are files of the folder, and images are in them, whoever has written the index."""
     for shard in part.shards:
         if (root / shard.file).resolve().parent != root.resolve():
             raise ConfigurationError(
@@ -129,12 +129,22 @@ def _check_part(root: Path, name: str, part: Part, classes: int) -> None:
                 "themselves there in place of links"
             )
         _check_size(root / shard.file, shard)
-    most = int(part.columns["target"].max(initial=0))
+    columns = {field: column.astype(np.int64) for field, column in part.columns.items() if field != "name"}
+    most = int(columns["target"].max(initial=0))
     if most >= classes:
         raise ConfigurationError(
             f"{root}: {name} has an image of class {most}, and there are {classes} classes (0 to {classes - 1}): "
             "the index is not of these images; pack again"
         )
+    sizes = np.array([shard.size for shard in part.shards], np.int64)
+    numbers = columns["shard"]
+    if numbers.min(initial=0) < 0 or numbers.max(initial=-1) >= len(sizes):
+        raise ValueError(f"{name} has images in shards that there are not")
+    ends = columns["offset"] + columns["length"]
+    right = (columns["offset"] >= 0) & (columns["length"] > 0) & (ends <= sizes[numbers]) & (columns["target"] >= 0)
+    right &= (columns["width"] > 0) & (columns["height"] > 0)
+    if len({len(column) for column in part.columns.values()}) > 1 or not right.all():
+        raise ValueError(f"{name} has impossible places, sizes or classes of images")
 
 
 def check_contents(index: Index) -> None:
