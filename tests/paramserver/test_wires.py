@@ -3,10 +3,14 @@
 More runs, some seconds each: ``make faults RUNS=200``; ``FIRST`` is the seed of the first.
 """
 
+import contextlib
 import itertools
+import multiprocessing
 import os
 import random
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,11 +19,13 @@ from replay import Places, Plan, replay
 from rough_wires import FAR, HERE, Wires
 from test_replay import the_weights_are_those_of_one_process
 
+from cnnstrategies.paramserver.places import Watcher
 from cnnstrategies.paramserver.security import KeyPair
 
 RUNS = int(os.environ.get("CNNSTRATEGIES_FAULTS", "2"))
 FIRST = int(os.environ.get("CNNSTRATEGIES_FAULTS_FROM", "0"))
 TIMEOUT = 10.0  # seconds
+_context = multiprocessing.get_context("fork")
 
 
 class Wired(Places):
@@ -50,6 +56,33 @@ class Wired(Places):
         return endpoint.replace(HERE, FAR)
 
 
+@contextlib.contextmanager
+def watching(places: Wired) -> Iterator[None]:
+    """Someone asks how the run goes, again and again, and is answered in good time.
+
+    In a process: a thread may hold a lock of OpenSSL's just when a process of the run is forked, which then hangs.
+    """
+
+    def watch() -> None:
+        with Watcher(places.reached(places.listens("coordinator")), KeyPair.load(str(places.key_file))) as watcher:
+            heard = time.monotonic()
+            while not over.wait(0.1):
+                if watcher.ask(2.0) is not None:
+                    heard = time.monotonic()
+                assert time.monotonic() - heard < 2 * TIMEOUT, "who watches is not answered"
+
+    over = _context.Event()
+    process = _context.Process(target=watch, daemon=True)
+    process.start()
+    try:
+        yield
+        over.set()
+        process.join(2 * TIMEOUT)
+        assert process.exitcode == 0, "who watches waits for ever, or is not answered"
+    finally:
+        process.kill()
+
+
 def run(seed: int, wires: Wires, directory: Path) -> None:
     chance = random.Random(seed)
     mode, replication = chance.choice(["sync", "async"]), chance.choice([1, 2])
@@ -59,7 +92,8 @@ def run(seed: int, wires: Wires, directory: Path) -> None:
         places.lay(who)
     wires.start()
     try:
-        outcome = replay(plan, [], places)
+        with watching(places):
+            outcome = replay(plan, [], places)
     finally:
         wires.end()
         print(plan, wires.met)
