@@ -81,7 +81,7 @@ class RepeatedDigits(DigitsDataModule):
     """
 
     def __init__(self, repeats: int, batch_size: int = 32) -> None:
-        super().__init__(batch_size)
+        super().__init__(batch_size=batch_size)
         self.repeats = repeats
 
     def setup(self, stage: str) -> None:
