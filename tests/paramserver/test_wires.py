@@ -5,66 +5,82 @@ More runs, some seconds each: ``make faults RUNS=200``; ``FIRST`` is the seed of
 
 import contextlib
 import itertools
+import json
 import multiprocessing
 import os
 import random
 import re
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from ports import free_port
-from replay import Places, Plan, replay
 from rough_wires import FAR, HERE, Wires
-from test_replay import the_weights_are_those_of_one_process
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from cnnstrategies.paramserver.places import Watcher
 from cnnstrategies.paramserver.security import KeyPair
+from cnnstrategies.paramserver.services import ServerProcess
+from cnnstrategies.paramserver.worker import worker as worker_role
+from cnnstrategies.strategies import ParameterServerStrategy
+from cnnstrategies.strategies.parameter_server import run as run_module
 
 RUNS = int(os.environ.get("CNNSTRATEGIES_FAULTS", "2"))
 FIRST = int(os.environ.get("CNNSTRATEGIES_FAULTS_FROM", "0"))
 TIMEOUT = 10.0  # seconds
+SIZES = (240, 160, 80)
+WORKERS, SERVERS, EPOCHS, BATCH = 2, 2, 2, 8
+RATE = 0.25
+ROWS = torch.arange(48 * max(SIZES), dtype=torch.float64).view(48, -1) % 7
 _context = multiprocessing.get_context("fork")
 
 
-class Wired(Places):
-    """Where the processes of a run listen that reach each other over wires only."""
+class Sums(LightningModule):
+    """Its gradients are means of rows, whatever the weights are, and exact: every order of updates ends alike."""
 
-    timeout = TIMEOUT
-    limit = 12 * TIMEOUT
-    known_as = FAR
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in SIZES)
 
-    def __init__(self, directory: Path, wires: Wires) -> None:
-        super().__init__(directory)
-        self._wires = wires
-        self._ports: dict[str, int] = {}
-        KeyPair.create().save(directory / "keys")
-        self.key_file = str(directory / "keys")
+    def training_step(self, batch: Tensor) -> Tensor:
+        means = batch.mean(0)
+        return torch.stack([(weight * means[: len(weight)]).sum() for weight in self.weights]).sum()
 
-    def lay(self, who: str) -> None:
-        """Lay a wire to a process that is to be started."""
-        self._ports[who] = free_port()
-        self._wires.lay(self._ports[who])
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=RATE)
 
-    def listens(self, who: str) -> str:
-        """The endpoint of a process."""
-        return f"tcp://{HERE}:{self._ports[who]}"
 
-    def reached(self, endpoint: str) -> str:
-        """How others reach it."""
-        return endpoint.replace(HERE, FAR)
+class Notes(Callback):
+    """Writes down when a rank has made each step, and with which weights it ends."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.times: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.times.append(time.monotonic())
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        (self.directory / f"times-{trainer.global_rank}").write_text(json.dumps(self.times))
+        weights = [weight.detach() for weight in pl_module.parameters()]
+        torch.save(weights, self.directory / f"weights-{trainer.global_rank}")
 
 
 @contextlib.contextmanager
-def watching(places: Wired) -> Iterator[None]:
+def watching(coordinator: str, key_file: str) -> Iterator[None]:
     """Someone asks how the run goes, again and again, and is answered in good time.
 
     In a process: a thread may hold a lock of OpenSSL's just when a process of the run is forked, which then hangs.
     """
 
     def watch() -> None:
-        with Watcher(places.reached(places.listens("coordinator")), KeyPair.load(str(places.key_file))) as watcher:
+        with Watcher(coordinator, KeyPair.load(key_file)) as watcher:
             heard = time.monotonic()
             while not over.wait(0.1):
                 if watcher.ask(2.0) is not None:
@@ -83,42 +99,72 @@ def watching(places: Wired) -> Iterator[None]:
         process.kill()
 
 
+def train(mode: Any, replication: int, wires: Wires, directory: Path) -> str | None:
+    """Train with wires to the coordinator and to each server; what the run ends with, if not as it should."""
+    ports = [free_port() for _ in range(1 + SERVERS)]
+    for port in ports:
+        wires.lay(port)
+    key_file = str(directory / "keys")
+    KeyPair.create().save(directory / "keys")
+
+    def behind_a_wire(address: Any, endpoint: str, *rest: Any) -> ServerProcess:
+        keys, insecure, _, starter = rest
+        endpoint = f"tcp://{HERE}:{ports[1 + address.id]}"
+        return ServerProcess(address, endpoint, keys, insecure, known_as=FAR, starter=starter)
+
+    coordinator = f"tcp://{FAR}:{ports[0]}"
+    strategy = ParameterServerStrategy(
+        mode, servers=SERVERS, replication=replication, timeout=TIMEOUT, key_file=key_file, coordinator=coordinator,
+        start_method="fork",
+    )  # fmt: skip
+    trainer = Trainer(
+        accelerator="cpu", devices=WORKERS, strategy=strategy, precision="64-true", max_epochs=EPOCHS,
+        callbacks=Notes(directory), logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch, watching(coordinator, key_file):
+        patch.setattr(run_module, "_listening", lambda endpoint: endpoint.replace(FAR, HERE))
+        patch.setattr(run_module, "ServerProcess", behind_a_wire)
+        patch.setattr(worker_role, "PROBE_SECONDS", 0.1)  # As at any other interval, but a test need not wait for it.
+        wires.start()
+        try:
+            trainer.fit(Sums(), DataLoader(list(ROWS), BATCH))  # type: ignore[arg-type]
+        except Exception as error:
+            return str(error)
+        finally:
+            wires.end()
+    return None
+
+
 def run(seed: int, wires: Wires, directory: Path) -> None:
+    """Every worker ends with what one process makes of all gradients, and waits for none too long."""
     chance = random.Random(seed)
     mode, replication = chance.choice(["sync", "async"]), chance.choice([1, 2])
-    plan = Plan(mode=mode, replication=replication, joins=mode == "async")
-    places = Wired(directory, wires)
-    for who in ("coordinator", *(f"server-{number}-0" for number in range(plan.servers))):
-        places.lay(who)
-    wires.start()
-    try:
-        with watching(places):
-            outcome = replay(plan, [], places)
-    finally:
-        wires.end()
-        print(plan, wires.met)
-    stalls = [fault for fault, _ in wires.met].count("stall")
-    if outcome.errors and stalls > 1:  # On one wire they are a link that is down for too long.
-        named = r"(heard nothing|no answer) from server|was silent"
-        assert all(re.search(named, error) for error in outcome.errors.values()), outcome
+    error = train(mode, replication, wires, directory)
+    print(mode, replication, wires.met, error)
+    if error is not None:
+        # On one wire they are a link that is down for too long.
+        assert [fault for fault, _ in wires.met].count("stall") > 1, error
+        assert re.search(r"(heard nothing|no answer) from server|was silent", error), error
         return
-    the_weights_are_those_of_one_process(plan, outcome, None)
-    for times in outcome.times.values():
+    updates = EPOCHS * ROWS.sum(0) / (BATCH * (WORKERS if mode == "sync" else 1))
+    for rank in range(WORKERS):
+        for weight in torch.load(directory / f"weights-{rank}"):
+            assert torch.equal(weight, -RATE * updates[: len(weight)])
+        times = json.loads((directory / f"times-{rank}").read_text())
         events = sorted([*times, *(when for _, when in wires.met)])
         longest = max(after - at for at, after in itertools.pairwise(events))
         assert longest < 2 * TIMEOUT + wires.starved, (events, wires.met, wires.starved)
 
 
-@pytest.mark.cluster
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + RUNS))
-def test_any_harm_that_wires_do(seed: int, tmp_path: Path) -> None:
-    run(seed, Wires(seed), tmp_path)
+HARM = {"any harm": Wires, "one in a hundred pieces is lost": partial(Wires, faults=("nothing",), lost=0.01)}
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + RUNS))
-def test_one_in_a_hundred_pieces_is_lost(seed: int, tmp_path: Path) -> None:
-    run(seed, Wires(seed, ("nothing",), lost=0.01), tmp_path)
+@pytest.mark.parametrize("wires", HARM.values(), ids=HARM)
+def test_a_run_ends_as_over_smooth_wires(wires: Any, seed: int, tmp_path: Path) -> None:
+    run(seed, wires(seed), tmp_path)
 
 
 def test_bytes_that_change_and_connections_that_break(tmp_path: Path) -> None:

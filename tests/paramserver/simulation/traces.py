@@ -38,9 +38,7 @@ from simulation.faults import DEADLY, KINDS, Fault, Faults, Moment, Network
 FOLDER = Path(__file__).parents[1] / "traces"
 WHO = r"\w+(?: \d+)?(?: \(life \d+\))?"
 PLACE = r"coordinator|(?:worker|server|supervision) \d+"
-HIT = (
-    rf"(?P<kind>{'|'.join(sorted({*KINDS, *DEADLY, 'stop'}))})(?: (?P<victim>{PLACE}))?(?: for (?P<seconds>[\d.]+) s)?"
-)
+HIT = rf"(?P<kind>{'|'.join(sorted({*KINDS, *DEADLY}))})(?: (?P<victim>{PLACE}))?(?: for (?P<seconds>[\d.]+) s)?"
 TIMED = re.compile(rf"(?P<at>[\d.]+) s: {HIT}")
 ON_SEND = re.compile(
     rf"(?P<who>{WHO})'s (?P<ordinal>\d+)(?:st|nd|rd|th) (?P<what>\w+)(?: to (?P<to>{WHO}))?(?P<next> after that)?: "
