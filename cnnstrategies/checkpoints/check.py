@@ -1,5 +1,6 @@
 """Whether a run can go on from a checkpoint: what its shapes say before the start."""
 
+import copy
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -9,10 +10,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 
 from cnnstrategies.checkpoints.io import unreadable
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.models.dry_run import copy_without_contents
 
 ALWAYS = ("state_dict", "pytorch-lightning_version")  # In every checkpoint that Lightning saves.
 CHANGES_IT = ("on_load_checkpoint", "configure_model", "configure_sharded_model")  # Hooks of a module.
@@ -60,6 +61,16 @@ def check_weights(
             f"{_difference(whole['state_dict'], shadow.state_dict()) or str(error).splitlines()[-1].strip()}; "
             f"{remedy(path)}"
         ) from error
+
+
+def copy_without_contents(module: nn.Module) -> nn.Module:
+    """A copy of a module whose tensors have shapes and no contents, and so take no memory."""
+    # The memo has deepcopy take these for the copies of the tensors.
+    without_contents: dict[int, Any] = {
+        **{id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()},
+        **{id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()},
+    }
+    return copy.deepcopy(module, without_contents)
 
 
 def _difference(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:

@@ -64,17 +64,6 @@ REFUSED = {
         "weights: trained for 1000 classes, and num_classes=10: class_path: cnnstrategies.pretrained.pretrained with "
         "the network's name keeps the weights and makes the last layer new"
     ],
-    f"fit {NETWORK}.init_args.in_channels=3": [
-        "the network takes images with 3 channels, and those of the data have the shape (1, 8, 8): set model.init_args."
-        "network.init_args.in_channels=1"
-    ],
-    f"fit {NETWORK}.init_args.num_classes=1000": [
-        "",
-        "gives 1000 logits",
-        "num_classes=10",
-        NETWORK.strip("-"),
-        "model.init_args.num_classes=1000",
-    ],
     "fit --model.init_args.num_classes=7": ["", "num_classes=7", "DigitsDataModule has 10"],
     "fit --model.init_args.num_classes=${trainer.nope}": ["", "trainer.nope", "not there"],
     "fit --model.init_args.label_smoothing=3": ["", "label_smoothing=3.0", "[0, 1)"],

@@ -40,7 +40,6 @@ from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse know
 from cnnstrategies.data.image_folder import own_images
 from cnnstrategies.deploy.inference import give_predict_step
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.models.dry_run import check_network
 from cnnstrategies.models.network_module import NetworkModule
 from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
 from cnnstrategies.pretrained import trained_with
@@ -152,8 +151,6 @@ class CLI(LightningCLI):
             check_world(self.trainer)
         if isinstance(self.model, NetworkModule):
             self.model.check_data(self.datamodule)
-            if local_rank() == 0:
-                check_network(self.model, self.datamodule, training=self.subcommand in ("fit", None))
         if self.trainer is not None and isinstance(self.datamodule, ImageDataModule):
             self.datamodule.check_trainer(self.trainer)
 
