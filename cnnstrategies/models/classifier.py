@@ -48,8 +48,6 @@ class ImageClassifier(NetworkModule):
             With both on, each batch draws one of the two.
         decay_norms_and_biases: Whether the optimizer's weight decay is that of normalisations and biases, which are the
             parameters of one dimension, too.
-        layer_lr_decay: Learning rate of each layer as a share of the next one's, in (0, 1]; the last layer has the
-            optimizer's. For fine-tuning. Layers are the network's blocks in the order in which it names them.
         aux_weight: Weight of the loss of each auxiliary classifier.
         channels_last: Store images and weights with the channels innermost, which is faster on GPUs with tensor
             cores and on recent CPUs.
@@ -73,13 +71,12 @@ class ImageClassifier(NetworkModule):
         mixup_alpha: float = 0.0,
         cutmix_alpha: float = 0.0,
         decay_norms_and_biases: bool = True,
-        layer_lr_decay: float = 1.0,
         aux_weight: float = 0.4,
         channels_last: bool = False,
         compile_backend: str | None = None,
     ) -> None:
         super().__init__(
-            *(network, num_classes, optimizer, lr_scheduler, lr_interval, decay_norms_and_biases, layer_lr_decay),
+            *(network, num_classes, optimizer, lr_scheduler, lr_interval, decay_norms_and_biases),
             *(channels_last, compile_backend),
             least=TASKS[task].least,
         )

@@ -1,7 +1,6 @@
 """What the modules of this package share: a network, its optimizer and its schedule."""
 
 import os
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,6 @@ from cnnstrategies.runtime.seeds import mixed_seed
 
 Batch = tuple[Tensor, Tensor]
 ON_BAR = ("train_loss", "val_acc", "test_acc", "val_miou", "test_miou", "val_map", "val_mae")
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class MeanOverSamples(Metric):
@@ -58,7 +56,6 @@ class NetworkModule(LightningModule):
         lr_scheduler: LRSchedulerCallable | None,
         lr_interval: Literal["epoch", "step"],
         decay_norms_and_biases: bool,
-        layer_lr_decay: float,
         channels_last: bool,
         compile_backend: str | None,
         least: int = 2,
@@ -66,8 +63,6 @@ class NetworkModule(LightningModule):
         super().__init__()
         if num_classes < least:
             raise ConfigurationError(f"num_classes={num_classes}: at least {least} is needed")
-        if not 0 < layer_lr_decay <= 1:
-            raise ConfigurationError(f"layer_lr_decay={layer_lr_decay} is outside (0, 1]; 0.65 to 0.9 is usual")
         self.network = network.to(memory_format=torch.channels_last) if channels_last else network
         self.num_classes = num_classes
         # Not the argument's default: jsonargparse would pass AdamW's weight decay on to the optimizer chosen instead.
@@ -75,7 +70,6 @@ class NetworkModule(LightningModule):
         self.lr_scheduler_factory = lr_scheduler
         self.lr_interval = lr_interval
         self.decay_norms_and_biases = decay_norms_and_biases
-        self.layer_lr_decay = layer_lr_decay
         self.channels_last = channels_last
         self.compile_backend = compile_backend
 
@@ -180,25 +174,17 @@ class NetworkModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build the optimizer and the scheduler over the parameters that are trained."""
-        groups = self._groups()
-        if self.decay_norms_and_biases and self.layer_lr_decay == 1:
-            # A factory of one's own may take nothing but parameters.
-            optimizer = self.optimizer_factory([one for members in groups.values() for one in members])
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        undecayed = [] if self.decay_norms_and_biases else [one for one in trained if one.ndim < 2]
+        if undecayed:
+            decayed = [one for one in trained if one.ndim > 1]
+            groups: list[dict[str, Any]] = [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}]
+            optimizer = self.optimizer_factory(groups if decayed else groups[1:])
         else:
-            undecayed: dict[str, Any] = {"weight_decay": 0.0}
-            made = [{"params": members, **({} if decayed else undecayed)} for (_, decayed), members in groups.items()]
-            optimizer = self.optimizer_factory(made)
-            for group, (depth, _) in zip(optimizer.param_groups, groups, strict=True):  # Before a scheduler is made.
-                group["lr"] = group["lr"] * self.layer_lr_decay**depth
+            optimizer = self.optimizer_factory(trained)  # A factory of one's own may take nothing but parameters.
         if self.lr_scheduler_factory is None:
             return optimizer
         scheduler = self.lr_scheduler_factory(optimizer)
-        rates = {float(group["lr"]) for group in optimizer.param_groups}
-        if self.layer_lr_decay < 1 < len({depth for depth, _ in groups}) and len(rates) == 1:
-            raise ConfigurationError(
-                f"layer_lr_decay={self.layer_lr_decay} and {type(scheduler).__name__}, which gives all layers one "
-                "learning rate: take another scheduler, such as cnnstrategies.schedules.WarmupCosine"
-            )
         if isinstance(scheduler, ReduceLROnPlateau):
             return {
                 "optimizer": optimizer,
@@ -208,44 +194,3 @@ class NetworkModule(LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": self.lr_interval},
         }
-
-    def _groups(self) -> dict[tuple[int, bool], list[nn.Parameter]]:
-        """What is trained, by how far its layer is from the end of the network, and whether its weight is to decay."""
-        depths = layer_depths(self.network) if self.layer_lr_decay < 1 else {}
-        groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
-        for parameter in self.parameters():
-            if parameter.requires_grad:
-                decayed = self.decay_norms_and_biases or parameter.ndim > 1
-                groups.setdefault((depths.get(id(parameter), 0), decayed), []).append(parameter)
-        return groups
-
-
-def layer_depths(network: nn.Module) -> dict[int, int]:
-    """How far from the end the layer of each parameter is, by the parameter's ``id``: 0 in the last layer.
-
-    Layers are the network's submodules in the order in which it names them: containers such as ``nn.Sequential`` are
-    opened, blocks are not. One that has only normalisations and biases belongs to the layer before.
-    """
-    layers: list[list[nn.Parameter]] = []
-    for parameters in _units(network):
-        if layers and all(parameter.ndim < 2 for parameter in parameters):
-            layers[-1] += parameters
-        else:
-            layers.append(parameters)
-    depths: dict[int, int] = {}
-    for depth, members in enumerate(reversed(layers)):
-        for parameter in members:
-            depths[id(parameter)] = depth  # One that two layers share learns as the first.
-    return depths
-
-
-def _units(module: nn.Module) -> Iterator[list[nn.Parameter]]:
-    own = list(module.parameters(recurse=False))
-    if own:
-        yield own
-    children = [child for child in module.children() if any(True for _ in child.parameters())]
-    for child in children:
-        if isinstance(child, CONTAINERS) or (len(children) == 1 and not own and any(True for _ in child.children())):
-            yield from _units(child)
-        else:
-            yield list(child.parameters())

@@ -37,8 +37,6 @@ class ImageSegmenter(NetworkModule):
         aux_weight: Weight of the loss of the auxiliary logits.
         decay_norms_and_biases: Whether the optimizer's weight decay is that of normalisations and biases, which are the
             parameters of one dimension, too.
-        layer_lr_decay: Learning rate of each layer as a share of the next one's, in (0, 1]; the last layer has the
-            optimizer's. For fine-tuning. Layers are the network's blocks in the order in which it names them.
         channels_last: Store images and weights with the channels innermost, which is faster on GPUs with tensor
             cores and on recent CPUs.
         compile_backend: Compile the network with this ``torch.compile`` backend, for example ``inductor``; not
@@ -58,12 +56,11 @@ class ImageSegmenter(NetworkModule):
         ignore_index: int = 255,
         aux_weight: float = 0.5,
         decay_norms_and_biases: bool = True,
-        layer_lr_decay: float = 1.0,
         channels_last: bool = False,
         compile_backend: str | None = None,
     ) -> None:
         super().__init__(
-            *(network, num_classes, optimizer, lr_scheduler, lr_interval, decay_norms_and_biases, layer_lr_decay),
+            *(network, num_classes, optimizer, lr_scheduler, lr_interval, decay_norms_and_biases),
             *(channels_last, compile_backend),
         )
         if aux_weight < 0:

@@ -1,8 +1,11 @@
 """The trainings of `digit_runs.py` by the command line, for what only that does."""
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 COMMON = [
     "--model.init_args.network=conftest.PlainCNN",
@@ -16,6 +19,18 @@ COMMON = [
     "--trainer.logger=CSVLogger",
     "--trainer.logger.init_args.save_dir=runs",
 ]
+
+
+class EachLayer(torch.optim.SGD):
+    """A user's own optimizer: each parameter has a learning rate, and biases are not decayed."""
+
+    def __init__(self, params: Iterable[torch.nn.Parameter]) -> None:
+        members = list(params)
+        groups = [
+            {"params": [one], "lr": 0.1 * number / len(members), "weight_decay": 0.0005 * (one.ndim > 1)}
+            for number, one in enumerate(members, start=1)
+        ]
+        super().__init__(groups, momentum=0.9, nesterov=True)
 
 
 def served(workers: int = 2, **options: Any) -> list[str]:

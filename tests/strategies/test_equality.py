@@ -10,8 +10,7 @@ from digit_runs import assert_same_run
 
 # Each layer has a learning rate of its own, biases are not decayed, and the rate warms up.
 RECIPE = [
-    "--model.init_args.decay_norms_and_biases=false",
-    "--model.init_args.layer_lr_decay=0.5",
+    "--model.init_args.optimizer=digit_commands.EachLayer",
     "--model.init_args.lr_interval=step",
     "--model.init_args.lr_scheduler=cnnstrategies.schedules.WarmupCosine",
     "--model.init_args.lr_scheduler.init_args.total=20",
@@ -32,7 +31,7 @@ def test_one_line_changes_neither_the_weights_nor_the_steps(run_cli, quick):
     single = runs["one device"]
     groups = single["optimizer_states"][0]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.0005, 0.0] * 3
-    assert groups[0]["initial_lr"] == 0.1 * 0.5**2
+    assert groups[0]["initial_lr"] == 0.1 / 6
     assert single["global_step"] == 12
     for name, saved in runs.items():
         assert_same_run(saved, single)
