@@ -4,12 +4,11 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchvision.transforms import v2
 from typing_extensions import override
@@ -20,7 +19,6 @@ from cnnstrategies.data.folders import (
     EXTENSIONS,
     FILES_END_IN,
     beside,
-    broken_images,
     folders_in,
     has_images,
     image_files,
@@ -33,7 +31,6 @@ from cnnstrategies.data.preprocessing import IMAGENET, Preprocessing
 from cnnstrategies.data.segmentation_folder import MaskedSource
 from cnnstrategies.errors import ConfigurationError
 
-OnBroken = Literal["refuse", "skip"]
 Files = tuple[list[str], list[Any]]
 
 
@@ -57,9 +54,6 @@ class ImageFolderDataModule(ImageDataModule):
             weights, the command line takes those sizes that are left out, the interpolation, mean and deviation from
             what the weights were trained with; in Python ``prepare_as`` does.
         resize: Shorter side before the centre crop; by default 8/7 of ``image_size``, for 224 the usual 256.
-        on_broken: ``refuse`` stops at the first file that cannot be decoded, when its turn comes, and names it.
-            ``skip`` decodes all files before the first run (later only new and changed ones), names the broken ones
-            and leaves them out, so that every rank knows the same data set and has the same number of batches.
         val_split: Share of the training images that is held out for validation where there is no ``val``.
         balanced: Draw as many training images of each class in an epoch, which stays as long as it is: images of rare
             classes come several times, and of frequent ones others in each epoch.
@@ -78,7 +72,6 @@ class ImageFolderDataModule(ImageDataModule):
         root: Path,
         image_size: int | None = None,
         resize: int | None = None,
-        on_broken: OnBroken = "refuse",
         val_split: float = 0.1,
         balanced: bool = False,
         augment: bool = True,
@@ -88,7 +81,6 @@ class ImageFolderDataModule(ImageDataModule):
     ) -> None:
         super().__init__(num_workers=num_workers, **options)
         self.root = Path(root)
-        self.on_broken = on_broken
         self.val_split = val_split
         self.balanced = balanced
         self.augment = augment
@@ -99,7 +91,6 @@ class ImageFolderDataModule(ImageDataModule):
             raise ConfigurationError(f"no directory {self.root.resolve()}: set data.init_args.root")
         self.find()
         self.num_classes = len(self.class_names)
-        self._reported: set[str] = set()
 
     def find(self) -> None:
         """Find the parts and the classes."""
@@ -126,41 +117,16 @@ class ImageFolderDataModule(ImageDataModule):
         self.train_transform = nn.Sequential(*each_image(self.transforms, self.image_shape), self.eval_transform)
 
     @override
-    def prepare_data(self) -> None:
-        """Check the files where broken ones are to be skipped; Lightning calls this on one process per node."""
-        if self.on_broken == "skip":
-            broken_images(self.root, [name for names, _ in self.parts().values() for name in names])
-
-    @override
     def setup(self, stage: str) -> None:
         parts = self.parts()
         self.places = {"train": str(self.training_root), **{part: str(path) for part, path in self.folders.items()}}
         if "val" not in parts:
-            # Before broken files are left out: repairing one moves no other from one part to the other.
             names, targets = parts["train"]
             for part, chosen in zip(("train", "val"), split(len(names), self.val_split, self.seed), strict=True):
                 indices = chosen.tolist()
                 parts[part] = [names[i] for i in indices], [targets[i] for i in indices]
-        if self.on_broken == "skip":
-            self._leave_out_broken(parts)
         crops = {part: self.crop if part == "train" else self.centre for part in parts}
-        self.set_sources(
-            {part: FolderSource(self.root, *files, crops[part], self.on_broken) for part, files in parts.items()}
-        )
-
-    def _leave_out_broken(self, parts: dict[str, Files]) -> None:
-        broken = broken_images(self.root, [name for names, _ in parts.values() for name in names])
-        self.left_out["broken"] += len(broken)
-        news = broken.keys() - self._reported
-        if news:
-            self._reported |= news
-            lines = "\n".join(f"  {self.root / name}: {broken[name]}" for name in sorted(news))
-            rank_zero_warn(f"{len(news)} broken image files are left out:\n{lines}")
-        for part, (names, targets) in parts.items():
-            good = [i for i, name in enumerate(names) if name not in broken]
-            if not good:
-                raise ConfigurationError(f"all {len(names)} images for {part} are broken, the first is {names[0]}")
-            parts[part] = [names[i] for i in good], [targets[i] for i in good]
+        self.set_sources({part: FolderSource(self.root, *files, crops[part]) for part, files in parts.items()})
 
     def parts(self) -> dict[str, Files]:
         """The files of each part that is there, and their classes; what is left out of them is counted."""
@@ -219,18 +185,14 @@ class FolderSource:
     Args:
         targets: Their classes, or several numbers for each.
         transform: Applied to each decoded image, uint8 (3, H, W); the results must have equal shapes.
-        on_broken: What the user chose; it decides which remedy an error names.
     """
 
-    def __init__(
-        self, root: Path, names: Sequence[str], targets: list[Any], transform: Transform, on_broken: OnBroken
-    ) -> None:
+    def __init__(self, root: Path, names: Sequence[str], targets: list[Any], transform: Transform) -> None:
         self.root = root
         # One array: workers are forked, and counting references to a million strings would copy them into each.
         self.names = np.array([os.fsencode(name) for name in names])
         self.targets = torch.tensor(targets)
         self.transform = transform
-        self.on_broken = on_broken
 
     def __len__(self) -> int:
         return len(self.names)
@@ -248,8 +210,9 @@ class FolderSource:
         try:
             return decode(path)
         except BrokenImageError as error:
-            remedy = ", or set data.init_args.on_broken=skip" if self.on_broken == "refuse" else " and start again"
-            raise ConfigurationError(f"broken image {path} ({error}): repair or remove it{remedy}") from None
+            raise ConfigurationError(
+                f"broken image {path} ({error}): repair or remove it; `cnnstrategies pack` leaves such files out"
+            ) from None
 
 
 def own_images(
@@ -287,8 +250,7 @@ def own_images(
     grey = [grey_of] if channels == 1 else []
     mode = (datamodule.preprocessing or IMAGENET).mode
     crop = v2.Compose([*grey, v2.Resize(shorter_side(datamodule), mode), v2.CenterCrop([height, width])])
-    # Broken ones are not left out here: an error is to say that they must be.
-    return FolderSource(folder, names, [0] * len(names), crop, "skip")
+    return FolderSource(folder, names, [0] * len(names), crop)
 
 
 def shorter_side(datamodule: ImageDataModule) -> int:

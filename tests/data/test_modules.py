@@ -162,6 +162,17 @@ def test_a_file_name_not_in_utf8_is_read_and_written():
         ImageFolderDataModule(Path("images"))
 
 
+def test_a_broken_image_is_refused_by_its_path_in_one_line():
+    make_folder("images")
+    broken = Path("images/train/dog/0.JPG")
+    broken.write_bytes(broken.read_bytes()[:300])
+    module = set_up(ImageFolderDataModule(Path("images"), image_size=16, num_workers=0))
+    with pytest.raises(
+        ConfigurationError, match=r"^broken image images/train/dog/0.JPG \(.*\): repair or .* files out$"
+    ):
+        list(module.train_dataloader())
+
+
 def test_folders_are_parts_by_the_names_that_data_sets_give_them():
     for number, (names, said) in enumerate(
         [
