@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from cnnstrategies.data.sampling import BatchRequest, ShuffledBatches
-from cnnstrategies.data.shared_batches import Lent, SharedBatches, shared_batches
 from cnnstrategies.errors import ConfigurationError
 
 Batch = tuple[Tensor, Tensor]
@@ -50,30 +49,32 @@ class TensorSource:
         return self.images[chosen], self.targets[chosen]
 
 
-class BatchDataset(Dataset[Batch | Lent | ConfigurationError]):
+class BatchDataset(Dataset[Batch | ConfigurationError]):
     """Maps a :class:`BatchRequest` to a finished batch, in the worker process.
 
     Random transforms are seeded by the request, so augmentation depends neither on the number of workers nor on
     where a resumed run began.
 
     Attributes:
-        shared: Where workers that are forked now put their batches.
+        ready: Batches that each of the workers which are started now has ready; 0 leaves it to torch how to hand over.
 
     Args:
         give_indices: In place of targets, for predict.
     """
 
-    shared: SharedBatches | None = None
+    ready = 0
 
     def __init__(self, source: Source, transform: Transform, give_indices: bool = False) -> None:
         self.source = source
         self.transform = transform
         self.give_indices = give_indices
+        self._handed_over = 0
+        self._memory: dict[int, Batch] = {}
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, request: BatchRequest) -> Batch | Lent | ConfigurationError:
+    def __getitem__(self, request: BatchRequest) -> Batch | ConfigurationError:
         """The batch, or the error that kept it from being read; raised here, a worker would add its traceback to it."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(request.seed)  # `torch.manual_seed` would look for accelerators, too.
@@ -83,13 +84,31 @@ class BatchDataset(Dataset[Batch | Lent | ConfigurationError]):
                 return error
             images = self.transform(images)
         batch = images, torch.tensor(request.indices) if self.give_indices else targets
-        worker = get_worker_info()
-        if worker is None or self.shared is None:
-            return batch
-        return self.shared.lend(batch, worker.id) or batch
+        return self._in_shared_memory(batch) if self.ready and get_worker_info() else batch
+
+    def _in_shared_memory(self, batch: Batch) -> Batch:
+        """A copy in memory of this worker that is taken in turn: with new memory a batch costs a fifth more.
+
+        A loader asks for another batch when it has taken one, and has copied all before that: so that of one is in use
+        beside those that are ready.
+        """
+        place = self._handed_over % (self.ready + 1)
+        self._handed_over += 1
+        shapes = [(one.shape, one.dtype) for one in batch]
+        if place not in self._memory or shapes != [(one.shape, one.dtype) for one in self._memory[place]]:
+            self._memory[place] = tuple(torch.empty_like(one).share_memory_() for one in batch)
+        for mine, made in zip(self._memory[place], batch, strict=True):
+            mine.copy_(made)
+        return self._memory[place]
 
 
-class BatchLoader(DataLoader[Batch | Lent | ConfigurationError]):
+def taken(batch: Batch) -> Batch:
+    """A batch as the training process keeps it; what lies in pinned memory is a copy already."""
+    images, targets = (one.clone() if one.is_shared() else one for one in batch)
+    return images, targets
+
+
+class BatchLoader(DataLoader[Batch | ConfigurationError]):
     """A DataLoader over batch requests that can go on in the middle of an epoch.
 
     Lightning stores :meth:`state_dict` in its checkpoints and hands it back on resume. The batches already served
@@ -98,7 +117,6 @@ class BatchLoader(DataLoader[Batch | Lent | ConfigurationError]):
     """
 
     dataset: BatchDataset
-    _shared: SharedBatches | None = None
     _served = 0
     _epoch = 0
     _resume: dict[str, int] | None = None
@@ -113,15 +131,14 @@ class BatchLoader(DataLoader[Batch | Lent | ConfigurationError]):
         if isinstance(sampler, ShuffledBatches):
             sampler.skip = self._already_served(sampler)
             self._served, self._epoch = sampler.skip, sampler.epoch
-        shared = self.memory_of_workers()  # Until the last batch is taken.
         # Counted here, not in the sampler, which is ahead of the training loop by what the workers prefetch.
-        for batch in self._begun(shared):
+        for batch in self._begun():
             if isinstance(batch, ConfigurationError):
                 # Another exception: this one's traceback would hold the frame that holds it, and an iterator that the
                 # garbage collector finds in such a cycle waits 5 s for each of its workers.
                 raise ConfigurationError(str(batch))
             self._served += 1
-            yield batch
+            yield taken(batch)
 
     def state_dict(self) -> dict[str, int]:
         """The epoch, the number of its batches that were served, and what the batches depend on."""
@@ -139,27 +156,12 @@ class BatchLoader(DataLoader[Batch | Lent | ConfigurationError]):
             )
         self._resume = dict(state_dict)
 
-    def memory_of_workers(self) -> SharedBatches | None:
-        """Theirs alone, since two iterators have workers of the same numbers: that of persistent ones, or new memory.
-
-        Returns:
-            None where the workers can have none.
-        """
-        shared = self._shared
-        if shared is None:
-            # A batch that is made and one that is used, beside those that are ready.
-            each = (self.prefetch_factor or 0) + 2
-            shared = shared_batches(self.num_workers, each, self.multiprocessing_context)
-        if self.persistent_workers:
-            self._shared = shared
-        return shared
-
-    def _begun(self, shared: SharedBatches | None) -> Iterator[Batch | ConfigurationError]:
-        self.dataset.shared = shared
+    def _begun(self) -> Iterator[Batch | ConfigurationError]:
+        self.dataset.ready = self.prefetch_factor or 0
         try:
             return super().__iter__()
         finally:
-            self.dataset.shared = None
+            self.dataset.ready = 0
 
     def _already_served(self, sampler: ShuffledBatches) -> int:
         resume, self._resume = self._resume, None

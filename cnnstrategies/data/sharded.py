@@ -45,7 +45,7 @@ class ShardedImageDataModule(ImageDataModule):
         augment: Crop training images at random and mirror them.
         transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
         num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
-        prefetch: Batches that each worker has ready; a process holds up to ``num_workers * (prefetch + 2)`` batches.
+        prefetch: Batches that each worker has ready; a process holds up to ``num_workers * (prefetch + 1)`` batches.
         **options: Those of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:

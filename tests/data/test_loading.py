@@ -30,10 +30,6 @@ def loader(workers=0):
 IDENTITY = {"samples": 50, "samples_per_batch": 8, "seed": 3}
 
 
-def epoch(batches):
-    return [(images.clone(), targets.clone()) for images, targets in batches]
-
-
 def assert_same(actual, expected):
     assert len(actual) == len(expected)
     for (images, targets), (other_images, other_targets) in zip(actual, expected, strict=True):
@@ -48,9 +44,23 @@ def test_augmentation_depends_on_the_epoch_alone():
             each.sampler.set_epoch(number)
         torch.manual_seed(number)
         before = torch.get_rng_state()
-        expected = epoch(inside)
+        expected = list(inside)
         assert torch.equal(torch.get_rng_state(), before)
-        assert_same(epoch(workers), expected)
+        assert_same(list(workers), expected)
+
+
+def test_batches_stay_and_an_unfinished_epoch_leaves_nothing():
+    """Workers use their memory again: three places of each for the seven batches."""
+    expected, workers = list(loader()), loader(workers=2)
+    begun = iter(workers)
+    first = [next(begun) for _ in range(3)]
+    begun.close()
+    for _ in range(2):
+        assert_same(list(workers), expected)
+    assert_same(first, expected[:3])
+    ones = list(loader(workers=2))  # All of them kept.
+    assert_same(ones, expected)
+    assert not any(tensor.is_shared() for batch in ones for tensor in batch)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -62,7 +72,7 @@ def test_a_resumed_loader_serves_the_rest_then_whole_epochs(workers):
         next(iterator)
     state = first.state_dict()  # Workers have prefetched more than was served.
     assert state == {"epoch": 4, "served": 3, **IDENTITY}
-    rest = epoch(iterator)
+    rest = list(iterator)
 
     resumed = loader(workers)
     resumed.load_state_dict(state)
@@ -70,10 +80,10 @@ def test_a_resumed_loader_serves_the_rest_then_whole_epochs(workers):
     iterator = iter(resumed)  # Lightning calls iter before set_epoch when it resumes.
     resumed.sampler.set_epoch(4)
     assert len(resumed) == 7
-    assert_same(epoch(iterator), rest)
+    assert_same(list(iterator), rest)
     assert resumed.state_dict() == {"epoch": 4, "served": 7, **IDENTITY}
     resumed.sampler.set_epoch(5)
-    assert len(epoch(resumed)) == 7
+    assert len(list(resumed)) == 7
 
 
 def test_a_state_within_an_epoch_of_other_batches_is_refused():
@@ -90,7 +100,7 @@ def refused(name):
         next(iter(resumed))
     resumed.load_state_dict({"epoch": 4, "served": 7, **IDENTITY, name: 99})
     resumed.sampler.set_epoch(5)
-    assert len(epoch(resumed)) == 7, "from an epoch's end other batches are no obstacle"
+    assert len(list(resumed)) == 7, "from an epoch's end other batches are no obstacle"
 
 
 class Unreadable(TensorSource):
@@ -105,4 +115,4 @@ def test_an_unreadable_sample_is_told_without_a_traceback(workers):
     each = loader(workers)
     each.dataset.source.__class__ = Unreadable
     with pytest.raises(ConfigurationError, match=r"^sample 17 is broken: repair it$"):
-        epoch(each)
+        list(each)

@@ -3,16 +3,14 @@
 import test_loading
 import test_sampling
 import test_shards
-import test_shared_batches
 import torch
 from mutants.faulty import replaces
 
-from cnnstrategies.data.loading import BatchDataset
+from cnnstrategies.data.loading import BatchDataset, taken
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
 from cnnstrategies.data.shards.index import UNFINISHED
 from cnnstrategies.data.shards.jpeg import MARGIN, cut
 from cnnstrategies.data.shards.packing import PLAN, pack
-from cnnstrategies.data.shared_batches import SharedBatches
 
 # Samples
 
@@ -45,15 +43,9 @@ def augmentation_depends_on_the_number_of_workers(right, self, request):
     return right(self, request._replace(seed=torch.initial_seed()))
 
 
-@replaces(
-    SharedBatches.receive,
-    killed_by=test_shared_batches.test_memory_is_reused_when_a_batchs_last_view_is_gone,
-    keep=lambda batch: batch[1][1:],
-)
-def memory_is_taken_again_while_its_batch_is_in_use(right, self, number, places):
-    tensors = right(self, number, places)
-    right(self, number, places)  # Whoever drops these sets the memory free.
-    return tensors
+@replaces(taken, killed_by=test_loading.test_batches_stay_and_an_unfinished_epoch_leaves_nothing)
+def memory_is_taken_again_while_its_batch_is_in_use(right, batch):
+    return batch
 
 
 # Shards
