@@ -96,7 +96,8 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
         self._handed_over += 1
         shapes = [(one.shape, one.dtype) for one in batch]
         if place not in self._memory or shapes != [(one.shape, one.dtype) for one in self._memory[place]]:
-            self._memory[place] = tuple(torch.empty_like(one).share_memory_() for one in batch)
+            images, targets = (torch.empty_like(one).share_memory_() for one in batch)  # type: ignore[no-untyped-call]
+            self._memory[place] = images, targets
         for mine, made in zip(self._memory[place], batch, strict=True):
             mine.copy_(made)
         return self._memory[place]
@@ -104,7 +105,7 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
 
 def taken(batch: Batch) -> Batch:
     """A batch as the training process keeps it; what lies in pinned memory is a copy already."""
-    images, targets = (one.clone() if one.is_shared() else one for one in batch)
+    images, targets = (one.clone() if one.is_shared() else one for one in batch)  # type: ignore[no-untyped-call]
     return images, targets
 
 
