@@ -1,13 +1,11 @@
-"""Pruning in the middle of a run, with the accuracy before and after."""
+"""Pruning in the middle of a run."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from rich.console import Console
 from torch import nn
 from torch.nn.utils import prune
 from typing_extensions import override
@@ -25,12 +23,11 @@ class Pruning(ModelPruning):
     NeurIPS 2015) of the weights of convolutions and linear layers, with Lightning's callback; biases and
     normalisation stay. Checkpoints hold plain weights with real zeros under the network's own names, and a run that
     is resumed from one keeps the zeros. Every rank takes rank 0's choice, so it is the same one even where the
-    ranks' weights differ. When fit ends, the accuracy of the dense and of the pruned network is printed.
+    ranks' weights differ.
 
     Args:
         amount: Share of the weights that is set to zero, in (0, 1).
         epoch: Epoch after which they are; the dense network trains in epochs 0 to ``epoch``.
-        monitor: The metric that is printed.
 
     Raises:
         ConfigurationError: ``amount`` is outside (0, 1), fit ends before ``epoch``, the network has no such weights,
@@ -38,7 +35,7 @@ class Pruning(ModelPruning):
             or weight averaging.
     """
 
-    def __init__(self, amount: float = 0.8, epoch: int = 9, monitor: str = "val_acc") -> None:
+    def __init__(self, amount: float = 0.8, epoch: int = 9) -> None:
         if not 0 < amount < 1:
             raise ConfigurationError(f"amount={amount} is outside (0, 1); 0.5 to 0.9 is usual")
         if epoch < 0:
@@ -49,11 +46,10 @@ class Pruning(ModelPruning):
             use_global_unstructured=True,
             amount=amount,
             use_lottery_ticket_hypothesis=False,
+            verbose=1,
         )
         self.epoch = epoch
-        self.monitor = monitor
         self.pruned = False
-        self.before: float | None = None
 
     @staticmethod
     @override
@@ -104,8 +100,6 @@ class Pruning(ModelPruning):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.pruned or trainer.current_epoch < self.epoch:
             return
-        if self.monitor in trainer.callback_metrics:
-            self.before = float(trainer.callback_metrics[self.monitor])
         super().on_train_epoch_end(trainer, pl_module)
         for layer in _layers(pl_module):
             mask = layer.get_buffer("weight_mask")
@@ -114,28 +108,12 @@ class Pruning(ModelPruning):
         self.pruned = True
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_end(trainer, pl_module)
-        after = float(trainer.callback_metrics.get(self.monitor, torch.nan))
-        if not (self.pruned and trainer.is_global_zero):
-            return
-        weights = [layer.get_parameter("weight") for layer in _layers(pl_module)]
-        zeros = sum(int((weight == 0).sum()) for weight in weights)
-        total = sum(weight.numel() for weight in weights)
-        before = "unknown" if self.before is None else f"{self.before:.4f}"
-        Console(soft_wrap=True, highlight=False).print(
-            f"Pruned {zeros:,} of {total:,} weights ({zeros / total:.1%}); {self.monitor}: {before} before, "
-            f"{after:.4f} after"
-        )
-
-    @override
     def state_dict(self) -> dict[str, Any]:
-        return {"pruned": self.pruned, "before": self.before}
+        return {"pruned": self.pruned}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.pruned = state_dict["pruned"]
-        self.before = state_dict["before"]
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
