@@ -107,7 +107,7 @@ class PredictionWriter(Callback):
             rank_zero_info(f"{self._masks} masks of this process: {self.output or self._folder / 'predictions'}")
             self._masks = 0
             return
-        indices, probabilities = gather_rows(trainer, torch.cat(self._indices), torch.cat(self._probabilities))
+        indices, probabilities = (gather_rows(trainer, torch.cat(own)) for own in (self._indices, self._probabilities))
         self._indices.clear()
         self._probabilities.clear()
         if not trainer.is_global_zero:
@@ -139,37 +139,29 @@ class PredictionWriter(Callback):
                 writer.writerow([*cells, *(f"{value:.6f}" for value in row if whole)])
 
 
-def gather_rows(trainer: Trainer, indices: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """All ranks' indices (M,) and rows (M, C), on every rank and on the CPU, ordered by rank.
+def gather_rows(trainer: Trainer, rows: Tensor) -> Tensor:
+    """The rows (M, ...) of all ranks, on every rank and on the CPU; in an order that depends on their numbers alone.
 
     Ranks may hold different numbers of rows; they are sent in slices of at most ``GATHER_ROWS`` rows, so that the
     extra memory on an accelerator is bounded.
     """
     world = trainer.world_size
     if world == 1:
-        return indices, rows
+        return rows
     device = trainer.strategy.root_device
 
     def gather(values: Tensor) -> Tensor:
         return trainer.strategy.all_gather(values.to(device)).reshape(world, *values.shape).cpu()
 
-    counts = gather(torch.tensor([len(indices)])).flatten().tolist()
-    if not any(counts):
-        return indices, rows
-    parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(world)]
+    counts = gather(torch.tensor([len(rows)])).flatten().tolist()
+    found = [rows[:0]]
     for start in range(0, max(counts), GATHER_ROWS):
-        size = min(GATHER_ROWS, max(counts) - start)
-        padded_indices = indices.new_zeros(size)
-        padded_rows = rows.new_zeros(size, rows.shape[1])
-        mine = indices[start : start + size]
-        padded_indices[: len(mine)] = mine
-        padded_rows[: len(mine)] = rows[start : start + size]
-        all_indices, all_rows = gather(padded_indices), gather(padded_rows)
-        for rank, count in enumerate(counts):
-            real = max(0, min(size, count - start))
-            parts[rank].append((all_indices[rank, :real], all_rows[rank, :real]))
-    ordered = [part for rank_parts in parts for part in rank_parts]
-    return torch.cat([part[0] for part in ordered]), torch.cat([part[1] for part in ordered])
+        part = rows[start : start + GATHER_ROWS]
+        padded = rows.new_zeros(min(GATHER_ROWS, max(counts) - start), *rows.shape[1:])
+        padded[: len(part)] = part
+        for count, of_rank in zip(counts, gather(padded), strict=True):
+            found.append(of_rank[: max(0, count - start)])
+    return torch.cat(found)
 
 
 def write_masks(folder: Path, datamodule: Any, indices: Sequence[int], masks: Tensor) -> None:

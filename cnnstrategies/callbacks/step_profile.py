@@ -1,7 +1,6 @@
 """Where a training step's time goes."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from cnnstrategies.callbacks.step_parts import TOTAL, WHOLE_NETWORK, PartClock, 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.timeline import Span, draw_timeline, write_trace
-from cnnstrategies.pipeline.transport import broadcast_value
+from cnnstrategies.pipeline.timeline import Span
 
 
 class StepProfile(Callback):
@@ -47,10 +45,6 @@ class StepProfile(Callback):
     Args:
         skip_first: Steps that are not profiled: caches, connections and workers warm up.
         steps: Steps that are profiled; all that follow when left out.
-        timeline: Under a pipeline, the first of the profiled steps that are drawn as well, task by task: when the
-            profiled steps are over, ``timeline.png`` with a row per rank and ``timeline.json``, which opens in Perfetto
-            or chrome://tracing, are in the logger's folder. Ranks of several machines are as far apart in it as their
-            clocks.
 
     Attributes:
         milliseconds: After fit: mean over the ranks of each part's time per step, and ``communication_total``,
@@ -58,19 +52,16 @@ class StepProfile(Callback):
         stages: After fit under a pipeline: the same for each stage.
 
     Raises:
-        ConfigurationError: A number is out of its range, or ``timeline`` is given under another strategy.
+        ConfigurationError: A number is out of its range.
     """
 
-    def __init__(self, skip_first: int = 10, steps: int | None = 50, timeline: int = 0) -> None:
+    def __init__(self, skip_first: int = 10, steps: int | None = 50) -> None:
         if skip_first < 1:
             raise ConfigurationError(f"skip_first={skip_first}: at least 1 step starts the clock; 10 is usual")
         if steps is not None and steps < 1:
             raise ConfigurationError(f"steps={steps}: profile at least 1 step; 50 is usual")
-        if timeline < 0:
-            raise ConfigurationError(f"timeline={timeline} is negative; 0 draws nothing, and 1 a step")
         self.skip_first = skip_first
         self.steps = steps
-        self.timeline = timeline
         self._clock: PartClock | None = None
         self._forget()
 
@@ -83,7 +74,6 @@ class StepProfile(Callback):
         self._parts = WHOLE_NETWORK
         self._pipeline: Pipeline | None = None
         self._engine: dict[str, float] = {}  # Seconds of each kind of the pipeline's tasks so far.
-        self._spans: list[Span] = []
         self._ddp: DistributedDataParallel | None = None
         self._all_reduces: list[tuple[float, float]] = []  # Seconds in the open, and in total.
         self._synchronised = 0  # Profiled steps that end with an all-reduce.
@@ -96,11 +86,6 @@ class StepProfile(Callback):
         self._parts = parts_under(strategy)
         if isinstance(pipeline := getattr(strategy, "pipeline", None), Pipeline):
             self._pipeline = pipeline
-        elif self.timeline:
-            raise ConfigurationError(
-                f"StepProfile(timeline={self.timeline}) draws a pipeline, and the strategy is "
-                f"{type(strategy).__name__}: use strategy hybrid_pipeline, or leave timeline out"
-            )
 
         def inner() -> Mapping[str, float]:
             counters = getattr(strategy, "counters", None)
@@ -152,7 +137,6 @@ class StepProfile(Callback):
             self._clock.pause()
             if self._seen > self.skip_first:
                 self._remove_clock(trainer)
-                self._draw(trainer)
         elif not self._clock.running:
             self._run(self._clock)
 
@@ -169,7 +153,6 @@ class StepProfile(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove_clock(trainer)
-        self._draw(trainer)
         names, times = self._everyone(trainer)
         if self._measured == 0:
             if trainer.is_global_zero:
@@ -202,8 +185,6 @@ class StepProfile(Callback):
 
     def _note(self, span: Span) -> None:
         self._engine[span.kind] = self._engine.get(span.kind, 0.0) + span.end - span.start
-        if self._measured < self.timeline:
-            self._spans.append(span)
 
     def _remove_clock(self, trainer: Trainer) -> None:
         if self._clock is not None and trainer.profiler is self._clock:  # type: ignore[attr-defined]
@@ -214,23 +195,6 @@ class StepProfile(Callback):
                 self._pipeline.watchers.remove(self._note)
             if self._ddp is not None:
                 measure_rarely(self._ddp)
-
-    def _draw(self, trainer: Trainer) -> None:
-        """Draw the timeline, once; a collective."""
-        if self._pipeline is None or not self._spans:
-            return
-        control = self._pipeline.transport.control
-        everyone = [broadcast_value(self._spans, rank, group=control) for rank in range(trainer.world_size)]
-        self._spans = []
-        folder = Path(trainer.log_dir or trainer.default_root_dir)  # On every rank: it is broadcast.
-        if not trainer.is_global_zero:
-            return
-        spans: list[Span] = [span for own in everyone for span in own]
-        names = {rank: self._pipeline.placement.describe(rank) for rank in range(trainer.world_size)}
-        folder.mkdir(parents=True, exist_ok=True)
-        last = self.skip_first + min(self.timeline, self._measured)
-        draw_timeline(spans, folder / "timeline.png", f"Measured, steps {self.skip_first + 1} to {last}", names)
-        write_trace(spans, folder / "timeline.json", names)
 
     def _everyone(self, trainer: Trainer) -> tuple[list[str], Tensor]:
         """The parts that were measured, and each rank's milliseconds (ranks, parts); a collective."""

@@ -1,6 +1,5 @@
-"""Timelines of a pipeline step, predicted or measured: a picture and a file for trace viewers."""
+"""Pictures of a pipeline step, predicted or measured."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,16 +47,12 @@ def draw_timeline(
         path: The file to write.
         title: Heading of the picture.
         rank_names: Names of the rows, for example ``{0: "stage 0.0"}``; "rank 0" and so on when left out.
-
-    Raises:
-        ValueError: There is nothing to draw, or a span has an unknown kind.
     """
     # Not above: what only notes spans need not wait for it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    _check(spans)
     ranks = sorted({span.rank for span in spans})
     origin = min(span.start for span in spans)
     length = max(span.end for span in spans) - origin
@@ -96,46 +91,3 @@ def draw_timeline(
     handles = [Patch(color=COLOURS[kind], label=kind) for kind in kinds] + [Patch(color=IDLE, label="idle")]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.savefig(str(path))
-
-
-def write_trace(spans: Sequence[Span], path: str | Path, rank_names: Mapping[int, str] | None = None) -> None:
-    """Write the spans in Chrome's trace event format, which Perfetto and chrome://tracing open.
-
-    Args:
-        spans: What the ranks did.
-        path: The JSON file to write.
-        rank_names: Names of the rows; "rank 0" and so on when left out.
-
-    Raises:
-        ValueError: There is nothing to write, or a span has an unknown kind.
-    """
-    _check(spans)
-    names = rank_names or {}
-    origin = min(span.start for span in spans)
-    events: list[dict[str, object]] = [
-        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": names.get(rank, f"rank {rank}")}}
-        for rank in sorted({span.rank for span in spans})
-    ]
-    for span in spans:
-        suffix = "" if span.microbatch is None else f" {span.microbatch}"
-        events.append(
-            {
-                "ph": "X",
-                "name": span.kind + suffix,
-                "cat": span.kind,
-                "pid": span.rank,
-                "tid": int(span.kind in TRANSFERS),
-                "ts": (span.start - origin) * 1e6,
-                "dur": (span.end - span.start) * 1e6,
-                "args": {"stage": span.stage} | ({} if span.microbatch is None else {"microbatch": span.microbatch}),
-            }
-        )
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
-
-
-def _check(spans: Sequence[Span]) -> None:
-    if not spans:
-        raise ValueError("a timeline of 0 spans: record at least one step")
-    unknown = sorted({span.kind for span in spans} - set(COLOURS))
-    if unknown:
-        raise ValueError(f"unknown kind of span {unknown[0]!r}: use one of {', '.join(COLOURS)}")

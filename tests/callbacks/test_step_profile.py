@@ -1,9 +1,7 @@
 """Each part of a step gets the time that was spent in it, and communication only what backward does not hide."""
 
 import csv
-import json
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -176,7 +174,7 @@ def stages_of(replicas, slow_first, slow_last):
     first = nn.Sequential(nn.Conv2d(1, 4, 3), slow_first)
     last = nn.Sequential(nn.Conv2d(4, 4, 3), slow_last, nn.Flatten(), nn.Linear(64, 10))
     strategy = HybridPipelineStrategy(replicas=replicas, cuts=["0"], microbatches=4, start_method="fork")
-    profile = StepProfile(skip_first=2, steps=2, timeline=2)
+    profile = StepProfile(skip_first=2, steps=2)
     model = ImageClassifier(nn.Sequential(first, last), 10)
     options = {"devices": sum(replicas), "max_steps": 5, "logger": CSVLogger(".")}
     fit(profile, Untimed(), model=model, strategy=strategy, **options)
@@ -187,13 +185,6 @@ def stages_of(replicas, slow_first, slow_last):
         if name.startswith("profile/stage_"):
             _, stage, part = name.split("/")
             found[int(stage[6:])][part[:-3]] = float(value)
-    events = json.loads(Path("lightning_logs/version_0/timeline.json").read_text())["traceEvents"]
-    for rank in range(sum(replicas)):
-        tasks = sorted(
-            one["name"] for one in events if one["pid"] == rank and one.get("cat") in ("forward", "backward")
-        )
-        own = range(rank, 4, 2) if replicas == [2, 1] and rank < 2 else range(4)
-        assert tasks == sorted(2 * [f"{kind} {microbatch}" for kind in ("forward", "backward") for microbatch in own])
     for times in found:
         assert times["step"] == pytest.approx(sum(value for part, value in times.items() if part != "step"))
     return found
@@ -247,9 +238,6 @@ def test_refusals_name_the_value_and_the_remedy():
     for options, words in (
         ({"skip_first": 0}, "skip_first=0: .* 10 is usual"),
         ({"steps": 0}, "steps=0: .* 50 is usual"),
-        ({"timeline": -1}, "timeline=-1 is negative"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             StepProfile(**options)
-    with pytest.raises(ConfigurationError, match=r"timeline=1\) draws a pipeline, .* use strategy hybrid_pipeline"):
-        fit(StepProfile(timeline=1), model=classifier(), max_steps=3)
