@@ -4,11 +4,8 @@ import contextlib
 import errno
 import os
 import signal
-import threading
 import time
 import zipfile
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -78,32 +75,6 @@ class RunsCode:
         return Path.touch, (Path("it has run"),)
 
 
-def test_what_comes_from_a_url_runs_no_code(tmp_path, monkeypatch):
-    """A server on the loopback, whose folders have files of the same name."""
-    monkeypatch.chdir(tmp_path)
-    for folder, content in (("one", {"step": 1}), ("two", {"step": 2}), ("bad", {"step": RunsCode()})):
-        AtomicCheckpointIO().save_checkpoint(content, tmp_path / folder / "last.ckpt")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=tmp_path))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    io = AtomicCheckpointIO()
-    assert io.load_checkpoint(f"{url}/one/last.ckpt") == {"step": 1}
-    assert io.load_checkpoint(f"{url}/two/last.ckpt") == {"step": 2}
-    with pytest.raises(
-        ConfigurationError, match=rf"{url}/bad/last.ckpt holds more than weights .*--weights_only=false"
-    ):
-        io.load_checkpoint(f"{url}/bad/last.ckpt")
-    assert not Path("it has run").exists()
-    io.load_checkpoint(f"{url}/bad/last.ckpt", weights_only=False)
-    assert Path("it has run").exists()
-    server.shutdown()
-
-
-class QuietHandler(SimpleHTTPRequestHandler):
-    def log_message(self, *arguments):
-        pass
-
-
 @pytest.mark.light
 def test_what_is_no_checkpoint_is_named_and_why(tmp_path):
     path = tmp_path / "some.ckpt"
@@ -125,6 +96,8 @@ def test_what_is_no_checkpoint_is_named_and_why(tmp_path):
             AtomicCheckpointIO().load_checkpoint(path)
     with pytest.raises(FileNotFoundError):
         AtomicCheckpointIO().load_checkpoint(tmp_path / "nowhere.ckpt")
+    with pytest.raises(ConfigurationError, match=r"http://host/last\.ckpt: download it first"):
+        AtomicCheckpointIO().load_checkpoint("http://host/last.ckpt")
 
 
 def test_kills_at_any_moment_leave_a_whole_checkpoint(tmp_path):

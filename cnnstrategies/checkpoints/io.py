@@ -1,6 +1,5 @@
 """Checkpoints that are either whole or not there, and one line for those that cannot be written or read."""
 
-import io
 import os
 import pickle
 import re
@@ -11,7 +10,6 @@ from typing import Any, BinaryIO
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
@@ -42,14 +40,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Load the checkpoint at ``path``."""
         if str(path).startswith(("http://", "https://")):
             # Lightning would run what is pickled there, and take the file of another URL that ends in the same name.
-            with get_filesystem(path).open(str(path)) as remote:
-                content = io.BytesIO(remote.read())
-            check_sums(path, content)
-            try:
-                loaded: dict[str, Any] = torch.load(content, map_location or _to_memory, weights_only=weights_only)
-                return loaded
-            except Exception as error:
-                raise unreadable(path, error, content) from error
+            raise ConfigurationError(f"ckpt_path: {path}: download it first, as by `curl -O`, and give the file")
         if Path(path).is_file():
             with open(path, "rb") as file:
                 check_sums(path, file)
@@ -93,9 +84,9 @@ def check_sums(path: str | Path, content: BinaryIO) -> None:
     content.seek(0)
 
 
-def unreadable(path: str | Path, error: Exception, content: BinaryIO | None = None) -> ConfigurationError:
+def unreadable(path: str | Path, error: Exception) -> ConfigurationError:
     """The error that says why a file could not be loaded."""
-    with content or open(path, "rb") as file:
+    with open(path, "rb") as file:
         return ConfigurationError(f"ckpt_path: {path} {_what_is_wrong(file, error)}")
 
 

@@ -24,7 +24,7 @@ def test_one_run_with_all_of_them(run_cli, quick, monkeypatch):
     assert code == 0, output
     log_dir = Path("runs/quickstart/version_0")
 
-    held = re.search(r"peak memory +│ (\d+) to (\d+) MB of 2 processes", output).groups()
+    held = re.search(r"peak memory +(\d+) to (\d+) MB of 2 processes", output).groups()
     assert all(50 < int(megabytes) < 20_000 for megabytes in held)
 
     # The parts of a step add up to it.
