@@ -4,7 +4,6 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
@@ -20,13 +18,13 @@ from cnnstrategies._torch_private import PARTS_OF_A_SCHEDULE as PARTS
 from cnnstrategies.checkpoints.check import remedy
 from cnnstrategies.errors import ConfigurationError
 
-Plain = Any  # Numbers, texts, None, and lists and dictionaries of them.
-
 # What schedules set in a group as they go; an optimizer that finds its own rate keeps it under other names.
 SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "momentum", "base_momentum", "max_momentum", "betas")
 LEARNED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # By a schedule that watches a metric.
 COUNTS = (*(2**power for power in range(20)), *(3 * 2**power for power in range(18)))
 NOT_OPTIONS = ("params", "param_names")
+
+State = dict[str, Any]
 
 
 class FromConfiguration(Callback):
@@ -43,54 +41,51 @@ class FromConfiguration(Callback):
     """
 
     def __init__(self) -> None:
-        self._configured: Plain = None
-        self._before: Plain = None  # The same of the run that has saved the checkpoint.
-        self._checkpoint: dict[str, Any] = {}
-        self._fresh: list[Any] = []
+        self._fresh: State = {}  # Groups and schedules as configured, before they have made a step.
+        self._configured: State = {}  # The same as plain values, which can be saved and compared.
+        self._before: State | None = None  # Those of the run that has saved the checkpoint.
+        self._checkpoint: State = {}
         self._idle = True
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self._configured is None else {"configured": self._configured}
+    def state_dict(self) -> State:
+        return {"configured": self._configured} if self._configured else {}
 
     @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         self._before = state_dict["configured"]
 
     @override
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         self._checkpoint = checkpoint
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Optimizers and schedules are there now; what the checkpoint has of them is loaded next.
         self._idle = True
-        self._configured = _configured(trainer)
+        self._fresh = _fresh(trainer)
+        self._configured = _plain(self._fresh)
         if trainer.ckpt_path is None:
             return
         _check_same(trainer, self._checkpoint.get("optimizer_states", []))
-        states = [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
-        self._fresh = [[[dict(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers], states]
-        if self._before is not None:
-            # A schedule cannot load the state of another kind.
-            pairs = zip(self._before["schedules"], self._configured["schedules"], strict=False)
-            for index, (old, new) in enumerate(pairs):
-                if old["schedule"] != new["schedule"]:
-                    self._checkpoint["lr_schedulers"][index] = copy.deepcopy(states[index])
-        else:
+        if self._before is None:
             rank_zero_info(
                 f"{trainer.ckpt_path} does not say how its run was configured, as it is not this command line's: "
                 "learning rates and schedules go on as they are in it"
             )
+            return
+        for index, (old, new) in enumerate(zip(self._before["schedules"], self._fresh["schedules"], strict=False)):
+            if old["schedule"] != new["schedule"]:  # It cannot load the state of another kind.
+                self._checkpoint["lr_schedulers"][index] = copy.deepcopy(new["state"])
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._idle = False
-        if self._fresh and self._before is not None and repr(self._before) != repr(self._configured):
-            _follow(trainer, self._before, self._configured, *self._fresh)
+        if self._before is not None and repr(self._before) != repr(self._configured):
+            _follow(trainer, self._before, self._configured, self._fresh)
             changed = ", ".join(dict.fromkeys(_differences(self._before, self._configured)))
             rank_zero_info(f"As configured, and not as in the checkpoint: {changed}")
-        self._before, self._checkpoint, self._fresh = None, {}, []
+        self._before, self._checkpoint, self._fresh = None, {}, {}
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -102,14 +97,11 @@ class FromConfiguration(Callback):
             )
 
 
-def _configured(trainer: Trainer) -> Plain:
-    """What is configured of the optimizers and schedules, before they have made a step."""
+def _fresh(trainer: Trainer) -> State:
+    """Optimizers' groups and schedules as they are configured, before they have made a step."""
     return {
         "optimizers": [
-            [
-                {key: _plain(value) for key, value in group.items() if key not in NOT_OPTIONS}
-                for group in optimizer.param_groups
-            ]
+            [{key: value for key, value in group.items() if key not in NOT_OPTIONS} for group in optimizer.param_groups]
             for optimizer in trainer.optimizers
         ],
         "schedules": [
@@ -117,8 +109,7 @@ def _configured(trainer: Trainer) -> Plain:
                 "schedule": type(config.scheduler).__name__,
                 "interval": config.interval,
                 "frequency": config.frequency,
-                "optimizer": _owner(config, trainer.optimizers),
-                "options": [_options(config.scheduler.state_dict())],
+                "state": copy.deepcopy(config.scheduler.state_dict()),
                 "function": _factors(config.scheduler),
             }
             for config in trainer.lr_scheduler_configs
@@ -126,7 +117,8 @@ def _configured(trainer: Trainer) -> Plain:
     }
 
 
-def _plain(value: Any) -> Plain:
+def _plain(value: Any) -> Any:
+    """Numbers, texts, None, and lists and dictionaries of them."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, Counter):  # torch's MultiStepLR
@@ -136,16 +128,6 @@ def _plain(value: Any) -> Plain:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(entry) for entry in value]
     return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
-
-
-def _options(state: Mapping[str, Any]) -> Plain:
-    """What is configured of a schedule, out of its state, and of those that it is made of."""
-    found = {
-        key: _plain(value)
-        for key, value in state.items()
-        if not key.startswith("_") and key not in ("base_lrs", "last_epoch")  # Counters, and what the groups have.
-    }
-    return {**found, "options": [_options(one) for one in state.get(PARTS, ())]}
 
 
 def _factors(scheduler: Any) -> list[float]:
@@ -161,42 +143,31 @@ def _factors(scheduler: Any) -> list[float]:
     return found
 
 
-def _owner(config: LRSchedulerConfig, optimizers: Sequence[Optimizer]) -> int:
-    """Which of the optimizers a schedule is of; -1 for one that does not say."""
-    mine = getattr(config.scheduler, "optimizer", None)
-    return next((number for number, optimizer in enumerate(optimizers) if optimizer is mine), -1)
-
-
-def _differences(before: Plain, now: Plain) -> Iterator[str]:
+def _differences(before: State, now: State) -> Iterator[str]:
     """In words, what is configured in another way."""
-    for old, new in zip(before["optimizers"], now["optimizers"], strict=False):
-        for one, other in zip(old, new, strict=False):
-            yield from _changed(_shown(one), _shown(other))
-    none: dict[str, Any] = {}
-    for old, new in zip_longest(before["schedules"], now["schedules"], fillvalue=none):
-        if old.get("schedule") != new.get("schedule"):
-            yield f"schedule {new.get('schedule', 'none')} (was {old.get('schedule', 'none')})"
-        else:
-            yield from _changed(old, new)
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    for place in {**new, **old}:
+        one, other, name = old.get(place), new.get(place), str(place[-1])
+        counts = name.startswith("_") or name == "base_lrs"  # Or follows from the groups.
+        if counts or repr(one) == repr(other) or (name != "schedule" and (place not in old or place not in new)):
+            continue
+        yield "its function" if name == "function" else f"{name} {other} (was {one})"
 
 
-def _shown(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a user has given of a group, without what schedules make of it."""
-    given = {key: value for key, value in group.items() if key not in SCHEDULED or key in ("momentum", "betas")}
-    return {"lr": group.get("initial_lr", group.get("lr")), **given}
+def _leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The numbers, texts and plain lists in plain values, and where each is."""
+    if isinstance(value, dict):
+        entries = list(value.items())
+    elif isinstance(value, list) and any(isinstance(one, dict | list) for one in value):
+        entries = list(enumerate(value))
+    else:
+        yield place, value
+        return
+    for key, entry in entries:
+        yield from _leaves(entry, (*place, key))
 
 
-def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    for key in dict.fromkeys((*new, *old)):
-        before, now = old.get(key), new.get(key)
-        if key == "options":
-            for one, other in zip(before or (), now or (), strict=False):
-                yield from _changed(one, other)
-        elif repr(before) != repr(now):
-            yield "its function" if key == "function" else f"{key} {now} (was {before})"
-
-
-def _check_same(trainer: Trainer, states: Sequence[Mapping[str, Any]]) -> None:
+def _check_same(trainer: Trainer, states: Sequence[State]) -> None:
     """Refuse a checkpoint of another optimizer, whose state would be taken for this one's."""
     groups = [(optimizer, group) for optimizer in trainer.optimizers for group in optimizer.param_groups]
     saved_groups = [group for state in states for group in state.get("param_groups", [])]
@@ -211,30 +182,27 @@ def _check_same(trainer: Trainer, states: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _follow(
-    trainer: Trainer, before: Plain, now: Plain, groups: Sequence[Sequence[Mapping[str, Any]]], states: Sequence[Any]
-) -> None:
-    """Set what is configured in another way than it was; ``groups`` and ``states`` are from before the checkpoint's."""
+def _follow(trainer: Trainer, before: State, now: State, fresh: State) -> None:
+    """Set what is configured in another way than it was, and begin all schedules anew."""
+    scheduled = SCHEDULED if before["schedules"] or now["schedules"] else ()
+    schedules = trainer.lr_scheduler_configs
     for number, optimizer in enumerate(trainer.optimizers):
-        mine = [index for index, one in enumerate(now["schedules"]) if one["optimizer"] == number]
-        theirs = [one for one in before["schedules"] if one["optimizer"] == number]
         old_groups = before["optimizers"][number] if number < len(before["optimizers"]) else []
-        new_groups = now["optimizers"][number]
-        rates = [[{key: group.get(key) for key in SCHEDULED} for group in one] for one in (old_groups, new_groups)]
-        schedules = [theirs, [now["schedules"][index] for index in mine]]
-        anew = any(schedules) and any(repr(old) != repr(new) for old, new in (rates, schedules))
-        watching = any(isinstance(trainer.lr_scheduler_configs[index].scheduler, ReduceLROnPlateau) for index in mine)
-        for group, fresh, old, new in zip(optimizer.param_groups, groups[number], old_groups, new_groups, strict=False):
+        watching = any(
+            isinstance(config.scheduler, ReduceLROnPlateau) and config.scheduler.optimizer is optimizer
+            for config in schedules
+        )
+        configured = zip(fresh["optimizers"][number], now["optimizers"][number], strict=True)
+        for group, (values, new), old in zip(optimizer.param_groups, configured, old_groups, strict=False):
             reduced = float(group["lr"]) / old["lr"] if watching and old.get("lr") else 1.0
-            for key in new:
-                if repr(old.get(key)) != repr(new[key]) or (anew and key in SCHEDULED):
-                    _set(group, key, fresh[key])
+            for key, value in values.items():
+                if key in scheduled or repr(old.get(key)) != repr(new[key]):
+                    _set(group, key, value)
             if watching:
-                _set(group, "lr", fresh["lr"] * reduced)
-        if anew:
-            for index in mine:
-                past = before["schedules"][index] if index < len(before["schedules"]) else {}
-                _take_there(trainer, trainer.lr_scheduler_configs[index], states[index], past)
+                _set(group, "lr", values["lr"] * reduced)
+    for index, config in enumerate(schedules):
+        past = before["schedules"][index] if index < len(before["schedules"]) else {}
+        _take_there(trainer, config, fresh["schedules"][index]["state"], past)
 
 
 def _set(group: dict[str, Any], key: str, value: Any) -> None:
@@ -244,7 +212,7 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = value
 
 
-def _take_there(trainer: Trainer, config: LRSchedulerConfig, fresh: Any, past: Mapping[str, Any]) -> None:
+def _take_there(trainer: Trainer, config: LRSchedulerConfig, fresh: State, past: State) -> None:
     """Begin a schedule anew and take it to where the run is; its optimizer has the groups that it begins with."""
     scheduler = config.scheduler
     if isinstance(scheduler, ReduceLROnPlateau):
