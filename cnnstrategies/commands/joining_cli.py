@@ -29,7 +29,7 @@ from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import Place, RunAddress
-from cnnstrategies.strategies.parameter_server.joining import ComeAndGo, JoiningStrategy
+from cnnstrategies.strategies.parameter_server.joining import TOLD, JoiningStrategy
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
 
 # What the run's own workers do.
@@ -107,9 +107,7 @@ class JoiningCLI(CLI):
         own = strategy_of(config.trainer.strategy)
         strategy = JoiningStrategy(own.options, self.address, self.place)
         plugins = [AtomicCheckpointIO(), JoinerEnvironment(self.place)]
-        return super(CLI, self).instantiate_trainer(
-            callbacks=[ComeAndGo(strategy), *kept], plugins=plugins, strategy=strategy, **kwargs
-        )
+        return super(CLI, self).instantiate_trainer(callbacks=kept, plugins=plugins, strategy=strategy, **kwargs)
 
     @override
     def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:
@@ -118,7 +116,9 @@ class JoiningCLI(CLI):
         strategy = self.trainer.strategy
         assert isinstance(strategy, JoiningStrategy)
         try:
-            function(self.model, datamodule=self.datamodule)
+            while not (strategy.leaving or self.trainer.should_stop):
+                function(self.model, datamodule=self.datamodule)
+            why = TOLD if strategy.leaving else "training ended"
         except RunEnded as ended:
             if not ended.clean:
                 raise
@@ -128,9 +128,7 @@ class JoiningCLI(CLI):
             if line is None or shows_tracebacks():
                 raise
             raise ConfigurationError(line) from error
-        else:
-            why = "training ended"
-        work = f"{strategy.epochs} epochs, {strategy.batches} batches, {strategy.samples} samples"
+        work = f"{len(strategy.epochs)} epochs, {strategy.batches} batches, {strategy.samples} samples"
         print(f"Joined the run at {self.address.coordinator} and worked on {work}; {why}", file=sys.stderr, flush=True)
 
 

@@ -4,10 +4,12 @@ import signal
 import threading
 import time
 from dataclasses import fields, replace
+from itertools import zip_longest
 from types import FrameType
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+import torch
+from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -19,7 +21,8 @@ from cnnstrategies.paramserver.coordinator.settings import WORKER, Address
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import ANSWER_SECONDS, FIRST_SECONDS, OVER, PAUSE, Place, RunAddress, find_place
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
+from cnnstrategies.runtime.seeds import mixed_seed
+from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, seed_all
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.start import (
     agreed_specification,
@@ -35,28 +38,8 @@ TOLD = "it was told to leave"
 LEAST_BEATS = 4  # signs of life in the coordinator's time-out
 
 
-class ComeAndGo(Callback):
-    """The first callback of a joiner: it leaves at the end of each epoch, and comes again at the next."""
-
-    def __init__(self, strategy: "JoiningStrategy") -> None:
-        self._strategy = strategy
-
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._strategy.is_in:
-            return
-        self._strategy.enter(first=False)
-        progress = trainer.fit_loop.epoch_progress
-        for one in (progress.current, progress.total):
-            one.ready += 1  # Lightning has counted this epoch just now.
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy.leave()
-
-
 class JoinedDispatch(BatchDispatch):
-    """Takes batches while it is in the run, and none from when it is told to leave."""
+    """Takes batches from the first one on that it was let in with, and none from when it is told to leave."""
 
     def __init__(self, strategy: "JoiningStrategy") -> None:
         super().__init__(strategy)
@@ -66,11 +49,9 @@ class JoinedDispatch(BatchDispatch):
 
     @override
     def epoch(self, trainer: Trainer) -> int:
-        self._rests = False
-        if not self._joiner.is_in:
-            self._joiner.enter()
-            # Lightning begins to iterate before training, and once more in an epoch that is not the first.
-            self._rests = trainer.current_epoch > 0
+        # Lightning iterates before the epoch, and once more in it unless it is the first.
+        begun = trainer.fit_loop.epoch_progress.current.ready > trainer.current_epoch
+        self._rests = trainer.current_epoch > 0 and not begun
         return trainer.current_epoch
 
     @override
@@ -102,24 +83,28 @@ class JoinedDispatch(BatchDispatch):
 class JoiningStrategy(ParameterServerStrategy):
     """A worker beside those of a run, from whose coordinator it gets its batches; alone for all that Lightning asks.
 
+    Each ``fit`` is an epoch of the run, or what is left of it: it waits to be let in, and leaves at the end, for the
+    others to go on.
+
     Attributes:
         leaving: Whether it was told to leave.
-        epochs: In how many it has taken part; so for ``batches`` and ``samples``.
+        epochs: In which it has taken part.
+        batches: How many it has worked on; so for ``samples``.
     """
 
     def __init__(self, options: Options, address: RunAddress, place: Place) -> None:
         given = {field.name: getattr(options, field.name) for field in fields(Options)}
         super().__init__(**{**given, "endpoints": list(options.endpoints)}, start_method="popen")
         self.leaving = False
-        self.epochs = self.batches = self.samples = 0
+        self.epochs: set[int] = set()
+        self.batches = self.samples = 0
         self._alone = True
-        self._entered: set[int] = set()
+        self._configured: tuple[Any, int] | None = None  # Epochs and steps, at most.
         self._address = address
         self._patience = FIRST_SECONDS + place.timeout
-        self._epoch = 0
         self._waiting = False
-        self._handlers: dict[int, Any] = {}
         self._dispatch: JoinedDispatch = JoinedDispatch(self)
+        self._handle_signals()
 
     # Processes
 
@@ -129,11 +114,7 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def open_session(self) -> None:
-        """Nothing is opened before the data is needed: a place would be kept for as long as others train."""
-
-    @override
-    def setup_distributed(self) -> None:
-        self.set_world_ranks()
+        """It is opened when all is set up here: a place would be kept for as long as that takes."""
 
     @property
     @override
@@ -143,14 +124,24 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        loop = trainer.fit_loop
+        self._configured = self._configured or (loop.max_epochs, loop.max_steps)
+        # Schedules are made from the configuration, as those of the others.
+        loop.max_epochs, loop.epoch_loop.max_steps = self._configured
         super().setup(trainer)
-        # The run says when it is over. Schedules were made from the configuration just now, as those of the others.
-        trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
+        worker = self._enter()
+        self.collectives.membership.tell(worker.counters.figures)
+        self.epochs.add(self._epoch)
+        # Setting up has begun with the same random numbers each time.
+        seed_all(mixed_seed(torch.initial_seed(), self.global_rank, self._epoch))
+        # The run says when it is over.
+        loop.max_epochs, loop.epoch_loop.max_steps = trainer.current_epoch + 1, -1
 
     def _handle_signals(self) -> None:
         """Leave on Ctrl-C and SIGTERM, after what was taken; a second one ends this process."""
-        if not self._handlers and threading.current_thread() is threading.main_thread():
-            self._handlers = {one: signal.signal(one, self._on_signal) for one in SIGNALS}
+        if threading.current_thread() is threading.main_thread():
+            for signum in SIGNALS:
+                signal.signal(signum, self._on_signal)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self.leaving:
@@ -175,31 +166,25 @@ class JoiningStrategy(ParameterServerStrategy):
 
     # In and out
 
-    @property
-    def is_in(self) -> bool:
-        """Whether it takes part in an epoch."""
-        return self._stepper is not None
-
-    def enter(self, first: bool = True) -> None:
+    def _enter(self) -> Worker:
         """Wait to be let in, and for a first batch.
-
-        Args:
-            first: Whether training has not begun here.
 
         Raises:
             RunEnded: The run is over, or this process was told to leave.
         """
-        self._handle_signals()
-        while self._stepper is None:
+        worker = None
+        while worker is None:
             if self.leaving:
                 raise RunEnded(TOLD, clean=True)
             self._waiting = True
             try:
-                self._enter(first)
+                worker = self._try()
             finally:
                 self._waiting = False
+        return worker
 
-    def _enter(self, first: bool) -> None:
+    def _try(self) -> Worker | None:
+        """The connection to the servers, once there is a place, and a batch to work on."""
         place = self._find_place()
         try:
             self._take(place)
@@ -208,23 +193,20 @@ class JoiningStrategy(ParameterServerStrategy):
             if ended.clean:
                 raise
             time.sleep(PAUSE)  # Another was faster, or the coordinator has gone: who asks again hears which.
-            return
+            return None
         try:
             worker, specification = self._stand_with_the_others()
         except ConfigurationError:
             self.unregister()
             raise
-        chunk = self.collectives.take(self._epoch, 0)
-        if not chunk or (not first and not self._epoch):  # Lightning would not iterate again in the first epoch.
+        self._dispatch.first = self.collectives.take(self._epoch, 0)
+        if not self._dispatch.first:
             worker.close()
             self.unregister({"epoch": self._epoch, "processed": 0})
             time.sleep(PAUSE)
-            return
-        self._dispatch.first = chunk
-        self.collectives.membership.tell(worker.counters.figures)
+            return None
         self._stepper = self._stepper_of(worker, specification, own_steps=0)
-        self.epochs += self._epoch not in self._entered  # It may come into the same one again.
-        self._entered.add(self._epoch)
+        return worker
 
     def _find_place(self) -> Place:
         try:
@@ -266,21 +248,12 @@ class JoiningStrategy(ParameterServerStrategy):
         self._epoch = int(state["epoch"])
         return worker, specification
 
-    def leave(self) -> None:
-        """Leave when what was taken is done, for the others to end the epoch; a second time does nothing."""
-        if self._stepper is None:
-            return
-        self._stepper.worker.wait_all()
-        self._leave_servers()
-        self.unregister({"epoch": self._epoch, "processed": self._dispatch.processed})
-        if self.leaving:
-            raise RunEnded(TOLD, clean=True)
-
     # Training
 
     @override
     def on_train_start(self) -> None:
-        """It has come in already, when Lightning asked for the first batch."""
+        """It has come in already."""
+        self._handle_signals()  # Lightning has set its own until the end of the fit.
         for config in self.trainer.lr_scheduler_configs:
             config.strict = False  # What it monitors is measured by others.
 
@@ -300,36 +273,25 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self.leave()
+        """Leave when what was taken is done, for the others to end the epoch."""
+        assert self._stepper is not None
+        self._stepper.worker.wait_all()
+        self._leave_servers()
+        self.unregister({"epoch": self._epoch, "processed": self._dispatch.processed})
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return optimizer.state_dict()
 
-    @override
-    def teardown(self) -> None:
-        for signum, handler in self._handlers.items():
-            signal.signal(signum, handler)
-        self._handlers.clear()
-        super().teardown()
-
 
 def check_parameters(wanted: Specification, own: Specification) -> None:
     """Refuse a network that is not the run's."""
-    theirs, mine = ({one.name: one for one in of.parameters} for of in (wanted, own))
-    for name in [*theirs, *mine]:
-        if theirs.get(name) != mine.get(name):
-            here, there = (_shape(of.get(name)) for of in (mine, theirs))
+    for theirs, mine in zip_longest(wanted.parameters, own.parameters):
+        if theirs != mine:
             raise ConfigurationError(
-                f"the run trains {len(theirs)} parameters and this configuration {len(mine)}: {name} is {there} there "
-                f"and {here} here; give the run's own configuration"
+                f"the run trains {len(wanted.parameters)} parameters and this configuration {len(own.parameters)}: "
+                f"{theirs} there is {mine} here; give the run's own configuration"
             )
-
-
-def _shape(parameter: Any) -> str:
-    return (
-        "missing" if parameter is None else f"{'x'.join(map(str, parameter.shape)) or 'a number'} ({parameter.dtype})"
-    )
 
 
 def check_seed(theirs: str) -> None:

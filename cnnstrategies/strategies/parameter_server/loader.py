@@ -163,13 +163,14 @@ def items_of(sampler: Any, epoch: int) -> list[Any]:
     with isolate_rng(include_cuda=False):
         for rank in range(inner.num_replicas):
             inner.rank = rank
-            _seed_all(mixed_seed(inner.seed, epoch))
+            seed_all(mixed_seed(inner.seed, epoch))
             shares.append(list(sampler))
     inner.rank = own
     return [share[place] for place in range(len(shares[0])) for share in shares if place < len(share)]
 
 
-def _seed_all(seed: int) -> None:
+def seed_all(seed: int) -> None:
+    """Of torch on the CPU, NumPy and Python."""
     torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would change that of accelerators, too.
     np.random.seed(seed % (1 << 32))
     random.seed(seed)
