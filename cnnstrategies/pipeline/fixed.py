@@ -57,9 +57,9 @@ def contexts() -> dict[str, Any]:
 def same_each_time(network: nn.Module) -> Iterator[None]:
     """Run a network's forward inside: it must decide nothing by chance, and change none of its modules' attributes."""
     name = type(network).__name__
-    numbers, attributes = random_numbers(), _attributes(network)
+    numbers, attributes = _random_numbers(), _attributes(network)
     yield
-    for library, now in random_numbers().items():
+    for library, now in _random_numbers().items():
         if now != numbers[library]:
             raise ConfigurationError(
                 f"{name}.forward draws random numbers with {library} to decide what it does: cut into stages, it would "
@@ -87,13 +87,12 @@ class Traced(nn.Module):
         super().__setattr__(name, value)
 
 
-def random_numbers(device: torch.device | None = None) -> dict[str, Any]:
+def _random_numbers() -> dict[str, Any]:
     """What is equal where the same random numbers come next, by the name of the library."""
     numpy: Any = np.random.get_state()
-    on_device = torch.cuda.get_rng_state(device).tolist() if device is not None and device.type == "cuda" else None
     return {
         "random": random.getstate(),
-        "torch": (torch.get_rng_state().numpy().tobytes(), on_device),
+        "torch": torch.get_rng_state().numpy().tobytes(),
         "numpy.random": (numpy[1].tobytes(), numpy[2:]),
     }
 

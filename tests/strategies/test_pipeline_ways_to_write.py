@@ -55,7 +55,6 @@ class Data(Dataset[Any]):
         label, pixels = self.labels[index], self.pixels[index]
         return {
             "labels": (image, label),
-            "images": image,
             "same": (image, image),
             "dict": {"name": f"{index}.png", "label": label, "image": image, "other": other, "size": (SIZE, SIZE)},
             "tasks": (image, {"class": label, "pixels": pixels, "angle": image.mean()}),
@@ -400,52 +399,6 @@ class OwnForward(Module):
         self.encoder[0].weight_is_first = True
 
 
-class Normalising(Module):
-    """Normalises, in place and by buffers, and evaluates so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = classifier()
-        self.model.contrast = 3
-        self.register_buffer("mean", torch.full((1, 1, 1), 0.3))
-
-    def prepare(self, x: Tensor) -> Tensor:
-        x = (x - self.mean) * self.model.contrast
-        x[:, :, 0].mul_(2.0)
-        return x.clamp(-4.0, 4.0)[..., 1:]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return F.cross_entropy(self.model(self.prepare(x)), y)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        self.log("val_loss", F.cross_entropy(self.model(self.prepare(x)), y), batch_size=len(x))
-
-
-class Bytes(Normalising):
-    """Images as they are stored, and a step that is another one in each batch and epoch."""
-
-    kind = "images"
-    epochs = 2
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.strength = 1.0 + batch_idx
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return (batch * 50).to(torch.uint8)
-
-    def prepare(self, x: Tensor) -> Tensor:
-        return x.double() / 255 * getattr(self, "strength", 1.0)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        outputs = self.model(self.prepare(batch.flip(3) if self.current_epoch and batch_idx else batch))
-        return F.mse_loss(outputs, torch.ones_like(outputs))
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_mean", self.model(self.prepare(batch)).mean(), batch_size=6)
-
-
 def fit(
     kind: type[Module], strategy: Any, devices: int, loading: int = 1
 ) -> tuple[Any, dict[str, Tensor], dict[str, Any]]:
@@ -501,8 +454,8 @@ def differ(kinds: Any, replicas: list[int], microbatches: int) -> dict[str, str]
 @pytest.mark.parametrize(
     ("kinds", "replicas", "microbatches"),
     [
-        ((OwnForward, SharesLayers, AutoEncoder, Finetuned, Normalised, Normalising, Bytes), [1, 1], 3),
-        ((Siamese, Probe, Normalising), [2, 1], 4),
+        ((OwnForward, SharesLayers, AutoEncoder, Finetuned, Normalised), [1, 1], 3),
+        ((Siamese, Probe), [2, 1], 4),
         ((Classifier, MultiTask, Thawing, SharesLayers, Probe), [1, 2], 4),
     ],
     ids=["two stages", "replicas of the first", "replicas of the last"],

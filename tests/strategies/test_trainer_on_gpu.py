@@ -42,7 +42,7 @@ def network(dropout: float) -> nn.Sequential:
 
 
 class OwnModule(LightningModule):
-    """A user's: images that are mixed and a loss of its own, and nothing that belongs to the package."""
+    """A user's: with a loss of its own, and nothing that belongs to the package."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -50,9 +50,7 @@ class OwnModule(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, targets = batch
-        share = 1 / (1 + batch_idx)
-        outputs = self.network(images.float() * share + images.flip(0) * (1 - share))
-        loss = F.cross_entropy(outputs, targets, label_smoothing=0.1)
+        loss = F.cross_entropy(self.network(images), targets, label_smoothing=0.1)
         self.log("train_loss", loss)
         return loss
 

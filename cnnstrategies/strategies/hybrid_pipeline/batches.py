@@ -14,7 +14,7 @@ from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.batch import Batch, Images
 from cnnstrategies.strategies.hybrid_pipeline.stand_ins import ImagesElsewhere
 
-Kind = Literal["input", "source", "rows", "items", "same"]
+Kind = Literal["input", "rows", "items", "same"]
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,13 @@ class Form:
     """What a batch is made of; travels with it.
 
     Attributes:
-        leaves: What each leaf is, with a number or value: the network's ``input`` of that number; a ``source`` of such
-            a shape and type from which the step computes the inputs; ``rows``, the tensor of that number with a row for
-            each sample; ``items``, a list with one for each sample; or the ``same`` for all samples.
+        leaves: What each leaf is, with a number or value: the network's ``input`` of that number; ``rows``, the tensor
+            of that number with a row for each sample; ``items``, a list with one for each sample; or the ``same`` for
+            all samples.
     """
 
     tree: TreeSpec
     leaves: tuple[tuple[Kind, Any], ...]
-
-    @property
-    def computes(self) -> bool:
-        """Whether the step computes what it gives the network."""
-        return any(kind == "source" for kind, _ in self.leaves)
 
 
 def flatten(batch: Any) -> tuple[list[Any], TreeSpec]:
@@ -47,11 +42,10 @@ def as_given(images: Sequence[Any]) -> Images:
     return given
 
 
-def take_apart(batch: Any, inputs: Sequence[int], computes: bool = False) -> tuple[Images, tuple[Tensor, ...], Form]:
+def take_apart(batch: Any, inputs: Sequence[int]) -> tuple[Images, tuple[Tensor, ...], Form]:
     """The images of a replica's batch, what else has a row for each sample, and the form.
 
-    The inputs are the leaves that the network takes, in the order of its arguments, or from which the step computes
-    what it takes.
+    The inputs are the leaves that the network takes, in the order of its arguments.
     """
     leaves, tree = flatten(batch)
     samples = len(leaves[inputs[0]])
@@ -59,7 +53,7 @@ def take_apart(batch: Any, inputs: Sequence[int], computes: bool = False) -> tup
     kinds: list[tuple[Kind, Any]] = []
     for index, leaf in enumerate(leaves):
         if index in inputs:
-            kinds.append(("source", (leaf.shape[1:], leaf.dtype)) if computes else ("input", inputs.index(index)))
+            kinds.append(("input", inputs.index(index)))
         elif not _has_rows(leaf, samples):
             kinds.append(("same", leaf.cpu() if isinstance(leaf, Tensor) else leaf))
         elif isinstance(leaf, Tensor):
@@ -83,9 +77,6 @@ def seen(batch: Batch, microbatch: int | None, device: Any, none: bool = False) 
     def fill(kind: Kind, value: Any) -> Any:
         if kind == "input":
             return ImagesElsewhere.like(count, batch.image_shapes[value], batch.image_dtypes[value], device, value)
-        if kind == "source":
-            shape, dtype = value
-            return ImagesElsewhere.like(count, shape, dtype, device, computes=True)
         if kind == "rows":
             whole = batch.rest[value]
             return whole[:count] if microbatch is None else whole[split.global_rows(microbatch, device=whole.device)]

@@ -23,14 +23,13 @@ from cnnstrategies.pipeline.losses import MeanLoss, PartialLoss, WeighedLoss
 from cnnstrategies.pipeline.step import RandomState
 from cnnstrategies.pipeline.transport import PeerError
 from cnnstrategies.strategies.differences import has_mean_loss
-from cnnstrategies.strategies.hybrid_pipeline.batches import check_forms, form_of, seen
+from cnnstrategies.strategies.hybrid_pipeline.batches import check_forms, seen
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
 from cnnstrategies.strategies.hybrid_pipeline.hooks import HookWatch
-from cnnstrategies.strategies.hybrid_pipeline.inputs import Inputs, with_batch
+from cnnstrategies.strategies.hybrid_pipeline.inputs import Inputs
 from cnnstrategies.strategies.hybrid_pipeline.layout import warn_of_small_microbatches
 from cnnstrategies.strategies.hybrid_pipeline.shadow import NoCollectives, copy_metrics, same_random_numbers, shadow_of
-from cnnstrategies.strategies.hybrid_pipeline.stand_ins import ImagesElsewhere, NetworkStandIn
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,10 +58,10 @@ class StepLoss(WeighedLoss):
 
     def _run(self, outputs: Any, microbatch: int | None) -> Tensor:
         divided = self._divided
-        put(self._stand_in, outputs, self._batch)
+        self._stand_in.put(outputs)
         self._stand_in.training = divided.stand_in.training
         shadow = shadow_of(divided.module, divided.path, self._stand_in, self._metrics)
-        args, kwargs = with_batch(seen(self._batch, microbatch, self._device), *self.arguments)
+        args, kwargs = self._with_batch(seen(self._batch, microbatch, self._device))
         with same_random_numbers(self._device), ExitStack() as stack:
             self._random.restore()
             if self.thorough:
@@ -70,10 +69,10 @@ class StepLoss(WeighedLoss):
                 stack.enter_context(NoCollectives(divided.module, "training_step"))
             return loss_of(divided.module, shadow.training_step(*args, **kwargs))
 
-
-def put(stand_in: NetworkStandIn, outputs: Any, batch: Batch) -> None:
-    """Hand a network's outputs for a batch, or for a part of it, to what has its place."""
-    stand_in.put(outputs, batch.image_shapes if form_of(batch).computes else None)
+    def _with_batch(self, batch: Any) -> tuple[list[Any], dict[str, Any]]:
+        """The step's arguments with another batch in the place of theirs."""
+        args, kwargs = self.arguments
+        return ([batch, *args[1:]], dict(kwargs)) if args else ([], {**kwargs, "batch": batch})
 
 
 def loss_of(module: LightningModule, output: Any) -> Tensor:
@@ -83,12 +82,6 @@ def loss_of(module: LightningModule, output: Any) -> Tensor:
         raise ConfigurationError(
             f"{type(module).__name__}.training_step returned {type(loss).__name__}: a pipeline's gradients are "
             "computed already; return the loss"
-        )
-    if isinstance(loss, ImagesElsewhere):
-        raise ConfigurationError(
-            f"{type(module).__name__}.training_step returned a loss that is computed from the images of the batch, "
-            "which only the first stage has: with strategy hybrid_pipeline have them in the batch a second time, as "
-            "targets"
         )
     return loss
 
@@ -102,8 +95,7 @@ class Steps:
         self._pipeline = pipeline = divided.pipeline
         self._device = pipeline.device
         self._trainer: Any = divided.module.trainer
-        replicas = pipeline.placement.replicas[0]
-        self._inputs = Inputs(divided.module, divided.path, divided.network, self._device, replicas)
+        self._inputs = Inputs(divided.module, divided.path, divided.network, self._device)
         self._loss: PartialLoss | None = None
         if fitting:
             module: Any = divided.module
@@ -152,7 +144,6 @@ class Steps:
         scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self._device))
         with plugin.train_step_context():
             assert self._loss is not None
-            batch = self._inputs.compute(batch, "training_step", args, kwargs)
             if isinstance(self._loss, StepLoss):
                 self._loss.arguments = args, kwargs
                 self._loss.thorough = not self._loss_checked
@@ -161,7 +152,7 @@ class Steps:
                 self.overflow.share(gradients, self._accumulates)
             outputs = self._gather(batch, local)
             with nullcontext() if self._loss_checked else self.watch.watching_step():
-                output = self._call("training_step", batch, outputs, args, kwargs)
+                output = self._call("training_step", outputs, args, kwargs)
         loss = loss_of(self.divided.module, output)
         self._check_loss(loss)
         loss = hand_over(loss, gradients, scale, pipeline.parameters)
@@ -169,9 +160,9 @@ class Steps:
 
     def evaluate(self, step: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a step that trains nothing for the loaded batch, with what the trainer calls it with."""
-        batch = self._inputs.compute(self._take_batch(), step, args, kwargs)
+        batch = self._take_batch()
         outputs = self._gather(batch, self._pipeline.evaluate(batch))
-        return self._call(step, batch, outputs, args, kwargs)
+        return self._call(step, outputs, args, kwargs)
 
     @property
     def _sees_batch(self) -> bool:
@@ -192,11 +183,11 @@ class Steps:
         with self._announced("gather_outputs"):
             return self._pipeline.gather(batch, outputs)
 
-    def _call(self, step: str, batch: Batch, outputs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _call(self, step: str, outputs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The user's step for the whole batch, on every rank."""
         if not self._sees_batch:
             outputs = tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) else leaf, outputs)
-        put(self.divided.stand_in, outputs, batch)
+        self.divided.stand_in.put(outputs)
         return getattr(self.divided.module, step)(*args, **kwargs)
 
     def _check_loss(self, loss: Tensor) -> None:
