@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning
 from ranks import run_apart, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate
@@ -239,39 +238,6 @@ class Normalised(Classifier):
         return DataLoader(Subset(Data("labels"), range(3)), 6)
 
 
-class Unfreezing(BaseFinetuning):
-    """As in Lightning's documentation: more of the network is trained, in a group of its own, from an epoch on."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.cnn[0])
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.cnn[0], optimizer, initial_denom_lr=2)
-
-
-class Finetuned(Module):
-    """The optimizer begins with a part of the parameters, of both stages later."""
-
-    cut = "0.1"
-    epochs = 3
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cnn = classifier()
-
-    def configure_callbacks(self) -> Any:
-        return [Unfreezing()]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.cnn(batch[0]), batch[1])
-
-    def on_train_end(self) -> None:
-        groups = self.trainer.optimizers[0].param_groups
-        tuning = next(one for one in self.trainer.callbacks if isinstance(one, BaseFinetuning))
-        self.named = [group["lr"] for group in groups], tuning.state_dict()
-
-
 class Shared(nn.Module):
     """A layer in two places, under two names, as CoaT's position encodings; and two layers with one weight.
 
@@ -428,7 +394,7 @@ def trained(kinds: Any, replicas: list[int], microbatches: int) -> list[Any]:
             strategy = HybridPipelineStrategy(replicas=replicas, cuts=[kind().cut], microbatches=microbatches)
         model, weights, logged = fit(kind, strategy, max(sum(replicas), 1), *replicas[:1])
         counted = model.counted() if hasattr(model, "counted") else {}
-        found.append((weights, logged, counted, getattr(model, "named", None)))
+        found.append((weights, logged, counted))
     return found
 
 
@@ -437,11 +403,10 @@ def differ(kinds: Any, replicas: list[int], microbatches: int) -> dict[str, str]
     expected = run_apart(trained, kinds, [], 0)
     actual = run_ranks(sum(replicas), trained, kinds, replicas, microbatches)[0]
     wrong = {}
-    for kind, (weights, logged, counted, named), (divided, also_logged, also_counted, also_named) in zip(
+    for kind, (weights, logged, counted), (divided, also_logged, also_counted) in zip(
         kinds, expected, actual, strict=True
     ):
         assert list(weights) == list(divided)
-        assert named == also_named
         try:
             torch.testing.assert_close(divided, weights, rtol=1e-12, atol=1e-14)
             torch.testing.assert_close(also_logged, logged, rtol=1e-12, atol=1e-14)
@@ -454,7 +419,7 @@ def differ(kinds: Any, replicas: list[int], microbatches: int) -> dict[str, str]
 @pytest.mark.parametrize(
     ("kinds", "replicas", "microbatches"),
     [
-        ((OwnForward, SharesLayers, AutoEncoder, Finetuned, Normalised), [1, 1], 3),
+        ((OwnForward, SharesLayers, AutoEncoder, Normalised), [1, 1], 3),
         ((Siamese, Probe), [2, 1], 4),
         ((Classifier, MultiTask, Thawing, SharesLayers, Probe), [1, 2], 4),
     ],

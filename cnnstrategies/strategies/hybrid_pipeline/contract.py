@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from cnnstrategies._lightning_private import is_compiled_whole
@@ -148,14 +148,6 @@ def check_module(module: LightningModule, named: str | None = None) -> str:
 
 def _check_kind(module: LightningModule, path: str, network: nn.Module) -> None:
     """Refuse networks that cannot be cut by what they are."""
-    for kind in type(network).__mro__:
-        if kind.__module__.startswith("torchvision.models.detection."):
-            raise ConfigurationError(
-                f"{type(module).__name__}.{path} is a {kind.__name__} of torchvision: it takes lists of images and "
-                "boxes and computes its losses in forward, so that there is nothing to cut between images and "
-                "outputs; use strategy ddp (a pipeline trains networks that map images to outputs, from which the "
-                "step computes the loss)"
-            )
     compiled = [f".{path}.{name}".rstrip(".") for name, child in network.named_modules() if is_compiled(child)]
     if compiled or is_compiled_whole(module):
         raise ConfigurationError(
@@ -172,8 +164,8 @@ def compile_backend_of(module: LightningModule) -> str | None:
     return backend
 
 
-def check_callbacks(callbacks: Iterable[Callback], whole: bool) -> None:
-    """Refuse callbacks that need the whole network, by a ConfigurationError; some only if no rank has built it."""
+def check_callbacks(callbacks: Iterable[Callback]) -> None:
+    """Refuse callbacks that need the whole network, by a ConfigurationError."""
     for callback in callbacks:
         if isinstance(callback, StochasticWeightAveraging):
             raise ConfigurationError(
@@ -185,21 +177,17 @@ def check_callbacks(callbacks: Iterable[Callback], whole: bool) -> None:
                 f"{type(callback).__name__} chooses among the weights of the whole network and puts others in their "
                 "places: train with strategy hybrid_pipeline first, and prune with strategy ddp from the checkpoint"
             )
-        if isinstance(callback, BaseFinetuning) and not whole:
+        if isinstance(callback, BaseFinetuning):
             raise ConfigurationError(
-                f"{type(callback).__name__} sees the whole network, of which each rank has its own stage alone where "
-                "configure_model builds it: build it in __init__, or freeze there what is not to be trained"
+                f"{type(callback).__name__} gives parameters of the whole network to the optimizer: with strategy "
+                "hybrid_pipeline give it all from the beginning, and freeze and unfreeze them in on_train_epoch_start "
+                "(requires_grad_)"
             )
 
 
 def check_optimizers(optimizers: list[Optimizer], device: torch.device) -> None:
     """Refuse optimizers that need all parameters at once, where they will step, by a ConfigurationError."""
     for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS):
-            raise ConfigurationError(
-                "LBFGS needs the gradients of all stages at once: use SGD, Adam or another optimizer that treats each "
-                "parameter by itself, or strategy ddp"
-            )
         try_optimizer(optimizer, device)
 
 

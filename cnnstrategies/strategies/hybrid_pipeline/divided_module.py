@@ -1,7 +1,6 @@
 """A LightningModule whose network is divided into stages, and what belongs to the whole: state, averages, metrics."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -95,13 +94,13 @@ class DividedModule:
         """The names of this stage's parameters by their ids; those that average them have the same."""
         return {id(parameter): name for _, part, _ in self._divided for name, parameter in part.named_parameters()}
 
-    def divide_optimizers(self, optimizers: Sequence[Optimizer], move: bool = True) -> None:
+    def divide_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Leave each optimizer, which has the parameters of all stages, this one's alone; move its state there."""
         names = {parameter: name for name, parameter in self.network.named_parameters()}
         self._groups = {optimizer: group_names(optimizer, names) for optimizer in optimizers}
         for optimizer, groups in self._groups.items():
             hold(optimizer, self.own, groups)
-            if move and optimizer.state:
+            if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())  # Moves it to the parameters' device.
 
     def check_groups(self) -> None:
@@ -112,31 +111,8 @@ class DividedModule:
             if sizes != [len(group["params"]) for group in optimizer.param_groups]:
                 raise ConfigurationError(
                     f"{type(optimizer).__name__} has other parameters than configure_optimizers gave it: with strategy "
-                    "hybrid_pipeline give it all from the beginning and unfreeze some later, or add them with "
-                    "lightning.pytorch.callbacks.BaseFinetuning, which sees the whole network"
+                    "hybrid_pipeline give it all from the beginning and unfreeze some later"
                 )
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Inside, module and optimizers have the parameters of all stages, with their values, on the CPU; a collective.
-
-        What is frozen, unfrozen or added to the optimizers stays so; changed values are forgotten.
-        """
-        parameters = dict(self.network.named_parameters())
-        kept = {name: parameter.data for name, parameter in parameters.items()}
-        merged = self.pipeline.merge()
-        for name, parameter in parameters.items():
-            parameter.data = merged[name]
-        for optimizer, groups in self._groups.items():
-            hold(optimizer, parameters, groups)
-        put_network(self.module, self.path, self.network)
-        try:
-            yield
-        finally:
-            put_network(self.module, self.path, self.stand_in)
-            for name, parameter in parameters.items():
-                parameter.data = kept[name]
-            self.divide_optimizers(list(self._groups), move=False)
 
     def whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Replace this stage's part of a state dict of the module by that of all stages on rank 0; a collective."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, ModelSummary
+from lightning.pytorch.callbacks import ModelSummary
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
@@ -43,8 +43,7 @@ class HookWatch:
         self._own = divided.names_of_parameters
         self._running: list[_Watched] = []
         self._handle = divided.stand_in.register_state_dict_pre_hook(self._refuse_state)  # type: ignore[no-untyped-call]
-        owners = [one for one in (divided.module, *divided.callbacks) if not isinstance(one, BaseFinetuning)]
-        self._hooks = WatchedHooks(owners, _HOOKS, self.watching)
+        self._hooks = WatchedHooks([divided.module, *divided.callbacks], _HOOKS, self.watching)
 
     def end(self) -> None:
         """Watch no more."""
@@ -188,35 +187,6 @@ class EndTogether(Callback):
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._meet()
-
-
-_OF_FINETUNING = ("on_fit_start", "on_train_epoch_start")
-
-
-def show_whole_network(callbacks: Iterable[Any], divided: DividedModule) -> None:
-    """Have the callbacks that add parameters to optimizers do so on every rank for the network of all stages.
-
-    They compare the parameters by their values, so these are brought together before; a collective in each hook.
-    """
-    for callback in callbacks:
-        if isinstance(callback, BaseFinetuning):
-            for name in _OF_FINETUNING:
-                vars(callback)[name] = partial(_with_whole_network, getattr(callback, name), divided)
-
-
-def show_own_stage(callbacks: Iterable[Any]) -> None:
-    """Undo :func:`show_whole_network`."""
-    for callback in callbacks:
-        if isinstance(callback, BaseFinetuning):
-            for name in _OF_FINETUNING:
-                vars(callback).pop(name, None)
-
-
-def _with_whole_network(
-    hook: Callable[[Trainer, LightningModule], None], divided: DividedModule, trainer: Trainer, module: LightningModule
-) -> None:
-    with divided.whole():
-        hook(trainer, module)
 
 
 def summarise_whole(trainer: Trainer, module: LightningModule, callbacks: Iterable[Callback]) -> None:

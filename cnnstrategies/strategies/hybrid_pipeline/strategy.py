@@ -48,12 +48,7 @@ from cnnstrategies.strategies.hybrid_pipeline.contract import (
     compile_backend_of,
 )
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
-from cnnstrategies.strategies.hybrid_pipeline.hooks import (
-    EndTogether,
-    show_own_stage,
-    show_whole_network,
-    summarise_whole,
-)
+from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether, summarise_whole
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
     LayoutRequest,
@@ -307,7 +302,7 @@ class HybridPipelineStrategy(DDPStrategy):
             torch.set_rng_state(self.broadcast(torch.get_rng_state()).cpu())
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            check_callbacks(callbacks, whole)
+            check_callbacks(callbacks)
             # On the whole network: its groups are those of a checkpoint.
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.root_device)
@@ -336,7 +331,6 @@ class HybridPipelineStrategy(DDPStrategy):
         self._steps = Steps(divided, fitting)
         if fitting:
             divided.divide_optimizers(self.optimizers)
-            show_whole_network(callbacks, divided)
             callbacks.insert(0, EndTogether(self._end_together))
             self._callbacks = callbacks
         self.setup_precision_plugin()
@@ -559,7 +553,6 @@ class HybridPipelineStrategy(DDPStrategy):
         self._callbacks = []
         if self._steps is not None:
             self._steps.watch.end()
-            show_own_stage(self._steps.divided.callbacks)
             self._steps.divided.restore(merge=not self._failed and self._is_whole)
             self._in_parts = self._failed
             if self._failed:
