@@ -101,7 +101,7 @@ def worker(steps: int) -> None:
     def hybrid_step() -> None:
         own = slice(rank, None, REPLICAS[0])
         batch = hybrid.share(inputs[own], targets[own])
-        _, outputs = hybrid.train(batch, F.cross_entropy, gather=True)
+        _, outputs = hybrid.train(batch, F.cross_entropy)
         assert len(hybrid.gather(batch, outputs)) == SAMPLES
 
     def data_parallel_step() -> None:

@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from cnnstrategies.codec import CodecError, from_bytes, to_bytes
 from cnnstrategies.errors import ConfigurationError
@@ -196,23 +196,6 @@ def _part(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype
     return used.view(torch.uint8)[: count * dtype.itemsize].view(dtype).view(shape)
 
 
-@dataclass
-class Gathering:
-    """Outputs on their way to every rank: for each part of a leaf the whole, its rows there, itself, the transfer."""
-
-    leaves: list[Any]
-    tree: TreeSpec
-    pieces: list[tuple[Tensor, Tensor, Tensor, dist.Work | None]] = field(default_factory=list)
-
-    def finish(self) -> Any:
-        """What the network would have returned for the whole batch."""
-        for whole, rows, piece, work in self.pieces:
-            if work is not None:
-                work.wait()
-            whole[rows] = piece
-        return tree_unflatten(self.leaves, self.tree)
-
-
 class OutputGatherer:
     """Sends the last stage's outputs to every rank, in the order of the global batch."""
 
@@ -222,12 +205,14 @@ class OutputGatherer:
         self.device = transport.device
         self._structures: dict[Hashable, Any] = {}
 
-    def knows(self, kind: Hashable) -> bool:
-        """Whether outputs of a kind were gathered before, so that nothing has to be waited for to start."""
-        return kind in self._structures
+    def gather(self, split: Split, outputs: Mapping[int, Any], kind: Hashable) -> Any:
+        """What the network would have returned for the whole batch; a collective.
 
-    def start(self, split: Split, outputs: Mapping[int, Any], kind: Hashable) -> "Gathering":
-        """Begin to gather the outputs for the global batch; a collective."""
+        Args:
+            split: Of the batch.
+            outputs: Those of this rank's microbatches, in the last stage.
+            kind: What their structure and types depend on.
+        """
         last = self.placement.stages - 1
         if kind not in self._structures:
             first = next(microbatch for microbatch, size in enumerate(split.sizes) if size)
@@ -238,12 +223,12 @@ class OutputGatherer:
             self._structures[kind] = tree_flatten(known)
         leaves, tree = self._structures[kind]
         parts = {microbatch: tree_flatten(result)[0] for microbatch, result in outputs.items()}
-        gathering = Gathering(list(leaves), tree)
+        gathered = list(leaves)
+        under_way: list[tuple[Tensor, Tensor, Tensor, dist.Work | None]] = []
         for index, row in enumerate(leaves):
             if not isinstance(row, Tensor):
                 continue
-            whole = torch.empty((split.samples, *row.shape), dtype=row.dtype, device=self.device)
-            gathering.leaves[index] = whole
+            gathered[index] = torch.empty((split.samples, *row.shape), dtype=row.dtype, device=self.device)
             for replica, rank in enumerate(self.placement.ranks(last)):
                 own = [m for m in range(replica, split.microbatches, self.placement.replicas[last]) if split.sizes[m]]
                 if not own:
@@ -255,8 +240,12 @@ class OutputGatherer:
                 else:
                     piece = torch.empty((len(rows), *row.shape), dtype=row.dtype, device=self.device)
                 work = dist.broadcast(piece, rank, async_op=True) if self.placement.world_size > 1 else None
-                gathering.pieces.append((whole, rows, piece, work))
-        return gathering
+                under_way.append((gathered[index], rows, piece, work))
+        for whole, rows, piece, work in under_way:
+            if work is not None:
+                work.wait()
+            whole[rows] = piece
+        return tree_unflatten(gathered, tree)
 
 
 def _row(tensor: Tensor) -> Tensor:

@@ -3,14 +3,14 @@
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.batch import Batch, Gathering, Images, OutputGatherer, end_together, share_batch
+from cnnstrategies.pipeline.batch import Batch, Images, OutputGatherer, end_together, share_batch
 from cnnstrategies.pipeline.buffers import BatchNormMode, StageBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
@@ -62,7 +62,6 @@ class Pipeline:
     Attributes:
         module: This rank's stage, a module with the network's parameter names.
         shapes: Shape of each of the network's parameters and buffers.
-        gathering: The outputs that are under way to the other ranks; None where none are.
         loss_sum: In the last stage what this rank's microbatches have added to the last step's loss.
         watchers: Called with each span of a training step; while there are none, nothing is timed. On a GPU timing
             synchronises at each task.
@@ -123,7 +122,6 @@ class Pipeline:
             self.module.compile(backend=compile_backend, dynamic=False)
         self.loss_sum = torch.zeros((), device=self.device)
         self.watchers: list[Callable[[Span], None]] = []
-        self.gathering: Gathering | None = None
         self.gatherer = OutputGatherer(self.transport)
 
     @property
@@ -208,7 +206,6 @@ class Pipeline:
         loss: Loss | PartialLoss,
         scale: float | Tensor = 1.0,
         more: bool = False,
-        gather: bool = False,
     ) -> tuple[list[Tensor | None], dict[int, Any]]:
         """Run the forwards and backwards of a batch; ``grad`` of the parameters is left as it was.
 
@@ -219,7 +216,6 @@ class Pipeline:
             scale: Factor on the loss.
             more: Another batch follows before the optimizer's step. A stage with replicas then keeps its gradients
                 and adds them to those of the next batch, so that the replicas exchange them once.
-            gather: :meth:`gather` will follow; the outputs leave while the last backwards run.
 
         Returns:
             For each of ``parameters`` the gradient of ``scale`` times the loss of the global batch, added to those of
@@ -229,22 +225,6 @@ class Pipeline:
         Raises:
             ConfigurationError: Parameters were frozen or unfrozen, and :meth:`refresh` was not called.
         """
-        step, gradients = self._train(batch, loss, scale, more, "outputs" if gather else "nothing")
-        return gradients, step.outputs
-
-    @property
-    def own(self) -> range:
-        """The microbatches that run here."""
-        return range(self.place.replica, self.microbatches, self.placement.replicas[self.place.stage])
-
-    def _train(
-        self,
-        batch: Batch,
-        loss: Loss | PartialLoss,
-        scale: float | Tensor,
-        more: bool,
-        sends: Literal["nothing", "outputs", "loss"],
-    ) -> tuple[Step, list[Tensor | None]]:
         if not _same(self._trainable(), self.parameters):
             raise ConfigurationError(
                 "parameters were frozen or unfrozen in the middle of an epoch: with stages on other devices do it at "
@@ -253,11 +233,15 @@ class Pipeline:
         parts = loss if isinstance(loss, PartialLoss) else MeanLoss(loss)
         if self.last:
             parts.begin(batch, [m for m in self.own if batch.split.sizes[m]])
-        self.gathering = None
-        step = Step(self, batch, parts, scale, sends)
+        step = Step(self, batch, parts, scale)
         gradients = step.train(more)
         self.loss_sum = step.loss_sum
-        return step, gradients
+        return gradients, step.outputs
+
+    @property
+    def own(self) -> range:
+        """The microbatches that run here."""
+        return range(self.place.replica, self.microbatches, self.placement.replicas[self.place.stage])
 
     def evaluate(self, batch: Batch) -> dict[int, Any]:
         """Run the forwards of a batch, in the mode that ``module`` is in.
@@ -269,13 +253,13 @@ class Pipeline:
         step.evaluate()
         return step.outputs
 
-    def mean_loss(self) -> float:
+    def mean_loss(self) -> Tensor:
         """The loss of the last step's batch, as the last stage has added it up; a collective."""
         loss = self.loss_sum.double()
         if self.placement.world_size > 1:
             with self.transport.collective("adding up the loss"):
                 dist.all_reduce(loss)
-        return float(loss)
+        return loss
 
     def gather(self, batch: Batch, outputs: Mapping[int, Any]) -> Any:
         """What the network would have returned for the whole batch, on every rank; a collective.
@@ -284,14 +268,8 @@ class Pipeline:
             batch: The batch.
             outputs: What :meth:`train` or :meth:`evaluate` returned for it.
         """
-        gathering, self.gathering = self.gathering, None
         with self.transport.collective("gathering the outputs"):
-            return (gathering or self.gatherer.start(batch.split, outputs, self._kind(batch))).finish()
-
-    def gather_early(self, batch: Batch, outputs: Mapping[int, Any]) -> None:
-        """Begin to gather, if nothing has to be waited for: not the first outputs of their kind."""
-        if self.gatherer.knows(self._kind(batch)):
-            self.gathering = self.gatherer.start(batch.split, outputs, self._kind(batch))
+            return self.gatherer.gather(batch.split, outputs, self._kind(batch))
 
     def step(self, images: Tensor | None, targets: Tensor | None, loss: Loss, more: bool = False) -> Tensor:
         """Run a batch and add the gradients of the mean loss to ``grad`` of the stage's parameters; a collective.
@@ -306,7 +284,7 @@ class Pipeline:
             The mean loss over the global batch, on every rank.
         """
         batch = self.share(images, *(() if targets is None else (targets,)))
-        step, gradients = self._train(batch, loss, 1.0, more, "loss")
+        gradients, _ = self.train(batch, loss, more=more)
         shared = self.reducer.group is not None  # The gradients' memory is used again.
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
@@ -314,20 +292,13 @@ class Pipeline:
                     parameter.grad = parameter.grad + gradient
                 else:
                     parameter.grad = gradient.clone() if shared else gradient
-        assert step.whole_loss is not None
-        total, under_way = step.whole_loss
-        if under_way is not None:
-            with self.transport.collective("adding up the loss"):
-                under_way.wait()
-            under_way = step.whole_loss = None  # It keeps the group's threads alive.
-        return total
+        return self.mean_loss()
 
     def close(self) -> None:
         """Give the connections between the ranks back, after the last step; a collective.
 
         The default group's threads end with it, when it is destroyed: nothing here refers to it any more.
         """
-        self.gathering = None
         self.transport.check_peers()
         if self.placement.world_size > 1:
             dist.barrier(group=self.transport.control)  # A rank that closes one may have sent what is not yet read.

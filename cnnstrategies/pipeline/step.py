@@ -6,10 +6,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
@@ -66,12 +65,10 @@ class Step:
 
     Args:
         loss: The loss of the batch in parts; None where nothing is trained.
-        sends: What all ranks get while the last backwards run.
 
     Attributes:
         outputs: In the last stage what the network returned for each of the rank's microbatches.
         loss_sum: In the last stage the sum of the parts so far.
-        whole_loss: That of all ranks, on its way where it is sent.
     """
 
     def __init__(
@@ -80,17 +77,14 @@ class Step:
         batch: Batch,
         loss: PartialLoss | None = None,
         scale: float | Tensor = 1.0,
-        sends: Literal["nothing", "outputs", "loss"] = "nothing",
     ) -> None:
         self.pipeline = pipeline
         self.batch = batch
         self.loss = loss
         self.scale = scale
-        self.sends = sends
         self.channels = pipeline.channels[pipeline.module.training]
         self.outputs: dict[int, Any] = {}
         self.loss_sum = torch.zeros((), device=pipeline.device)
-        self.whole_loss: tuple[Tensor, dist.Work | None] | None = None
         self._held: dict[int, Held] = {}
         self._last: int | None = None  # The microbatch of the last backward.
 
@@ -112,13 +106,9 @@ class Step:
 
         try:
             self._run(tasks, run)
-            if not tasks and self.sends_early():
-                self._send_results()
             with self.timed("reduce", None), pipeline.transport.collective("summing the gradients of the stage"):
                 gradients = pipeline.reducer.finish(keep=more)
                 pipeline.buffers.finish()
-                if not self.sends_early():
-                    self._send_results()
         except BaseException:
             pipeline.reducer.abandon()
             pipeline.buffers.abandon()
@@ -190,17 +180,12 @@ class Step:
                 held.roots[None] = _edges([self.part_of_loss(result, microbatch)])
 
     def _backward(self, microbatch: int) -> None:
-        sends = microbatch == self._last and self.sends_early()
-        if sends and not self.pipeline.last:
-            self._send_results()
         with self.timed("receive", microbatch):
             gradients = self.channels.receive_backward(microbatch)
         held = self._held[microbatch]
         with self.timed("backward", microbatch):
             if held.arguments is not None:
                 self._run_again(microbatch, held)
-            if sends and self.pipeline.last:
-                self._send_results()
             self._backpropagate(held, gradients)
         self.channels.send_backward(microbatch, held.leaves)
         del self._held[microbatch]
@@ -246,22 +231,6 @@ class Step:
         """
         replicas = self.pipeline.placement.replicas[self.pipeline.place.stage]
         return not any(self.batch.split.sizes[microbatch + replicas :])
-
-    def sends_early(self) -> bool:
-        """Whether what all ranks get is sent before the last backward, and not after it.
-
-        NCCL's collectives of all ranks would keep a device from getting idle until the last rank has come to them.
-        """
-        return self.pipeline.transport.has_tags
-
-    def _send_results(self) -> None:
-        pipeline = self.pipeline
-        if self.sends == "outputs":
-            pipeline.gather_early(self.batch, self.outputs)
-        elif self.sends == "loss":
-            whole = self.loss_sum.double()
-            alone = pipeline.placement.world_size == 1
-            self.whole_loss = whole, None if alone else dist.all_reduce(whole, async_op=True)
 
     def part_of_loss(self, outputs: Any, microbatch: int) -> Tensor:
         """What the microbatch adds to the loss of the global batch, times the scale."""

@@ -134,13 +134,6 @@ removes(
     gives=True,
     case=test_layouts.DRAINED[2],
 )
-removes(
-    Step.sends_early,
-    "all ranks meet before the last backward",
-    killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment,
-    gives=True,
-    case=test_layouts.DRAINED[1],
-)
 
 
 @replaces(GradientReducer.ready, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)

@@ -60,7 +60,7 @@ def test_a_forward_that_runs_again_is_the_same() -> None:
 
 
 def events_of_a_step(replicas: tuple[int, ...], cuts: list[str]) -> list[str]:
-    """What a rank's second step does, in order; in the first one it learns what messages and outputs look like."""
+    """What a rank's second step does, in order; in the first one it learns what messages look like."""
     events: list[str] = []
 
     def noted(function: Any, name: str) -> Any:
@@ -73,16 +73,14 @@ def events_of_a_step(replicas: tuple[int, ...], cuts: list[str]) -> list[str]:
     GradientReducer.ready = noted(GradientReducer.ready, "ready")  # type: ignore[method-assign]
     pipeline = Pipeline(make_network(), cuts, replicas, MICROBATCHES, bucket_bytes=100)
     images, targets = (one[pipeline.place.replica :: replicas[0]] for one in make_batch())
-    for step in range(2):
-        batch = pipeline.share(images, targets)
-        if step:
-            events.clear()
-            pipeline.transport.receive = noted(pipeline.transport.receive, "expect")  # type: ignore[method-assign]
-            pipeline.transport.send = noted(pipeline.transport.send, "send")  # type: ignore[method-assign]
-            pipeline.gatherer.start = noted(pipeline.gatherer.start, "gather")  # type: ignore[method-assign]
-            pipeline.reducer.finish = noted(GradientReducer.finish.__get__(pipeline.reducer), "finish")  # type: ignore[method-assign]
-            dist.all_reduce = noted(dist.all_reduce, "reduce")
-        pipeline.gather(batch, pipeline.train(batch, F.cross_entropy, gather=True)[1])
+    pipeline.train(pipeline.share(images, targets), F.cross_entropy)
+    batch = pipeline.share(images, targets)
+    events.clear()
+    pipeline.transport.receive = noted(pipeline.transport.receive, "expect")  # type: ignore[method-assign]
+    pipeline.transport.send = noted(pipeline.transport.send, "send")  # type: ignore[method-assign]
+    pipeline.reducer.finish = noted(pipeline.reducer.finish, "finish")  # type: ignore[method-assign]
+    dist.all_reduce = noted(dist.all_reduce, "reduce")
+    pipeline.train(batch, F.cross_entropy)
     pipeline.close()
     events.append("closed")
     torch.stack([parameter.sum() for parameter in pipeline.parameters]).sum().backward()
@@ -94,16 +92,12 @@ def test_a_microbatch_is_received_during_the_one_before() -> None:
     for microbatch in range(MICROBATCHES - 1):
         expected = last.index(f"expect the activations of microbatch {microbatch + 1}")
         assert expected < last.index(f"send the gradients of microbatch {microbatch}")
-    for microbatch in range(MICROBATCHES - 3):
-        expected = last.index(f"expect the activations of microbatch {microbatch + 3}")
-        assert expected < last.index(f"send the gradients of microbatch {microbatch + 1}"), "also of a stage ahead"
 
 
 def test_replicas_add_up_gradients_while_the_last_backward_runs() -> None:
     for events in run_ranks(2, events_of_a_step, (2,), []):
         early = events[: events.index("finish")]
         assert early.count("reduce") == len(list(make_network().parameters()))
-        assert "gather" in early[: early.index("reduce")], "the outputs leave before that"
         assert events[-1] == "closed", "parameters outlive their pipeline without its hooks"
 
 
@@ -229,26 +223,19 @@ class Copies(TorchDispatchMode):
         return result
 
 
-def channels_last(last: bool) -> tuple[list[bool], list[bool], int, list[Tensor | None]]:
-    """Whether what enters the second stage, and what comes back from it, lies so; copies made; the gradients."""
-    torch.manual_seed(0)
+def channels_last() -> tuple[list[bool], list[bool], int]:
+    """Whether what enters the second stage, and what comes back from it, lies so; and the copies made."""
     before, after = Order(), Order()
-    layers = [nn.Conv2d(1, 4, 3, padding=1), before, after, nn.Flatten(), nn.Linear(256, 5)]
-    network = nn.Sequential(*layers).double()
-    format_ = torch.channels_last if last else torch.contiguous_format
-    pipeline = Pipeline(network.to(memory_format=format_), ["1"], (1, 1), MICROBATCHES)
+    network = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), before, after, nn.Flatten(), nn.Linear(256, 5))
+    pipeline = Pipeline(network.to(memory_format=torch.channels_last), ["1"], (1, 1), MICROBATCHES)
     images, targets = make_batch()
-    batch = pipeline.share(images.double().to(memory_format=format_), targets)
+    batch = pipeline.share(images.to(memory_format=torch.channels_last), targets)
     with Copies() as copies:
-        found, _ = pipeline.train(batch, F.cross_entropy)
-    return after.forwards, before.backwards, copies.count, found
+        pipeline.train(batch, F.cross_entropy)
+    return after.forwards, before.backwards, copies.count
 
 
 def test_channels_last_is_kept_over_a_cut() -> None:
-    (_, backwards, copies, gradients), (forwards, _, _, _) = run_ranks(2, channels_last, True)
+    (_, backwards, copies), (forwards, _, _) = run_ranks(2, channels_last)
     assert forwards == backwards == [True] * MICROBATCHES
     assert copies == 0, "it is sent as it lies"
-    (_, backwards, _, expected), (forwards, _, _, _) = run_ranks(2, channels_last, False)
-    assert forwards == backwards == [False] * MICROBATCHES
-    for got, wanted in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)

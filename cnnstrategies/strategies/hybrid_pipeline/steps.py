@@ -147,7 +147,7 @@ class Steps:
             if isinstance(self._loss, StepLoss):
                 self._loss.arguments = args, kwargs
                 self._loss.thorough = not self._loss_checked
-            gradients, local = pipeline.train(batch, self._loss, scale, self._accumulates, gather=True)
+            gradients, local = pipeline.train(batch, self._loss, scale, self._accumulates)
             if scaler is not None:
                 self.overflow.share(gradients, self._accumulates)
             outputs = self._gather(batch, local)
@@ -196,7 +196,7 @@ class Steps:
             return
         self._loss_checked = True
         with self._announced("gather_outputs"):
-            trained = self._pipeline.mean_loss()
+            trained = float(self._pipeline.mean_loss())
         check_loss(loss.detach(), trained, isinstance(self._loss, MeanLoss))
 
     def _announced(self, action: str) -> AbstractContextManager[None]:
