@@ -94,9 +94,9 @@ def deepspeed(network: nn.Sequential, cut: int, rank: int, inputs: Tensor, targe
 
 
 def ours(make: Network, cut: str, inputs: Tensor, targets: Tensor, rank: int) -> Step:
-    """The pipeline with the statistics that the peers keep, too."""
+    """The pipeline."""
     torch.manual_seed(1)
-    pipeline = Pipeline(make(), [cut], [1, 1], MICROBATCHES, batch_norm="microbatch")
+    pipeline = Pipeline(make(), [cut], [1, 1], MICROBATCHES)
     optimizer = torch.optim.SGD(pipeline.module.parameters(), RATE)
 
     def step() -> float:

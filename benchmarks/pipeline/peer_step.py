@@ -35,7 +35,7 @@ def ours(make: Callable[[], nn.Sequential], data: Tensors, cut: str, delay: floa
 
     def on(rank: int) -> Step:
         torch.manual_seed(1)
-        pipeline = Pipeline(make(), [cut], [1, 1], MICROBATCHES, batch_norm="microbatch")
+        pipeline = Pipeline(make(), [cut], [1, 1], MICROBATCHES)
         if delay:
             delay_messages(delay)
 

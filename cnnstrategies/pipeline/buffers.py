@@ -1,12 +1,9 @@
-"""What a stage's forwards change beside gradients: BatchNorm's running statistics, and other buffers.
-
-The running statistics are as after the microbatches in turn, or as after one full batch.
-"""
+"""What a stage's forwards change beside gradients: BatchNorm's running statistics, and other buffers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +12,6 @@ from torch import Tensor, nn
 from cnnstrategies._torch_private import add_all, copy_all, put_buffer, writes
 from cnnstrategies.errors import ConfigurationError
 
-BatchNormMode = Literal["microbatch", "deferred"]
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -29,12 +25,9 @@ class StageBuffers:
     """Keeps the buffers of a stage, on all its replicas alike.
 
     BatchNorm layers normalise each microbatch by itself, as in GPipe. While a step runs, the moments of each microbatch
-    are noted; at its end the replicas combine them, so that each has the statistics of all microbatches:
-
-    - ``microbatch``: as if the microbatches had run one after the other in one process;
-    - ``deferred``: one update by the mean and the unbiased variance of the whole batch, as one full-batch pass makes it
-      (what torchgpipe calls deferred batch normalization). Momentum keeps its meaning, whatever the number of
-      microbatches.
+    are noted; at its end the replicas combine them, and each makes one update by the mean and the unbiased variance of
+    the whole batch, as one full-batch pass does (what torchgpipe calls deferred batch normalization). So momentum keeps
+    its meaning, whatever the number of microbatches.
 
     Of other buffers, such as the vectors of a spectral norm, all replicas go on with the first one's, as under DDP.
     Which ones change shows in the first step; constants, however large, are not sent.
@@ -47,11 +40,9 @@ class StageBuffers:
     def __init__(
         self,
         module: nn.Module,
-        batch_norm: BatchNormMode,
         group: dist.ProcessGroup | None,
         calls: Mapping[str, int],
     ) -> None:
-        self.batch_norm = batch_norm
         self.group = group
         self._module = module
         self._notes: list[Notes] = []
@@ -59,7 +50,7 @@ class StageBuffers:
             if isinstance(layer, nn.SyncBatchNorm):
                 raise ConfigurationError(
                     f"{name} is a SyncBatchNorm, whose replicas would wait for each other while they run different "
-                    "microbatches: use BatchNorm2d with batch_norm: deferred (trainer.sync_batchnorm: false)"
+                    "microbatches: use BatchNorm2d (trainer.sync_batchnorm: false)"
                 )
             if isinstance(layer, BATCH_NORMS) and layer.track_running_stats:
                 count = sum(calls[path] for path in calls if name == path or name.startswith(path + "."))
@@ -101,7 +92,7 @@ class StageBuffers:
         """Update the running statistics by those of the step, and share the other buffers; a collective of replicas."""
         self.abandon()
         if self._moments is not None:
-            self._moments.update(self.batch_norm == "deferred", self.group)
+            self._moments.update(self.group)
         if self.group is not None and self._others:
             self._share_others()
 
@@ -223,8 +214,8 @@ class MomentTable:
             for call in range(self._calls)
         )
 
-    def update(self, deferred: bool, group: dist.ProcessGroup | None) -> None:
-        """Update the running statistics: ``deferred`` by the union of all microbatches, else by each in turn."""
+    def update(self, group: dist.ProcessGroup | None) -> None:
+        """Update the running statistics by the union of all microbatches, one call of a layer after the other."""
         moments = self._moments.double()  # (microbatches, calls, 2, channels)
         counts = numbers_on(tuple(self._counts), moments.device)  # (microbatches, calls, layers)
         if group is not None:
@@ -232,30 +223,25 @@ class MomentTable:
             dist.all_reduce(joined, group=group)
             counts = joined[: counts.numel()].view_as(counts)
             moments = joined[counts.numel() :].view_as(moments)
-        if deferred:
-            moments = _union(counts[..., self._layer_of], moments)
-            counts = counts.sum(0)
-        moments = moments.reshape(-1, *moments.shape[-2:])  # In the order in which one process would make them.
-        kept, shares, updates = self._weights(counts.reshape(-1, len(self._layers)) > 0)
         buffers = [*(layer.running_mean for layer in self._layers), *(layer.running_var for layer in self._layers)]
-        added = (shares[:, None, self._layer_of] * moments).sum(0)
-        new = added.addcmul_(torch.cat(buffers).view(2, -1), kept[self._layer_of]).to(buffers[0].dtype)
-        copy_all(buffers, [part for moment in new.unbind() for part in moment.split(self._widths)])
+        statistics = torch.cat(buffers).view(2, -1).double()
+        updates = torch.zeros_like(counts[0, 0], dtype=torch.int64)
+        for moment, reached in zip(_union(counts[..., self._layer_of], moments), counts.sum(0) > 0, strict=True):
+            updates = updates + reached
+            weight = self._weight(updates) * reached
+            statistics = statistics.lerp(moment, weight[self._layer_of].expand_as(moment))
+        copy_all(buffers, [part for one in statistics.to(buffers[0].dtype) for part in one.split(self._widths)])
         add_all([layer.num_batches_tracked for layer in self._layers], updates.unbind())
 
-    def _weights(self, reached: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For each layer what is left of its old values, what each row adds that reached it (R, L), and how many do."""
-        number = reached.cumsum(0)
+    def _weight(self, updates: Tensor) -> Tensor:
+        """How much the next moments count in each layer's statistics, which has had so many updates in this step."""
         momenta = [layer.momentum for layer in self._layers]
-        weight = numbers_on(tuple(one or 0.0 for one in momenta), reached.device)
-        if None in momenta:  # An average of all updates so far.
-            averages = numbers_on(tuple(one is None for one in momenta), reached.device) > 0
-            tracked = torch.stack([layer.num_batches_tracked for layer in self._layers])
-            weight = torch.where(averages, 1.0 / (tracked + number).clamp(min=1).double(), weight)
-        weight = weight * reached
-        left = torch.cumprod((1.0 - weight).flip(0), 0)
-        later = torch.cat([torch.ones_like(left[:1]), left[:-1]]).flip(0)  # What is left after the later ones.
-        return left[-1], weight * later, number[-1]
+        weight = numbers_on(tuple(one or 0.0 for one in momenta), updates.device)
+        if None not in momenta:
+            return weight
+        averages = numbers_on(tuple(one is None for one in momenta), updates.device) > 0  # of all updates so far
+        tracked = torch.stack([layer.num_batches_tracked for layer in self._layers])
+        return torch.where(averages, 1.0 / (tracked + updates).clamp(min=1).double(), weight)
 
 
 @lru_cache(maxsize=64)

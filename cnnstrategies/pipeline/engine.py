@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch, Images, OutputGatherer, end_together, share_batch
-from cnnstrategies.pipeline.buffers import BatchNormMode, StageBuffers
+from cnnstrategies.pipeline.buffers import StageBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.losses import Loss, MeanLoss, PartialLoss
@@ -47,8 +47,6 @@ class Pipeline:
         schedule: ``1f1b`` or ``gpipe``.
         run_ahead: Under 1f1b have stages hold one microbatch more than is needed, so that messages travel while they
             compute.
-        batch_norm: Running statistics as after the microbatches in turn (``microbatch``) or after one full batch
-            (``deferred``).
         activation_checkpointing: Recompute a microbatch's activations in its backward: for no microbatch, for all but
             the rank's last, or for all.
         device: Where the stage runs.
@@ -78,7 +76,6 @@ class Pipeline:
         microbatches: int,
         schedule: Schedule = "1f1b",
         run_ahead: bool = True,
-        batch_norm: BatchNormMode = "deferred",
         activation_checkpointing: Checkpointing = "never",
         device: torch.device | str = "cpu",
         timeout: timedelta = TIMEOUT,
@@ -106,7 +103,7 @@ class Pipeline:
         calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
         # No variable here holds the group: torch keeps this frame until its garbage is collected.
         self.reducer = GradientReducer(self._trainable(), self._stage_group(timeout), bucket_bytes)
-        self.buffers = StageBuffers(self.module, batch_norm, self.reducer.group, calls)
+        self.buffers = StageBuffers(self.module, self.reducer.group, calls)
         turn = turns(replicas, microbatches, schedule, run_ahead)
         self.channels = {
             training: Channels(

@@ -41,7 +41,7 @@ HYBRID = [
 def test_a_pipeline_with_batch_normalisation(run_cli, quick, monkeypatch):
     """The user's microbatches are kept, and their size is said; Lightning's summary is of the whole network too."""
     monkeypatch.setattr(warnings, "showwarning", lambda message, *_: print(message, flush=True))
-    asked = ["--trainer.strategy.init_args.microbatches=8", "--trainer.strategy.init_args.batch_norm=microbatch"]
+    asked = ["--trainer.strategy.init_args.microbatches=8"]
     partial = ["--data.init_args.val_split=0.97"]  # The second of the two batches has 11 images.
     code, output = run_cli("fit", *quick, *HYBRID, *asked, *partial)
     assert code == 0, output
@@ -54,7 +54,6 @@ def test_a_pipeline_with_batch_normalisation(run_cli, quick, monkeypatch):
     assert said["parameters"] == f"{WHOLE:,}; 9,632 to {WHOLE - 9632:,} on a device"
     assert said["unlike one device"].splitlines() == [
         "BatchNorm normalises over each microbatch's 4 images",
-        "BatchNorm's running statistics follow each microbatch",
         "random draws (as in dropout) are each process's own",
     ]
     assert output.count("BatchNorm normalises over 4 images: a batch of 32 is cut into 8 microbatches.") == 1

@@ -44,7 +44,7 @@ def test_a_pipeline_says_what_each_microbatch_does_by_itself():
     for norm in (nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm):
         network = nn.Sequential(copy.deepcopy(first), nn.BatchNorm2d(2), norm(copy.deepcopy(second)))
         pipeline = SimpleNamespace(blueprint=SimpleNamespace(network=network))
-        assert differences_of_pipeline(pipeline, "deferred", None) == [
+        assert differences_of_pipeline(pipeline, None) == [
             "BatchNorm normalises over each microbatch's own images",
             "spectral norm makes a power iteration for each microbatch",
             RANDOM,

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
-from cnnstrategies.pipeline.buffers import BatchNormMode, has_batch_norm
+from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.microbatches import NORMALISED_TOGETHER, Split, default_microbatches
 from cnnstrategies.pipeline.stage import copy_value, divide_by_names
@@ -36,7 +36,6 @@ from cnnstrategies.planning.predict import choose_layout
 from cnnstrategies.strategies.differences import RANDOM_DRAWS
 from cnnstrategies.strategies.hybrid_pipeline.comparison import on_device_of
 
-BATCH_NORM = ("microbatch", "deferred")
 DEFAULT_STAGES = 2
 USUAL_SAMPLES = 8  # of a batch in each replica of the first stage, for a profile where they are not known
 
@@ -62,14 +61,12 @@ class LayoutRequest:
     schedule: Schedule
     run_ahead: bool | None
     memory_limit: int | None
-    batch_norm: BatchNormMode
     activation_checkpointing: Checkpointing
     placement: Order
 
     def __post_init__(self) -> None:
         for name, value, accepted in (
             ("schedule", self.schedule, SCHEDULES),
-            ("batch_norm", self.batch_norm, BATCH_NORM),
             ("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING),
             ("placement", self.placement, ORDERS),
         ):
@@ -218,14 +215,12 @@ def stage_parameters(pipeline: Pipeline) -> list[int]:
     return [sum(pipeline.shapes[name].numel() for name in own if name in names) for own in pipeline.blueprint.state]
 
 
-def differences_of_pipeline(pipeline: Pipeline, mode: BatchNormMode, batch_size: int | None) -> list[str]:
+def differences_of_pipeline(pipeline: Pipeline, batch_size: int | None) -> list[str]:
     """What is different from one device, one line each; see :func:`describe_pipeline`."""
     lines = []
     if has_batch_norm(pipeline.blueprint.network):
         images = _images(pipeline, batch_size)
         lines.append(f"BatchNorm normalises over each microbatch's {'own images' if images is None else images}")
-        if mode == "microbatch":
-            lines.append("BatchNorm's running statistics follow each microbatch")
     if _has_spectral_norm(pipeline.blueprint.network):
         lines.append("spectral norm makes a power iteration for each microbatch")
     return [*lines, RANDOM_DRAWS]

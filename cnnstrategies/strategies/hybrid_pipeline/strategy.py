@@ -28,7 +28,6 @@ from cnnstrategies.checkpoints.io import load_mapped
 from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
-from cnnstrategies.pipeline.buffers import BatchNormMode
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule
 from cnnstrategies.pipeline.tracing import decide_by_shapes
@@ -97,8 +96,6 @@ class HybridPipelineStrategy(DDPStrategy):
             messages travel while they compute. By default where it gains time and fits into ``memory_limit``, as far as
             a profile tells; with ``cuts`` and without a limit always.
         memory_limit: Bytes that a device may hold, for automatic cuts.
-        batch_norm: Running statistics as after one full batch (``deferred``) or after the microbatches in turn
-            (``microbatch``). In both, each microbatch is normalised by itself.
         activation_checkpointing: Recompute activations in the backward: ``never``, for all microbatches but each
             rank's last (``except_last``), or ``always``.
         placement: How ranks are numbered, and so which are on one node: ``stages`` puts the replicas of a stage
@@ -124,7 +121,6 @@ class HybridPipelineStrategy(DDPStrategy):
         schedule: Schedule = "1f1b",
         run_ahead: bool | None = None,
         memory_limit: int | None = None,
-        batch_norm: BatchNormMode = "deferred",
         activation_checkpointing: Checkpointing = "never",
         placement: Order = "stages",
         network: str | None = None,
@@ -145,7 +141,6 @@ class HybridPipelineStrategy(DDPStrategy):
             schedule,
             run_ahead,
             memory_limit,
-            batch_norm,
             activation_checkpointing,
             placement,
         )
@@ -201,8 +196,7 @@ class HybridPipelineStrategy(DDPStrategy):
         if self._layer_sync is not None:
             raise ConfigurationError(
                 "sync_batchnorm=True: the replicas of a stage run different microbatches and would wait for each "
-                "other; "
-                "set trainer.sync_batchnorm to false; batch_norm: deferred keeps the whole batch's running statistics"
+                "other; set trainer.sync_batchnorm to false; the running statistics are those of the whole batch"
             )
         if not decide_by_shapes(network, partial(example_on_device, module, path)) and not is_attached(module):
             return  # The ranks, which have the data, check again.
@@ -317,7 +311,6 @@ class HybridPipelineStrategy(DDPStrategy):
             layout.microbatches,
             self.request.schedule,
             layout.run_ahead,
-            self.request.batch_norm,
             self.request.activation_checkpointing,
             self.root_device,
             self.time_limit,
@@ -524,7 +517,7 @@ class HybridPipelineStrategy(DDPStrategy):
 
     def differences(self, batch_size: int | None) -> list[str]:
         """What is different from one device, a line each; see :meth:`describe`."""
-        return differences_of_pipeline(self._pipeline, self.request.batch_norm, batch_size)
+        return differences_of_pipeline(self._pipeline, batch_size)
 
     @property
     def device_parameters(self) -> list[int]:
