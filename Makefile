@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EXTRAS ?= test,docs
 
-.PHONY: quickstart test test-cluster test-ray test-extras test-zoo test-gpu test-portable test-bounds fuzz-pipeline ends-pipeline mutants simulate faults lint types docs check clean
+.PHONY: quickstart test test-cluster test-ray test-extras test-zoo test-gpu test-portable test-bounds fuzz-pipeline mutants simulate faults lint types docs check clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/cnnstrategies fit --config quickstart
@@ -79,10 +79,6 @@ test-bounds:
 N ?= 2000
 fuzz-pipeline: $(INSTALLED)
 	$(BIN)/python tests/pipeline/random_layouts.py $(N)
-
-# Starts and ends of ranks with three busy processes beside them; half an hour on two processors.
-ends-pipeline: $(INSTALLED)
-	$(BIN)/python tests/pipeline/test_starts_and_ends.py --forked 200 --strategy 200 --command 50 --stopped 50
 
 # Some thousand small changes of nine modules, made by mutmut: those that no test notices are printed. Some minutes;
 # MODULE=data.sampling takes one of the modules alone. See [tool.mutmut] in pyproject.toml.

@@ -1,15 +1,21 @@
 """Any layout trains what one process trains, and no order of messages makes the ranks wait for each other."""
 
+import copy
 import itertools
+from collections import Counter
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from random_layouts import Case, Trial, random_cases, run_as_threads
-from rank_threads import World
+from rank_threads import World, divided_once
 from ranks import run_ranks
+from torch import nn
 
+from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.timetable import Placement
 
 PARTS = 3
@@ -53,6 +59,41 @@ def test_uneven_layouts_equal_one_process_over_a_network() -> None:
     gloo = Case((2, 1, 3), 7, ((5, 6), (1, 2)), "1f1b", "never", "gloo", 100, seed=3)
     nccl = Case((2, 1, 3), 7, ((5, 3), (1, 2)), "1f1b", "never", "nccl", 100, seed=4)
     run_ranks(6, train_over_a_network, Trial(gloo), Trial(nccl))
+
+
+def third_step(replicas: tuple[int, ...]) -> list[Counter[Any]]:
+    """For each rank what it called in a step of a kind that it has made before."""
+    world = World(sum(replicas), "nccl")
+    network, cuts = nn.Sequential(*(nn.Linear(2, 2) for _ in replicas)), list(map(str, range(len(replicas) - 1)))
+    images, targets = torch.randn(2, 12 // replicas[0], 2)
+
+    def main(rank: int) -> Counter[Any]:
+        options: Any = {"bucket_bytes": 10, "activation_checkpointing": "always"}
+        with Pipeline(copy.deepcopy(network), cuts, replicas, 6, **options) as pipeline:
+            for _ in range(2):
+                pipeline.step(images, targets, F.mse_loss)
+            before = Counter(world.calls[rank])
+            pipeline.train(pipeline.share(images, targets), F.mse_loss)
+            return world.calls[rank] - before
+
+    with divided_once(network, cuts):
+        return world.run(main)
+
+
+def test_a_step_makes_one_collective_on_the_host() -> None:
+    """The one is for the sizes of the batch; then there are transfers, and all-reduces of targets and gradients.
+
+    Over the host go with the gradients of a microbatch only those that tell which there are.
+    """
+    results = third_step((2, 1, 3))
+    for rank, calls in enumerate(results):
+        host = {kind: count for (kind, backend), count in calls.items() if backend == "gloo"}
+        assert {kind: host[kind] for kind in host.keys() - {"send", "receive"}} == {"all_gather": 1}, rank
+        device = {kind for kind, backend in calls if backend == "nccl"}
+        assert device <= {"send", "receive", "all_reduce"}, rank
+    sent = sum(calls["send", "nccl"] for calls in results)
+    assert sent == 2 * 2 * 6, "activations and gradients over two cuts for each of 6 microbatches"
+    assert sum(calls["send", "gloo"] for calls in results) == 2 * 6
 
 
 def test_ranks_are_numbered_by_stage_or_by_pipeline() -> None:

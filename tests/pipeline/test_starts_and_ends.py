@@ -1,25 +1,19 @@
-"""Start and end ranks under load, many times, and look at how each ends.
-
-    python tests/pipeline/test_starts_and_ends.py --forked 200 --strategy 100 --command 50 --stopped 50
+"""Start and end ranks, and look at how each ends.
 
 A process ends badly where a thread of a group is still there: then C++ may abort it (exit code -6, `terminate called
 without an active exception`) after a right result, in one run of many and only where processors are scarce. So each
-rank also looks, as the last thing that it does, whether there is one. All starts are forks of one process that has
+rank looks, as the last thing that it does, whether there is one. All starts are forks of one process that has
 imported everything: they end as programs do, and start in a fraction of the time.
 """
 
-import argparse
 import atexit
 import faulthandler
 import gc
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,7 +29,7 @@ from cnnstrategies.pipeline.stage import divide_by_names
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from ports import free_port  # Not the system's: what another process has taken meanwhile hangs two ranks.
 
-LAYOUTS = ((1, 2), (2, 1), (1, 1, 1))
+LAYOUTS = ((1, 2), (2, 1), (1, 1, 1), (1, 2))
 RANKS = 3
 SECONDS = 100.0  # for one start; then each rank that is left says where it is, and ends
 THREADS_LEFT = "threads left:"
@@ -154,93 +148,31 @@ def _exit_code(pid: int, deadline: float) -> int:
     return -signal.SIGKILL
 
 
-def warm_up(with_lightning: bool) -> None:
-    """Import what the ranks need, and spare them copying all that is imported when they end."""
-    if with_lightning:
-        import lightning.pytorch  # noqa: F401
-
-        import cnnstrategies.strategies  # noqa: F401
+def main() -> None:
+    """Start each kind once, and say how it has ended where that is bad."""
+    torch.set_num_threads(1)
+    # Import what the ranks need, and spare them copying all that is imported when they end.
+    import lightning.pytorch  # noqa: F401
     import sympy  # noqa: F401  # By tracing.
-    import torch._dynamo  # noqa: F401  # By an optimizer.
+    from torch import _dynamo  # noqa: F401  # By an optimizer.
+
+    import cnnstrategies.strategies  # noqa: F401
 
     divide_by_names(make_network(), ["0"])
     gc.collect()
     gc.freeze()
-
-
-def busy() -> int:
-    """A process that takes a processor until it is killed."""
-    parent = os.getpid()
-    pid = os.fork()
-    while pid == 0:
-        if os.getppid() != parent:
-            os._exit(0)
-        sum(range(100_000))
-    return pid
-
-
-def main() -> None:
-    """Count how the ranks end."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--forked", type=int, default=0, help="starts of the engine, forked")
-    parser.add_argument("--strategy", type=int, default=0, help="starts of the strategy, forked")
-    parser.add_argument("--command", type=int, default=0, help="starts of the command line with ddp, forked")
-    parser.add_argument("--stopped", type=int, default=0, help="starts of the same that are stopped, forked")
-    parser.add_argument("--busy", type=int, default=3, help="processes beside that keep the processors busy")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    with_lightning = arguments.strategy or arguments.command or arguments.stopped
-    warm_up(bool(with_lightning))
-    kinds = [
-        ("engine", arguments.forked, run_engine),
-        ("strategy", arguments.strategy, run_strategy),
-        ("command", arguments.command, run_command),
-        ("stopped command", arguments.stopped, run_stopped_command),
-    ]
-    parent = os.getpid()
-    load = [busy() for _ in range(arguments.busy)]
-    directory = Path(tempfile.mkdtemp())
-    bad = 0
-    try:
-        for name, times, run in kinds:
-            bad += repeat(name, times, run, directory)
-    finally:
-        if os.getpid() == parent:  # A rank comes through here, too, on its way out.
-            for pid in load:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            shutil.rmtree(directory)
-    sys.exit(bad > 0)
-
-
-def repeat(name: str, times: int, run: Callable[[tuple[int, ...]], None], directory: Path) -> int:
-    """Start many times and say how it went; gives the number of bad ends."""
-    codes: Counter[int] = Counter()
-    bad = 0
-    for index in range(times):
-        log = directory / f"{index}.log"
-        found = fork_ranks(run, LAYOUTS[index % len(LAYOUTS)], log)
-        codes.update(found)
+    for replicas, run in zip(LAYOUTS, (run_engine, run_strategy, run_command, run_stopped_command), strict=True):
+        log = Path(f"{run.__name__}.log").resolve()
+        codes = fork_ranks(run, replicas, log)
         text = log.read_text()
-        log.unlink()
-        if any(found) or "terminate called" in text or THREADS_LEFT in text:
-            bad += 1
-            print(f"{name} {index}: exit codes {found}\n{text[-3000:]}", flush=True)
-    if times:
-        print(
-            f"{name}: {times} starts, {bad} bad, load {os.getloadavg()[0]:.0f}; exit codes: {dict(codes)}", flush=True
-        )
-    return bad
+        if any(codes) or "terminate called" in text or THREADS_LEFT in text:
+            sys.exit(f"{run.__name__}: exit codes {codes}\n{text[-3000:]}")
 
 
 @pytest.mark.warm
 def test_no_thread_of_a_group_is_left_when_the_interpreter_ends() -> None:
-    """It aborts the process, now and then: larger numbers look for that."""
-    kinds = [f"--{kind}=1" for kind in ("forked", "strategy", "command", "stopped")]
-    command = [sys.executable, __file__, *kinds, "--busy=0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("1 starts, 0 bad") == len(kinds)
 
 
 if __name__ == "__main__":
