@@ -71,7 +71,7 @@ def half_a_network_is_copied(right, self, memo):
 removes(
     DividedModule.check_groups,
     "parameters are added to an optimizer that other stages do not know",
-    killed_by=test_pipeline_refusals.are_refused,
+    killed_by=test_pipeline_refusals.test_a_step_that_a_pipeline_cannot_follow_is_refused_by_name,
     expected=[one for one in test_pipeline_refusals.REFUSED_IN_A_STEP if one[0] is test_pipeline_refusals.Adding],
     replicas=[1],
 )

@@ -29,12 +29,14 @@ class Odd(nn.Module):
     def __init__(self, way: str = "") -> None:
         super().__init__()
         self.way = way
+        self.cut_off = False
         self.calls: list[int] = []
         self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.drop(self.norm(self.conv(x)).mean((2, 3)))
+        x = self.norm(self.conv(x))
+        x = self.drop((x.detach() if self.cut_off else x).mean((2, 3)))
         if self.way == "counts":
             self.calls.append(1)
             x = x * len(self.calls)
@@ -49,28 +51,32 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def test_what_a_trace_has_fixed_is_refused_by_name() -> None:
-    for way, message in (
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
         ("counts", "Odd, cut into stages, in training returns another value than the whole"),
         ("counts in evaluation", "Odd, cut into stages, in evaluation returns another value"),
-    ):
-        with pytest.raises(ConfigurationError, match=message):
-            compare(divide_by_names(Odd(way), ["conv"]), IMAGES, CPU)
-
-
-def test_a_gradient_that_no_stage_gives_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    blueprint = divide_by_names(Odd(), ["conv"])
-    build = type(blueprint).build
-
-    def without(self: Any, stage: int) -> nn.Module:
-        module: Any = build(self, stage)
-        if stage == 0:
-            return lambda images: tuple(value.detach() for value in module(images))  # type: ignore[return-value]
-        return module
-
-    monkeypatch.setattr(type(blueprint), "build", without)
-    with pytest.raises(ConfigurationError, match=r"gives conv.weight another gradient than the whole"):
+        ("loses a gradient", "gives conv.weight another gradient than the whole"),
+    ],
+)
+def test_what_a_trace_has_fixed_is_refused_by_name(way: str, message: str) -> None:
+    """The network and the random numbers stay as they were."""
+    network = Odd(way)
+    network.norm.eval()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    numbers = torch.get_rng_state()
+    blueprint = divide_by_names(network, ["conv"])
+    network.cut_off = way == "loses a gradient"
+    with pytest.raises(ConfigurationError, match=message):
         compare(blueprint, IMAGES, CPU)
+    network.cut_off = False
+    network.way = ""
+    compare(divide_by_names(network, ["conv"]), IMAGES, CPU)
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert network.training
+    assert not network.norm.training, "a module that the user keeps in evaluation stays there"
+    for name, value in network.state_dict().items():
+        assert torch.equal(value, before[name]), name
 
 
 def test_a_network_of_another_device_is_not_refused() -> None:
@@ -163,19 +169,6 @@ def test_a_buffer_that_changes_shape_is_refused_unchanged() -> None:
     with pytest.raises(ConfigurationError, match=r"puts a buffer of another shape in the place of 1\.table"):
         compare(divide_by_names(network, ["0"]), IMAGES, CPU)
     assert network[1].table.shape == (1,)
-
-
-def test_the_network_and_the_random_numbers_stay_as_they_were() -> None:
-    network = Odd()
-    network.norm.eval()
-    before = {name: value.clone() for name, value in network.state_dict().items()}
-    numbers = torch.get_rng_state()
-    compare(divide_by_names(network, ["conv"]), IMAGES, CPU)
-    assert torch.equal(torch.get_rng_state(), numbers)
-    assert network.training
-    assert not network.norm.training, "a module that the user keeps in evaluation stays there"
-    for name, value in network.state_dict().items():
-        assert torch.equal(value, before[name]), name
 
 
 class Stream(IterableDataset[Tensor]):
