@@ -6,7 +6,6 @@ import os
 import queue
 import select
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -18,8 +17,6 @@ from cnnstrategies.paramserver.core.node import Buffer, Call, ControlError, End,
 from cnnstrategies.paramserver.core.view import RunEnded, View
 from cnnstrategies.paramserver.drivers.control import Line, Loop
 from cnnstrategies.paramserver.security import KeyPair, process_number
-
-WARN_SECONDS = 60.0  # between two lines about a wait
 
 
 class Bell:
@@ -161,14 +158,9 @@ class Membership:
             RunEnded: The run is over.
         """
         number = next(self._numbers)
-        began = time.monotonic()
         self._call(Call(number, kind, fields, frames))
         with self._changed:
-            while not self._changed.wait_for(lambda: number in self._results or self._ended, WARN_SECONDS):
-                waited = time.monotonic() - began
-                others = self.participant.blames(number)
-                text = f"{self._name} has waited in `{fields.get('operation', kind)}` for {others} for {waited:.0f} s"
-                print(text, file=sys.stderr, flush=True)
+            self._changed.wait_for(lambda: number in self._results or self._ended)
             result = self._results.pop(number, None)
             if isinstance(result, Message):
                 return result
@@ -253,7 +245,8 @@ class Membership:
             closing = self._closing
             while not self._calls.empty():
                 call = self._calls.get()
-                loop.call(Call(0, "seen", {"number": self._seen}) if call is None else call)
+                call = Call(0, "seen", {"number": self._seen}) if call is None else call
+                loop.act(self.participant.on_call(time.monotonic(), call))
             if closing:
                 now = time.monotonic()
                 closing_until = closing_until or now + self.address.timeout

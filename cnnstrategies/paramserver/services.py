@@ -12,13 +12,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, NoReturn, Protocol
 
 import zmq
@@ -91,7 +88,6 @@ class CoordinatorProcess:
         """Serve until told to stop, or until the one that has started it is gone."""
         journal = None if self.journal is None else JournalFile(Path(self.journal))
         with CoordinatorService(self.settings, load_keys(self.key_file), journal, self.follows) as coordinator:
-            pass_on_termination("the coordinator", coordinator.stop_all)
             coordinator.run(lambda: os.getppid() != self.starter)
         if os.getppid() != self.starter and self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -132,7 +128,7 @@ class ServerProcess:
             reached = f"tcp://{self.known_as}:{reached.rpartition(':')[2]}"
         membership = Membership(self.address, reached, run_keys)
         views = membership.source()
-        pass_on_termination(f"server {self.address.id}", membership.stop_all)
+        pass_on_termination(membership)
         try:
             membership.wait_registered()
             (text,) = membership.ask("get", {}).frames
@@ -219,15 +215,9 @@ def main() -> None:
         serve_and_exit(_from_json(text))
 
 
-def pass_on_termination(who: str, stop_all: Callable[[int], None]) -> None:
-    """Have the run stop with a checkpoint on SIGTERM: this may be the only machine, or process, that ends."""
-
-    def ask(signum: int, frame: FrameType | None) -> None:
-        print(f"{who}: SIGTERM: asking the run to stop", file=sys.stderr, flush=True)
-        # Not in this thread, which may hold a lock that this takes.
-        threading.Thread(target=stop_all, args=(signum,), daemon=True).start()
-
-    signal.signal(signal.SIGTERM, ask)
+def pass_on_termination(membership: Membership) -> None:
+    """Have the run stop with a checkpoint on SIGTERM: this may be the only machine that ends."""
+    signal.signal(signal.SIGTERM, lambda signum, frame: membership.stop_all(signum))
 
 
 def serve_and_exit(service: Service, dedicated: bool = False) -> NoReturn:

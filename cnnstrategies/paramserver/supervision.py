@@ -296,7 +296,7 @@ class Supervision:
         )
         try:
             loop.start()
-            loop.call(Call(number, kind, fields or {}))
+            loop.act(self._reporter.on_call(time.monotonic(), Call(number, kind, fields or {})))
             until = time.monotonic() + ANSWER_SECONDS
             while number not in answers and (left := until - time.monotonic()) > 0:
                 for sender, message in line.receive(loop.until_next(left)):

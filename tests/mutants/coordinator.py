@@ -13,10 +13,10 @@ from simulation.toys import Sheet
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.journal import HEAD, Journaled, _records
+from cnnstrategies.paramserver.coordinator.meetings import Rounds
 from cnnstrategies.paramserver.coordinator.roster import Roster
-from cnnstrategies.paramserver.coordinator.watchdog import behind
 from cnnstrategies.paramserver.core.node import Send
-from cnnstrategies.paramserver.core.requests import HELD, UNKNOWN, Answering, Asking
+from cnnstrategies.paramserver.core.requests import UNKNOWN, Answering, Asking
 from cnnstrategies.paramserver.drivers.coordinator import JournalFile
 
 GONE = test_dispatch.test_what_one_that_is_gone_had_not_processed_is_anothers
@@ -33,9 +33,9 @@ def a_request_that_never_came_is_not_sent_again(right, self, now, message):
 
 
 @replaces(Answering.probe, killed_by=HUNDRED_RUNS)
-def an_answer_that_was_lost_is_not_sent_again(right, self, sender, message, blames):
-    effects = right(self, sender, message, blames)
-    return [one for one in effects if isinstance(one, Send) and one.message.kind in (HELD, UNKNOWN)]
+def an_answer_that_was_lost_is_not_sent_again(right, self, sender, message):
+    effects = right(self, sender, message)
+    return [one for one in effects if isinstance(one, Send) and one.message.kind == UNKNOWN]
 
 
 @replaces(Coordinator.on_message, killed_by=HUNDRED_RUNS)
@@ -120,7 +120,7 @@ def a_journal_is_written_anew_in_its_place(right, self, contents):
 
 
 removes(
-    behind,
+    Rounds.circle,
     "who has ended its epoch is waited for without end",
     killed_by=test_coordinator.test_a_worker_that_needs_those_who_wait_for_it_ends_the_run,
     gives=[],

@@ -15,7 +15,6 @@ from mutants.faulty import removes, replaces
 from cnnstrategies.paramserver.combiner.board import Board
 from cnnstrategies.paramserver.compression import Encoder
 from cnnstrategies.paramserver.drivers.control import parse, parse_checked
-from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.drivers.sockets import allow_files
 from cnnstrategies.paramserver.security import Gatekeeper, check_endpoint, prove
 from cnnstrategies.paramserver.services import pass_on_termination
@@ -113,12 +112,5 @@ def who_was_stopped_is_called_killed(right, self):
 removes(
     pass_on_termination,
     "a server does not hear that it is to end",
-    killed_by=test_control_sockets.test_a_service_that_is_told_to_end_has_the_run_stop,
-    hears="a server",
-)
-removes(
-    CoordinatorService.stop_all,
-    "a coordinator does not pass on that it is to end",
-    killed_by=test_control_sockets.test_a_service_that_is_told_to_end_has_the_run_stop,
-    hears="the coordinator",
+    killed_by=test_control_sockets.test_a_server_that_is_told_to_end_has_the_run_stop,
 )

@@ -1,7 +1,6 @@
 """What the coordinator tells its members and who watches: who takes part, who waits for whom, why it is over."""
 
 import math
-import re
 from collections import Counter
 from typing import Any
 
@@ -10,9 +9,9 @@ from control_world import LOST, Run, trained
 from simulation import control
 from simulation.faults import Moment, Network
 
+from cnnstrategies.paramserver.coordinator.meetings import UNEVEN
 from cnnstrategies.paramserver.coordinator.members import LONGEST, MOST_FAULTS, History, Member
 from cnnstrategies.paramserver.coordinator.participant import Participant
-from cnnstrategies.paramserver.coordinator.watchdog import UNEVEN, Wait, stuck
 from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer, Send
 
 pytestmark = pytest.mark.light
@@ -78,26 +77,6 @@ def test_the_stopped_miss_a_lost_coordinator_after_a_time_out(comes: bool) -> No
     assert "was silent for 10 s" in ended.reason
 
 
-@pytest.mark.parametrize(("workers", "second"), [(2, "get"), (2, "nothing"), (3, "get")])
-def test_workers_that_wait_for_each_other_are_named(workers: int, second: str) -> None:
-    run = Run(workers)
-    zero, one = [run.member("worker", number) for number in range(workers)][:2]
-    run.collect(zero, "barrier")
-    if second == "get":
-        run.call(one, "get")
-    run.passes(30.0)
-    if (workers, second) != (2, "get"):
-        assert run.ended(one) is None, "the last one computes, and any may tell what is asked for"
-        return
-    text = "nobody can go on: worker 0 in `barrier` for worker 1; worker 1 in `specification` for worker 0, worker 1"
-    assert run.ended(zero) == run.ended(one) == End(text, clean=False)
-
-
-def test_who_needs_all_is_stuck_where_one_is() -> None:
-    waits = [Wait("barrier", ("w0",), ("w1", "w2")), Wait("step", ("w1",), ("w0",))]
-    assert stuck(waits) == waits, "w2 computes, which does not help"
-
-
 def end_of_the_run(figures: dict[int, dict[str, float]]) -> str | None:
     """What three workers are told of whom the first two wait in a collective; each says how far it is."""
     run = Run(3)
@@ -148,21 +127,6 @@ def test_the_first_of_each_kind_is_lost(restarts: int) -> None:
     assert outcome.violation is None
     assert outcome.end == "worker 0 comes to the end; worker 1 comes to the end"
     assert all(network.sent[kind] > 2 for kind in KINDS), network.sent
-
-
-def test_a_coordinator_deaf_to_requests_is_named() -> None:
-    run, (worker,) = trained(1)
-    with run.loses(lambda send: send.message.kind in ("collect", "probe")):
-        waits = run.collect(worker, "end")
-        run.passes(29.0)
-        assert run.ended(worker) is None
-        run.passes(3.0)
-    assert isinstance(waits.value, str)
-    assert re.fullmatch(
-        "worker 0: the coordinator at here has not answered `end` for 3[01] s, although it hears this process's "
-        "heartbeats",
-        waits.value,
-    )
 
 
 def test_the_silence_of_rank_0_ends_a_run() -> None:

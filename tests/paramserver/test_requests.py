@@ -3,7 +3,7 @@
 import pytest
 
 from cnnstrategies.paramserver.core.node import Message, Peer, Send
-from cnnstrategies.paramserver.core.requests import DONE, HELD, SMALL, Answering, Asking
+from cnnstrategies.paramserver.core.requests import DONE, SMALL, Answering, Asking
 
 pytestmark = pytest.mark.light
 HERE, THERE = Peer("worker", 0), Peer("coordinator", 0)
@@ -19,10 +19,7 @@ def probes_at_which_it_is_sent(size: int, probes: int) -> list[int]:
             if not isinstance(effect, Send):
                 continue
             if effect.message.kind == "probe":
-                back = answering.probe(HERE, effect.message, lambda peer, request: ["somebody"])
-                for told in back:
-                    if told.message.kind == HELD:
-                        assert told.message.fields["blames"] == [[]], "nobody is waited for"
+                for told in answering.probe(HERE, effect.message):
                     if told.message.kind == DONE:
                         sent.append(number)
                     else:
@@ -73,28 +70,11 @@ def test_the_oldest_open_request_is_handled_once_and_kept(answered: bool, size: 
     assert third.message.fields["floor"] == second.request
     answering.take(HERE, third.message)
     (probe, *_) = asking.on_timer(0.0)
-    told = [effect.message for effect in answering.probe(HERE, probe.message, lambda peer, request: [])]
+    told = [effect.message for effect in answering.probe(HERE, probe.message)]
     if answered and not size:
         assert answering.take(HERE, second) == (False, [Send(HERE, answer)])
-        assert told[0] == answer
+        assert told == [answer]
     else:
-        assert told[-1].kind == HELD
-        assert told[-1].fields["ids"] == [second.request, third.message.request]
+        assert not told
         if not answered:
             assert answering.take(HERE, second) == (False, [])
-
-
-def test_who_waits_knows_for_whom() -> None:
-    asking, answering = Asking(THERE, {}), Answering()
-    for _ in range(2):
-        answering.take(HERE, asking.ask(0.0, "values", {})[0].message)
-    (probe, *_) = asking.on_timer(0.0)
-    blamed = {(HERE, 1): ["server 3"], (HERE, 2): ["worker 1", "worker 2"]}
-    (told,) = answering.probe(HERE, probe.message, lambda peer, request: blamed[peer, request])
-    asking.on_reply(5.0, told.message)
-    assert [(request.blames, request.progress) for request in asking.open.values()] == [
-        (["server 3"], 5.0),
-        (["worker 1", "worker 2"], 5.0),
-    ]
-    answering.forget(HERE)
-    assert answering.entries == 0

@@ -18,7 +18,7 @@ from cnnstrategies.paramserver.coordinator import journal
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import Journaled, Store
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
-from cnnstrategies.paramserver.core.node import Call, Message, Peer
+from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.drivers.coordinator import JournalFile
 
 pytestmark = pytest.mark.light
@@ -44,7 +44,6 @@ def told(store: Store, most: int = 10_000, count: int = 6) -> Journaled:
     for worker in range(2):
         about = {"session": 0, "floor": 1, "process": 1, "host": "here", "endpoint": "", "public_key": ""}
         role.on_message(1.0, Peer("worker", worker), Message("hello", about, request=1))
-    role.on_call(1.5, Call(0, "signal", {"signal": 15}))
     for value in range(2, count):
         role.on_message(2.0 + value, Peer("worker", 0), epoch(value))
         role.on_timer(2.5 + value, "tick")

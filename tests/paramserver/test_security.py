@@ -226,8 +226,8 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
         assert role.roster.at("worker", 0) is victim
         assert len(role.roster.members) == 1
         assert role.ended is None
-        assert role.handouts.specification is None
-        assert not role.handouts.signal
+        assert role.specification is None
+        assert not role.signal
         with Watcher(service.endpoint, keys) as watcher:
             assert watcher.ask(60.0) is not None, "who has the run's keys may look"
         until(lambda: list(service.routes) == [victim.peer])  # Nothing is kept of it.

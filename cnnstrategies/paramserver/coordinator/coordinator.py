@@ -15,25 +15,20 @@ ahead of the others knocks until the one of its session is there.
 One that was killed goes on in another process from its journal; see :mod:`.journal`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from cnnstrategies.paramserver.coordinator import window
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
-from cnnstrategies.paramserver.coordinator.handouts import Handouts
-from cnnstrategies.paramserver.coordinator.meetings import Rounds
+from cnnstrategies.paramserver.coordinator.meetings import UNEVEN, Rounds, Wait
 from cnnstrategies.paramserver.coordinator.members import Member
 from cnnstrategies.paramserver.coordinator.roster import PATIENCE, Roster
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, CoordinatorSettings
-from cnnstrategies.paramserver.coordinator.watchdog import Wait, Watchdog, behind
-from cnnstrategies.paramserver.core.node import Call, ControlError, Effects, End, Message, Peer, Send, Timer
+from cnnstrategies.paramserver.core.node import Buffer, ControlError, Effects, End, Message, Peer, Send, Timer
 from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, UNKNOWN, Answering
 
 TICK = "tick"
-# What each role sends once it has registered.
-REQUESTS = {
-    WORKER: frozenset({"leave", "collect", "put", "get", "epoch", "take", "give_back", "progress", "signal", "end"}),
-    SERVER: frozenset({"leave", "get", "signal", "end"}),
-}
+# The fields of the answer; None if it comes later.
+Fields = Mapping[str, object] | None
 PAUSE = 0.25  # of the time-out: events of this process come more often while it runs
 
 
@@ -42,6 +37,8 @@ class Coordinator:
 
     Attributes:
         ended: What members are told of the run's end; None before it.
+        signal: That a member has received, and after which all are to stop; 0 if none has.
+        specification: As the first worker has told it; None before.
     """
 
     def __init__(self, settings: CoordinatorSettings, kept: int = KEPT) -> None:
@@ -51,27 +48,34 @@ class Coordinator:
         self._asleep = 0.0
         self._effects: Effects = []
         self.answering = Answering(kept)
-        self._watchdog = Watchdog(settings.timeout)
         self.roster = Roster(settings, self._send, self._forget, self._finish)
         self.dispatcher = Dispatcher()
         self.rounds = Rounds(self.roster, self.dispatcher, self._answer)
-        self.handouts = Handouts(settings.elastic > 0, self.roster, self.dispatcher, self._answer)
         self.ended: Message | None = None
+        self.signal = 0
+        self.specification: Sequence[Buffer] | None = None
+        self._want_specification: dict[Peer, int] = {}  # with the request
+        self._circle: list[Wait] = []
+        self._circle_since = 0.0
         self._stopping: float | None = None
         self._supervisions = {0: settings.supervisor} if settings.supervisor else {}
-        self._handlers: dict[str, Callable[[float, Member, Message], None]] = {
+        # What each role says once it has registered.
+        of_both: dict[str, Callable[[float, Member, Message], Fields]] = {
             "leave": self._leave,
-            "collect": self._collect,
-            "put": self.handouts.put,
-            "get": self.handouts.get,
-            "epoch": self.handouts.epoch,
-            "take": self.handouts.take,
-            "give_back": self.handouts.give_back,
-            "progress": self.handouts.progress,
-            "signal": self.handouts.stop,
+            "get": self._get,
+            "signal": self._signal,
             "end": self._end_by,
         }
-        self._of_supervision: dict[str, Callable[[float, Peer, Message], None]] = {
+        of_workers: dict[str, Callable[[float, Member, Message], Fields]] = {
+            "collect": self._collect,
+            "put": self._put,
+            "epoch": self._epoch,
+            "take": self._take,
+            "give_back": self._give_back,
+            "progress": self._progress,
+        }
+        self._handlers = {SERVER: of_both, WORKER: of_both | of_workers}
+        self._of_supervision: dict[str, Callable[[float, Peer, Message], Fields]] = {
             "died": self._died,
             "left": self._left,
             "status": self._status,
@@ -93,7 +97,8 @@ class Coordinator:
         """Act on a message, if it is of this session."""
         if sender.role == window.WATCHER:
             seen = now - self._asleep
-            answer = window.answer(self._settings, self.roster, seen, message, self._waits(), self.ended)
+            waits = [*self.rounds.waits, *self.rounds.circle()[1:]]
+            answer = window.answer(self._settings, self.roster, seen, message, waits, self.ended)
             return [Send(sender, answer)]
         session = message.integer("session")
         if session == self._settings.session:
@@ -107,15 +112,9 @@ class Coordinator:
         awake = self._awake(now)
         overdue = self.rounds.overdue(awake, PATIENCE * self._settings.timeout)
         self.roster.look(awake, self.ended is not None, overdue)
-        if self.ended is None and (trouble := self._watchdog.look(awake, self._waits())):
-            self._finish(trouble)
+        self._look_for_circle(awake)
         self._after_change(awake)
         return [*self._take_effects(), Timer(TICK, now + self._tick)]
-
-    def on_call(self, now: float, call: Call) -> Effects:
-        """Its own process has received a signal to end."""
-        self.handouts.stop_all(call.fields["signal"])
-        return self._take_effects()
 
     def _awake(self, now: float) -> float:
         """The time without that in which this process was stopped: then not the others were silent."""
@@ -162,7 +161,8 @@ class Coordinator:
         self._after_change(now)
 
     def _request(self, now: float, member: Member, message: Message) -> None:
-        if message.kind not in REQUESTS[member.peer.role]:
+        handler = self._handlers[member.peer.role].get(message.kind)
+        if handler is None:
             raise ControlError(f"a {member.peer.role} does not say {message.kind!r}")
         if self.ended is not None and message.kind != "leave":
             self._send(member.peer, self.ended)
@@ -172,28 +172,27 @@ class Coordinator:
         if not new:
             return
         try:
-            self._handlers[message.kind](now, member, message)
+            fields = handler(now, member, message)
         except ControlError as error:
             text = f"`{message.kind}` has other contents: {error}"
             self._answer(member.peer, Message(REFUSED, {"message": text}, request=message.request))
+        else:
+            if fields is not None:
+                self._answer(member.peer, Message(DONE, fields, request=message.request))
 
     def _probe(self, sender: Peer, member: Member | None, message: Message) -> None:
         if member is not None:
-            self._effects += self.answering.probe(sender, message, self._blames)
+            self._effects += self.answering.probe(sender, message)
         else:
             self._send(sender, Message(UNKNOWN, {"ids": message.integers("ids")}))
 
-    def _blames(self, peer: Peer, request: int) -> Sequence[str]:
-        return self.rounds.blames(peer) or ["whoever is to tell it"]
-
-    def _waits(self) -> list[Wait]:
-        workers = tuple(f"{WORKER} {one}" for one in sorted(self.roster.group))
-        waiting = tuple(map(str, self.handouts.waiting))
-        gets = [Wait("specification", waiting, workers, everyone=False)] if waiting else []
-        figures = {member.peer.id: member.figures for member in self.roster.members if member.peer.role == WORKER}
-        here = self.rounds.here
-        steps = behind(here, sorted(self.roster.group.difference(here)), figures)
-        return self.rounds.waits + gets + steps
+    def _look_for_circle(self, now: float) -> None:
+        """End the run if workers have waited for each other for some seconds."""
+        circle = self.rounds.circle()
+        if circle != self._circle:
+            self._circle, self._circle_since = circle, now
+        if circle and now - self._circle_since > self._settings.timeout:
+            self._finish(": ".join(["nobody can go on", "; ".join(map(str, circle)), UNEVEN]))
 
     def _after_change(self, now: float) -> None:
         """Go on with what waited for something that has changed."""
@@ -244,19 +243,14 @@ class Coordinator:
             return
         if here < self.roster.number:
             self._send(member.peer, self.roster.view_message)
-        if self.handouts.signal and not signal:
-            self._send(member.peer, self.handouts.news())
+        if self.signal and not signal:
+            self._send(member.peer, self._stopping_message())
 
-    def _collect(self, now: float, member: Member, message: Message) -> None:
-        trouble = self.rounds.collect(now, member, message)
-        if trouble is not None:
-            self._finish(trouble)
-
-    def _leave(self, now: float, member: Member, message: Message) -> None:
+    def _leave(self, now: float, member: Member, message: Message) -> Fields:
         if "epoch" in message.fields:
             self.dispatcher.processed(member.peer.id, message.integer("epoch"), message.integer("processed"))
         self._go(now, member)
-        self._send(member.peer, Message(DONE, request=message.request))
+        return {}
 
     def _go(self, now: float, member: Member) -> None:
         self.roster.remove(member, left=True)
@@ -269,7 +263,7 @@ class Coordinator:
     def _forget(self, member: Member) -> None:
         """A process is no longer a member: nothing is kept of it, and nobody waits for it."""
         self.answering.forget(member.peer)
-        self.handouts.waiting.pop(member.peer, None)
+        self._want_specification.pop(member.peer, None)
         if member.peer.role == WORKER:
             self.rounds.forget(member.peer.id)
             if self.roster.sealed:
@@ -282,6 +276,61 @@ class Coordinator:
             self.roster.group.discard(worker)
             self.roster.publish()
 
+    # What members ask for
+
+    def _collect(self, now: float, member: Member, message: Message) -> Fields:
+        trouble = self.rounds.collect(now, member, message)
+        if trouble is not None:
+            self._finish(trouble)
+        return None
+
+    def _put(self, now: float, member: Member, message: Message) -> Fields:
+        """Keep the first specification that is told, and tell those that wait for it."""
+        if self.specification is None:
+            self.specification = message.frames
+        for peer, request in self._want_specification.items():
+            self._answer(peer, Message(DONE, {}, self.specification, request))
+        self._want_specification.clear()
+        return {}
+
+    def _get(self, now: float, member: Member, message: Message) -> Fields:
+        if self.specification is None:
+            self._want_specification[member.peer] = message.request
+        else:
+            self._answer(member.peer, Message(DONE, {}, self.specification, message.request))
+        return None
+
+    def _epoch(self, now: float, member: Member, message: Message) -> Fields:
+        number = message.integer("epoch")
+        done = message.string("done") if "done" in message.fields else ""
+        self.dispatcher.begin(number, message.integer("samples"), message.integer("chunk"), done)
+        # Those that join may have told another size of their batches.
+        samples = {"samples": self.dispatcher.samples(number)} if self._settings.elastic else {}
+        return {"epoch": number, **samples}
+
+    def _take(self, now: float, member: Member, message: Message) -> Fields:
+        number, processed, ordinal = (message.integer(name) for name in ("epoch", "processed", "ordinal"))
+        chunk = self.dispatcher.take(member.peer.id, number, processed, self.roster.of_the_run, ordinal)
+        return {"epoch": chunk.epoch, "start": chunk.start, "stop": chunk.stop}
+
+    def _give_back(self, now: float, member: Member, message: Message) -> Fields:
+        self.dispatcher.give_back(member.peer.id, message.integer("epoch"))
+        return {}
+
+    def _progress(self, now: float, member: Member, message: Message) -> Fields:
+        number = message.integer("epoch")
+        self.dispatcher.processed(member.peer.id, number, message.integer("processed"))
+        return {"done": self.dispatcher.progress(number)} if message.flag("tell") else {}
+
+    def _signal(self, now: float, member: Member, message: Message) -> Fields:
+        """Tell all to stop after a signal that one has received; the first counts."""
+        self.signal = self.signal or message.integer("signal")
+        self.roster.tell_all(self._stopping_message())
+        return {}
+
+    def _stopping_message(self) -> Message:
+        return Message("stopping", {"signal": self.signal})
+
     # Supervisions
 
     def _hear_supervision(self, now: float, sender: Peer, message: Message) -> None:
@@ -292,30 +341,27 @@ class Coordinator:
         handler = self._of_supervision.get(message.kind)
         if handler is None:
             raise ControlError(f"a supervision does not say {message.kind!r}")
-        handler(now, sender, message)
+        self._send(sender, Message(DONE, handler(now, sender, message) or {}, request=message.request))
 
-    def _died(self, now: float, sender: Peer, message: Message) -> None:
+    def _died(self, now: float, sender: Peer, message: Message) -> Fields:
         role, identity, life = message.string("role"), message.integer("id"), message.integer("incarnation")
         process, how, replaced = message.integer("process"), message.string("how"), message.flag("replaced")
         member = Member(Peer(role, identity, life), process, "this node", now)
         self.roster.died(now, member, how, replaced, over=self.ended is not None)
-        self._send(sender, Message(DONE, request=message.request))
+        return {}
 
-    def _left(self, now: float, sender: Peer, message: Message) -> None:
+    def _left(self, now: float, sender: Peer, message: Message) -> Fields:
         member = self.roster.at(message.string("role"), message.integer("id"))
         if member is not None and member.peer.life == message.integer("incarnation"):
             self._go(now, member)
-        self._send(sender, Message(DONE, request=message.request))
+        return {}
 
-    def _status(self, now: float, sender: Peer, message: Message) -> None:
-        ended = None if self.ended is None else dict(self.ended.fields)
-        fields = {"silent": self.roster.silent, "ended": ended}
-        self._send(sender, Message(DONE, fields, request=message.request))
+    def _status(self, now: float, sender: Peer, message: Message) -> Fields:
+        return {"silent": self.roster.silent, "ended": None if self.ended is None else dict(self.ended.fields)}
 
-    def _stop(self, now: float, sender: Peer, message: Message) -> None:
+    def _stop(self, now: float, sender: Peer, message: Message) -> Fields:
         """End, once the members of other nodes know why; those of the sender's it has ended itself."""
         ended = {(role, identity) for role, identity in message.table("members", str, int)}
-        self._send(sender, Message(DONE, request=message.request))
         self._finish("the run is over", clean=True)
         self._stopping = now if self._stopping is None else self._stopping
         for place in ended:
@@ -323,17 +369,18 @@ class Coordinator:
         for member in self.roster.members:
             if member.peer[:2] in ended:
                 self.roster.remove(member, left=True)
+        return {}
 
     # The end
 
-    def _end(self, now: float, sender: Peer, message: Message) -> None:
+    def _end(self, now: float, sender: Peer, message: Message) -> Fields:
         self._finish(message.string("message")[:4000], clean=message.flag("clean"))
-        self._answer(sender, Message(DONE, request=message.request))
+        return {}
 
-    def _end_by(self, now: float, member: Member, message: Message) -> None:
+    def _end_by(self, now: float, member: Member, message: Message) -> Fields:
         if self.roster.is_elastic(*member.peer[:2]):
             raise ControlError("who has joined a run does not end it")
-        self._end(now, member.peer, message)
+        return self._end(now, member.peer, message)
 
     def _finish(self, text: str, clean: bool = False) -> None:
         """Tell everyone that the run is over, and why."""

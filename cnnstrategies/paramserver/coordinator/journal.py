@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.window import WATCHER
-from cnnstrategies.paramserver.core.node import Call, ControlError, Effects, Message, Peer
+from cnnstrategies.paramserver.core.node import ControlError, Effects, Message, Peer
 
 MOST_RECORDS = 10_000  # before they are replaced: to read them takes half a second
 MOST_BYTES = 1 << 26
@@ -74,11 +74,6 @@ class Journaled:
         self._write((now, name))
         return self.coordinator.on_timer(now, name)
 
-    def on_call(self, now: float, call: Call) -> Effects:
-        """Its own process has received a signal to end."""
-        self._write((now, tuple(call)))
-        return self.coordinator.on_call(now, call)
-
     def _write(self, record: tuple[object, ...]) -> None:
         if self._records >= self._most or self._bytes > MOST_BYTES:
             whole = _packed(self.coordinator)
@@ -97,8 +92,6 @@ class Journaled:
                 self.coordinator.start(now)
             case (now, str(name)):
                 self.coordinator.on_timer(now, name)
-            case (now, call):
-                self.coordinator.on_call(now, Call(*call))
             case (now, sender, message):
                 with contextlib.suppress(ControlError):  # As it was then.
                     self.coordinator.on_message(now, Peer(*sender), Message(*message))

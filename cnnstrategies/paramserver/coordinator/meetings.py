@@ -1,6 +1,6 @@
 """The coordinator's side of collectives: numbered rounds, each complete when every worker of the group contributed."""
 
-import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -9,13 +9,34 @@ from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.members import Member
 from cnnstrategies.paramserver.coordinator.roster import WRITER, Roster
 from cnnstrategies.paramserver.coordinator.settings import WORKER
-from cnnstrategies.paramserver.coordinator.watchdog import MOST_NAMED, UNEVEN, Wait
 from cnnstrategies.paramserver.core.node import Buffer, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
 
 # What all do after a boundary that has let somebody in: that one begins, and with it they go on.
 ADMITTED = "admitted"
 MIDWAY = "midway"  # in the answer to a worker that is let in after a boundary: number of that collective
+UNEVEN = (
+    "one has ended an epoch, or training, that another goes on with; give all workers the same number of batches, and "
+    "stop all at the same step (trainer.should_stop)"
+)
+MOST_NAMED = 4
+
+
+class Wait(NamedTuple):
+    """What some members wait for, and for which others."""
+
+    what: str
+    who: tuple[str, ...]
+    others: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{named(self.who)} in `{self.what}` for {named(self.others)}"
+
+
+def named(names: Sequence[str]) -> str:
+    """Some names, and how many more there are."""
+    rest = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 class _Contribution(NamedTuple):
@@ -223,11 +244,6 @@ class Rounds:
         return 0, []
 
     @property
-    def here(self) -> list[int]:
-        """Who has come to the present collective."""
-        return sorted(self._pending)
-
-    @property
     def waits(self) -> list[Wait]:
         """Who waits, in which collective, and for whom."""
         group = _workers(self._roster.group)
@@ -246,15 +262,15 @@ class Rounds:
             found.append(Wait(replies[0][0].operation, who, tuple(self._roster.not_seen(result.view))))
         return found
 
-    def blames(self, peer: Peer) -> list[str]:
-        """Some of those for whom a worker waits, if it waits in a collective."""
-        if peer.id in self._pending:
-            absent = (one for one in self._roster.group if one not in self._pending)
-            awaited = self._awaited if self._flags[1] else []
-            return [f"worker {one}" for one in itertools.islice(itertools.chain(absent, awaited), MOST_NAMED)]
-        if peer.id in self._joiners:
-            return ["the others' next boundary"]
-        return [name for result, _ in self._held for name in self._roster.not_seen(result.view)][:MOST_NAMED]
+    def circle(self) -> list[Wait]:
+        """Who waits in a collective, and who needs a step of theirs before it comes there: that is not to last."""
+        figures = {one.peer.id: one.figures for one in self._roster.members if one.peer.role == WORKER}
+        pushed = {one: figures[one]["pushed"] for one in self._pending if "pushed" in figures.get(one, {})}
+        least = min(pushed.values(), default=math.inf)
+        absent = self._roster.group - self._pending.keys()
+        ahead = _workers(one for one in absent if figures.get(one, {}).get("needs", 0) > least)
+        last = _workers(one for one, count in pushed.items() if count == least)
+        return [self.waits[0], Wait(f"step {least:.0f}", ahead, last)] if ahead else []
 
 
 def _workers(numbers: Iterable[int]) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ COORDINATOR = Peer("coordinator", 0)
 BEAT = "beat"
 VIEW = 0  # the number of the call that a new view answers: nobody has asked
 PAUSE = 0.25  # of the time-out
-UNHEARD = 3.0  # of the time-out: for a coordinator that answers heartbeats and nothing else
 LEAVING = 0.5  # of the time-out: for the coordinator to be heard by one that leaves
 LEFT_UNHEARD = "this process has left, and the coordinator may have gone before"
 
@@ -78,8 +77,6 @@ class Participant:
         if late > PAUSE * self._address.timeout:
             # This process was stopped, not the coordinator silent; what had come meanwhile it may have heard just now.
             self.heard = min(now, self.heard + late)
-            for request in self._asking.open.values():
-                request.progress = min(now, request.progress + late)
         leaving = any(one.message.kind == "leave" for one in self._asking.open.values())
         if leaving and now - self.heard > LEAVING * self._address.timeout:
             return self._end(LEFT_UNHEARD, clean=True)
@@ -91,14 +88,6 @@ class Participant:
             return self._end(
                 f"the coordinator at {self._address.coordinator} was silent for {patience:g} s: {why}", clean=False
             )
-        for request in self._asking.open.values() if self.view is not None else ():
-            if now - request.progress > UNHEARD * self._address.timeout:
-                what = request.message.fields.get("operation", request.message.kind)
-                return self._end(
-                    f"{self.peer}: the coordinator at {self._address.coordinator} has not answered `{what}` for "
-                    f"{now - request.progress:.0f} s, although it hears this process's heartbeats",
-                    clean=False,
-                )
         return [*self._beat(), *self._beat_later(now)]
 
     def on_call(self, now: float, call: Call) -> Effects:
@@ -122,13 +111,6 @@ class Participant:
         """Whether this process may go: what it has told has been heard."""
         told = ("leave", "end", "signal")
         return self.ended is not None or all(one.message.kind not in told for one in tuple(self._asking.open.values()))
-
-    def blames(self, call: int) -> str:
-        """For whom a call waits, as far as it is known."""
-        for request in tuple(self._asking.open.values()):
-            if request.call == call and request.blames:
-                return ", ".join(request.blames)
-        return "the coordinator"
 
     def _answered(self, now: float, request: Request, message: Message) -> Effects:
         kind = request.message.kind

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
+from cnnstrategies.paramserver.coordinator.meetings import Wait, named
 from cnnstrategies.paramserver.coordinator.roster import Roster
 from cnnstrategies.paramserver.coordinator.settings import WORKER, CoordinatorSettings
-from cnnstrategies.paramserver.coordinator.watchdog import Wait, named
 from cnnstrategies.paramserver.core.node import LARGEST, ControlError, Message
 from cnnstrategies.paramserver.core.requests import DONE
 

@@ -83,13 +83,6 @@ class Message(NamedTuple):
             raise ControlError(f"{self.kind}: {name} is not a list of numbers")
         return value
 
-    def names(self, name: str) -> list[str]:
-        """A field that is a list of strings."""
-        value = self.fields.get(name)
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise ControlError(f"{self.kind}: {name} is not a list of strings")
-        return value
-
     def object(self, name: str) -> Mapping[str, Any]:
         """A field that is an object."""
         value = self.fields.get(name)
@@ -171,6 +164,10 @@ class Role(Protocol):
 
     def on_timer(self, now: float, name: str) -> Effects:
         """Act on a timer whose time has come; it may come late."""
+
+
+class CalledRole(Role, Protocol):
+    """One of which its process asks something."""
 
     def on_call(self, now: float, call: Call) -> Effects:
         """Act on a call of this process."""

@@ -1,19 +1,19 @@
 """Requests between two processes whose messages may be lost, doubled, late or in another order.
 
 The asking end numbers its requests and keeps each until it is answered. A timer sends a ``probe`` with the numbers of
-the open ones and no payload; the answering end sends again the answers it has, says of which it holds that it is not
-forgotten, and asks for those that never came. Handlers must be right without what is kept here: the end that answers
-may forget any answer, and is then asked anew.
+the open ones and no payload; the answering end sends again the answers it has, and asks for those requests that never
+came. Handlers must be right without what is kept here: the end that answers may forget any answer, and is then asked
+anew.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cnnstrategies.paramserver.core.node import Buffer, ControlError, Effects, Message, Peer, Send, Timer
+from cnnstrategies.paramserver.core.node import Buffer, Effects, Message, Peer, Send, Timer
 
-DONE, REFUSED, HELD, UNKNOWN, PROBE = "done", "refused", "held", "unknown", "probe"
-REPLIES = frozenset((DONE, REFUSED, HELD, UNKNOWN))
+DONE, REFUSED, UNKNOWN, PROBE = "done", "refused", "unknown", "probe"
+REPLIES = frozenset((DONE, REFUSED, UNKNOWN))
 TIMER = "requests"
 LEAST, MOST = 0.05, 1.0  # seconds between two probes
 ROUND_TRIPS = 4
@@ -22,20 +22,13 @@ SMALL = 1 << 16  # bytes; a larger answer is made again
 PATIENCE = 4  # probes in which a large answer may be on its way; then twice as many, and so on
 
 
-@dataclass
+@dataclass(frozen=True)
 class Request:
-    """One that is not answered.
-
-    Attributes:
-        progress: When the other end has last said something of it.
-        blames: Who the other end waits for before it answers.
-    """
+    """One that is not answered."""
 
     message: Message
     call: int
     asked: float
-    progress: float
-    blames: Sequence[str] = ()
 
 
 class Asking:
@@ -63,7 +56,7 @@ class Asking:
         floor = min(self.open, default=self._last)
         message = Message(kind, {**self._common, **fields, "floor": floor}, frames, self._last)
         idle = not self.open
-        self.open[self._last] = Request(message, call, now, now)
+        self.open[self._last] = Request(message, call, now)
         if not idle:
             return [Send(self.peer, message)]
         self._interval = min(max(LEAST, ROUND_TRIPS * self._round_trip), self._most)
@@ -72,12 +65,6 @@ class Asking:
 
     def on_reply(self, now: float, message: Message) -> tuple[Request | None, Effects]:
         """Take a reply: the request that it ends, if it ends one, and what is to be done."""
-        if message.kind == HELD:
-            for number, blames in zip(message.integers("ids"), _blames(message), strict=False):
-                if number in self.open:
-                    self.open[number].blames = blames
-                    self.open[number].progress = now
-            return None, []
         if message.kind == UNKNOWN:
             again = [self.open[number].message for number in message.integers("ids") if number in self.open]
             return None, [Send(self.peer, one) for one in again]
@@ -103,14 +90,6 @@ class Asking:
     def drop(self, kind: str) -> None:
         """Wait no longer for the answers to requests of a kind."""
         self.open = {number: one for number, one in self.open.items() if one.message.kind != kind}
-
-
-def _blames(message: Message) -> list[list[str]]:
-    """Of each request that is held, who is waited for."""
-    found = message.fields.get("blames")
-    if not isinstance(found, list):
-        raise ControlError(f"{HELD}: blames is not a list")
-    return [Message(HELD, {"blames": one}).names("blames") for one in found]
 
 
 @dataclass
@@ -183,19 +162,13 @@ class Answering:
                     del side.kept[min(side.kept)]
         return [Send(peer, reply)]
 
-    def probe(self, sender: Peer, message: Message, blames: Callable[[Peer, int], Sequence[str]]) -> Effects:
-        """Say of each request that a peer has open what became of it.
-
-        `blames` tells who is waited for before a request that is held is answered.
-        """
+    def probe(self, sender: Peer, message: Message) -> Effects:
+        """Say of each request that a peer has open what became of it."""
         numbers, floor = message.integers("ids"), message.integer("floor")
         side = self._sides.get(sender, _Side())
         side.rise(floor)
         effects: Effects = [Send(sender, side.kept[number]) for number in numbers if number in side.kept]
         held = [number for number in numbers if number in side.held or side.is_on_its_way(number)]
-        if held:
-            why = [list(blames(sender, number)) if number in side.held else [] for number in held]
-            effects.append(Send(sender, Message(HELD, {"ids": held, "blames": why})))
         unknown = [one for one in numbers if one >= side.floor and one not in held and one not in side.kept]
         if unknown:
             effects.append(Send(sender, Message(UNKNOWN, {"ids": unknown})))

@@ -22,7 +22,6 @@ import zmq
 from cnnstrategies.paramserver.coordinator.settings import SECRET_BITS, Address
 from cnnstrategies.paramserver.core.node import (
     LARGEST,
-    Call,
     ControlError,
     Effects,
     End,
@@ -158,7 +157,7 @@ class Loop:
 
     def start(self) -> None:
         """Begin."""
-        self._act(self.role.start(time.monotonic()))
+        self.act(self.role.start(time.monotonic()))
 
     def message(self, sender: Peer, message: Message) -> None:
         """A message has come.
@@ -166,24 +165,21 @@ class Loop:
         Raises:
             ControlError: It is none. Whatever else is raised is a mistake of the role's own.
         """
-        self._act(self.role.on_message(time.monotonic(), sender, message))
-
-    def call(self, call: Call) -> None:
-        """This process asks for something."""
-        self._act(self.role.on_call(time.monotonic(), call))
+        self.act(self.role.on_message(time.monotonic(), sender, message))
 
     def fire(self) -> None:
         """Call the role for the timers whose time has come."""
         now = time.monotonic()
         for name in [name for name, at in self._timers.items() if at <= now]:
             del self._timers[name]
-            self._act(self.role.on_timer(now, name))
+            self.act(self.role.on_timer(now, name))
 
     def until_next(self, most: float) -> float:
         """Seconds until the next timer, at most some."""
         return max(0.0, min(min(self._timers.values(), default=float("inf")) - time.monotonic(), most))
 
-    def _act(self, effects: Effects) -> None:
+    def act(self, effects: Effects) -> None:
+        """Do what the role says."""
         for effect in effects:
             match effect:
                 case Send():

@@ -1,7 +1,6 @@
 """The process of a coordinator: its socket, and the file of its journal."""
 
 import os
-import queue
 import socket
 import sys
 import time
@@ -16,7 +15,7 @@ from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import Journaled, Store
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.window import WATCHER
-from cnnstrategies.paramserver.core.node import Call, ControlError, End, Message, Peer
+from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
 from cnnstrategies.paramserver.drivers.control import DESK, LARGEST_MESSAGE, Loop, encode, parse, parse_checked
 from cnnstrategies.paramserver.drivers.sockets import allow_files, files_of_coordinator, key_of, secure, take
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
@@ -62,7 +61,6 @@ class CoordinatorService:
         self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
         self.dropped = 0
         self._stopped = False
-        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self.routes: OrderedDict[Peer, bytes] = OrderedDict()
         self._encoded: tuple[Message | None, bytes] = None, b""
         self.loop = Loop(role if journal is None else Journaled(role, journal, follows), self.send, on_end=self._end)
@@ -111,13 +109,7 @@ class CoordinatorService:
                         self._handle(*take(self._socket, routed=True))
                     except zmq.Again:
                         break
-            while not self._calls.empty():
-                self.loop.call(self._calls.get())
             self.loop.fire()
-
-    def stop_all(self, signal: int) -> None:
-        """Have every member stop, as :meth:`.Membership.stop_all` does; from any thread."""
-        self._calls.put(Call(0, "signal", {"signal": signal}))
 
     def _handle(self, route: bytes, frame: zmq.Frame) -> None:
         """Act on one message; what is not one, or not its sender's, is counted and dropped."""

@@ -5,10 +5,11 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from cnnstrategies.paramserver.core.node import (
     Call,
+    CalledRole,
     ControlError,
     Effects,
     End,
@@ -367,7 +368,7 @@ class World:
     def _call(self, process: Process, call: Call) -> None:
         if self.trace is not None:
             self.note(f"{process} calls {call.kind} {dict(call.fields)}")
-        self._act(process, process.role.on_call, call)
+        self._act(process, cast(CalledRole, process.role).on_call, call)
 
     def _look(self, process: Process, until: Until) -> None:
         if not process.alive:
