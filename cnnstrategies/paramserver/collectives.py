@@ -108,7 +108,7 @@ class Collectives:
         """
         more = {"done": done} if done else {}
         answer = self.membership.ask("epoch", {"epoch": number, "samples": samples, "chunk": chunk, **more})
-        return int(answer.fields.get("samples", samples))
+        return answer.integer("samples")
 
     def progress(self, epoch: int, processed: int) -> str:
         """What all have worked on of an epoch; every worker says how many positions it has processed.

@@ -10,7 +10,6 @@ from simulation import control
 from simulation.faults import Moment, Network
 
 from cnnstrategies.paramserver.coordinator.meetings import UNEVEN
-from cnnstrategies.paramserver.coordinator.members import LONGEST, MOST_FAULTS, History, Member
 from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer, Send
 
@@ -178,16 +177,6 @@ def test_a_member_with_false_figures_is_dropped_not_its_words() -> None:
             run.coordinator.on_message(run.world.now, worker, Message("beat", {**beat, "seen": 10, "figures": figures}))
     (member,) = run.coordinator.roster.members
     assert (member.figures, member.acknowledged) == ({"step": 1}, 9)
-
-
-def test_each_process_is_lost_once_and_the_last_faults_are_kept() -> None:
-    history = History()
-    for life in range(99):
-        for how in ("was silent for 1 s", "was killed by SIGKILL" * LONGEST):
-            history.lost(2.0, Member(Peer("worker", 1, life), 1, "here" * LONGEST * (life % 2), 0.0), how)
-    assert history.losses == 99
-    assert len(history.faults) == MOST_FAULTS
-    assert all(len(text) <= LONGEST and "SIGKILL" not in text for _, text in history.faults)
 
 
 def test_questions_change_nothing() -> None:

@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from cnnstrategies.paramserver.coordinator import window
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.meetings import UNEVEN, Rounds, Wait
-from cnnstrategies.paramserver.coordinator.members import Member
-from cnnstrategies.paramserver.coordinator.roster import PATIENCE, Roster
+from cnnstrategies.paramserver.coordinator.roster import Member, Roster
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Buffer, ControlError, Effects, End, Message, Peer, Send, Timer
 from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, UNKNOWN, Answering
@@ -110,8 +109,7 @@ class Coordinator:
     def on_timer(self, now: float, name: str) -> Effects:
         """Look for members that are silent, and for what does not end."""
         awake = self._awake(now)
-        overdue = self.rounds.overdue(awake, PATIENCE * self._settings.timeout)
-        self.roster.look(awake, self.ended is not None, overdue)
+        self.roster.look(awake, self.ended is not None)
         self._look_for_circle(awake)
         self._after_change(awake)
         return [*self._take_effects(), Timer(TICK, now + self._tick)]
@@ -201,7 +199,7 @@ class Coordinator:
             if late or not self.roster.missing():
                 self._effects.append(End("was told to stop", clean=True))
         if self.ended is None:
-            self.rounds.go_on(now)
+            self.rounds.go_on()
             if (reason := self.rounds.over) is not None:
                 self._finish(reason)
 
@@ -279,7 +277,7 @@ class Coordinator:
     # What members ask for
 
     def _collect(self, now: float, member: Member, message: Message) -> Fields:
-        trouble = self.rounds.collect(now, member, message)
+        trouble = self.rounds.collect(member, message)
         if trouble is not None:
             self._finish(trouble)
         return None
@@ -304,9 +302,7 @@ class Coordinator:
         number = message.integer("epoch")
         done = message.string("done") if "done" in message.fields else ""
         self.dispatcher.begin(number, message.integer("samples"), message.integer("chunk"), done)
-        # Those that join may have told another size of their batches.
-        samples = {"samples": self.dispatcher.samples(number)} if self._settings.elastic else {}
-        return {"epoch": number, **samples}
+        return {"samples": self.dispatcher.samples(number)}
 
     def _take(self, now: float, member: Member, message: Message) -> Fields:
         number, processed, ordinal = (message.integer(name) for name in ("epoch", "processed", "ordinal"))

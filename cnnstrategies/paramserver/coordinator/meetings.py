@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
-from cnnstrategies.paramserver.coordinator.members import Member
-from cnnstrategies.paramserver.coordinator.roster import WRITER, Roster
+from cnnstrategies.paramserver.coordinator.roster import WRITER, Member, Roster
 from cnnstrategies.paramserver.coordinator.settings import WORKER
 from cnnstrategies.paramserver.core.node import Buffer, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
@@ -53,7 +52,6 @@ class _Result:
     sequence: int
     ids: list[int]
     sizes: list[int]
-    at: float
     view: int = 0
     frames: list[Buffer] = field(default_factory=list)
     admitted: list[int] = field(default_factory=list)
@@ -104,7 +102,7 @@ class Rounds:
         self._held: list[tuple[_Result, list[tuple[_Contribution, bool]]]] = []
         self._answers: dict[int, _Answer] = {}
 
-    def collect(self, now: float, member: Member, message: Message) -> str | None:
+    def collect(self, member: Member, message: Message) -> str | None:
         """Take a worker's contribution; why the run cannot go on, if it cannot."""
         sequence, operation = message.integer("sequence"), message.string("operation")
         seal, boundary = message.flag("seal"), message.flag("boundary")
@@ -134,13 +132,13 @@ class Rounds:
             )
         self._pending[identity] = contribution
         self._flags = (seal, boundary)
-        self._complete(now)
+        self._complete()
         return None
 
-    def go_on(self, now: float) -> None:
+    def go_on(self) -> None:
         """Go on with what has waited for something that has changed."""
-        self._complete(now)
-        self._let_in(now)
+        self._complete()
+        self._let_in()
         held, self._held = self._held, []
         for result, replies in held:
             self._hold(result, replies)
@@ -159,7 +157,7 @@ class Rounds:
         self._pending.pop(worker, None)
         self._answers.pop(worker, None)
 
-    def _complete(self, now: float) -> None:
+    def _complete(self) -> None:
         """End the present round if nobody is waited for."""
         roster = self._roster
         if len(self._pending) < max(1, len(roster.group)) or not roster.group <= self._pending.keys():
@@ -169,7 +167,7 @@ class Rounds:
             return
         self._operation = next(iter(self._pending.values())).operation
         pending, self._pending = dict(sorted(self._pending.items())), {}
-        result = _Result(self.sequence, list(pending), [len(one.frames) for one in pending.values()], now)
+        result = _Result(self.sequence, list(pending), [len(one.frames) for one in pending.values()])
         result.frames = [frame for one in pending.values() for frame in one.frames]
         self.sequence += 1
         replies = [(one, False) for one in pending.values()]
@@ -191,7 +189,7 @@ class Rounds:
             self._dispatcher.meet()
         self._hold(result, replies)
 
-    def _let_in(self, now: float) -> None:
+    def _let_in(self) -> None:
         """Let those in after a boundary since which the others have not met, if they find something to do."""
         boundary, roster = self._boundary, self._roster
         if not self._joiners or boundary is None or self._pending or self._held:
@@ -209,7 +207,7 @@ class Rounds:
         joiners = {one: self._joiners.pop(one) for one in admitted}
         roster.group |= joiners.keys()
         roster.publish()
-        result = replace(boundary, sequence=self.sequence - 1, at=now, view=roster.number)
+        result = replace(boundary, sequence=self.sequence - 1, view=roster.number)
         result.admitted, result.midway = admitted, boundary.sequence
         self._hold(result, [(one, True) for one in joiners.values()])
 
@@ -235,13 +233,6 @@ class Rounds:
         """Worker 0, if it is lost and not back yet."""
         present = self._roster.group | self._joiners.keys()
         return [] if WRITER in present or self._roster.has_left(WRITER) else [WRITER]
-
-    def overdue(self, now: float, seconds: float) -> tuple[int, list[str]]:
-        """A view that workers have waited for so long that servers take it up, and the servers that have not."""
-        for result, _ in self._held:
-            if now - result.at > seconds:
-                return result.view, self._roster.not_seen(result.view)
-        return 0, []
 
     @property
     def waits(self) -> list[Wait]:

@@ -3,17 +3,69 @@
 Members learn of each other by numbered views. A member that is gone stays gone: its place may be taken by a later life.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from cnnstrategies.paramserver.coordinator.members import History, Member
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 
 WRITER = 0  # the worker that writes checkpoints and logs: its loss for ever ends the run
 CONFIRM_SECONDS = 5.0  # for a supervision to say what becomes of one that was silent
-PATIENCE = 6  # times the time-out: for a server that lives and does not take up a view
+MOST_FAULTS = 50
+LONGEST = 300  # characters of a fault
+
+
+@dataclass
+class Member:
+    """A process that has registered.
+
+    Attributes:
+        since: For a server, the number of the first view with it, or of the first one of training if that has waited
+            for it.
+        figures: What it has last said of itself; see :data:`.window.FIGURES`.
+    """
+
+    peer: Peer
+    process: int  # its process id, for messages to the user
+    host: str
+    seen: float  # when its last sign of life came
+    endpoint: str = ""
+    public_key: str = ""
+    acknowledged: int = -1  # number of the newest view that it has said to have seen
+    since: int = 0
+    asked: int = 0  # the last collective for which a worker has come
+    figures: Mapping[str, float] = field(default_factory=dict)
+    measured: float = 0.0  # when it has said them
+
+    @classmethod
+    def of(cls, peer: Peer, hello: Message, now: float) -> "Member":
+        """A process that says hello."""
+        host, endpoint, key = (hello.string(name) for name in ("host", "endpoint", "public_key"))
+        return cls(peer, hello.integer("process"), host[:255], now, endpoint, key)
+
+    def __str__(self) -> str:
+        return f"{self.peer} (process {self.process} on {self.host})"
+
+
+class History:
+    """The last faults: deaths, returns and restarts, each with its time; and how many there were."""
+
+    def __init__(self) -> None:
+        self.faults: deque[tuple[float, str]] = deque(maxlen=MOST_FAULTS)
+        self.losses = 0
+        self.restarts = 0
+
+    def note(self, now: float, text: str) -> None:
+        """Something has happened."""
+        self.faults.append((now, text[:LONGEST]))
+
+    def begun_again(self, now: float) -> None:
+        """This coordinator follows one that was killed."""
+        self.losses += 1
+        self.restarts += 1
+        self.note(now, "the coordinator was started again")
 
 
 @dataclass
@@ -23,6 +75,7 @@ class _Place:
     member: Member | None = None
     appeared: bool = False  # nobody waits any more for its first process
     life: int = 0  # the first that can register: those before it are over
+    lost: int = 0  # those before this one are counted among the lost
     promise: tuple[float, str] | None = None  # until when somebody must have taken it, and why the run ends else
 
 
@@ -165,11 +218,10 @@ class Roster:
 
     # Losing
 
-    def look(self, now: float, over: bool, overdue: tuple[int, list[str]]) -> None:
+    def look(self, now: float, over: bool) -> None:
         """Take out the members that give no sign of life; to be called several times a second.
 
-        `overdue` is a view, and the servers that live and have not taken it up in good time. Once the run is `over`
-        nobody's loss matters any more.
+        Once the run is `over` nobody's loss matters any more.
         """
         timeout, appear = self._settings.timeout, self._settings.appear
         silent = [member for member in self.members if now - member.seen > timeout]
@@ -181,13 +233,7 @@ class Roster:
         if self._hears_nobody(now):
             return
         for member in silent:
-            self._miss(now, member, f"was silent for {timeout:g} s")
-        view, blind = overdue
-        for member in self.members:
-            # One that has not seen any yet is being set up: it imports.
-            set_up = member.acknowledged > 0 or now - member.came > appear
-            if str(member.peer) in blind and set_up:
-                self._miss(now, member, f"has not taken up view {view} for {PATIENCE * timeout:g} s")
+            self._miss(now, member)
         if now - self.began > appear and (missing := self.missing()):
             self._finish(
                 f"{', '.join(missing)} did not appear within {appear:g} s: start the run on all "
@@ -228,14 +274,15 @@ class Roster:
             )
         return len(members) > 1 and quiet > timeout / 2
 
-    def _miss(self, now: float, member: Member, how: str) -> None:
+    def _miss(self, now: float, member: Member) -> None:
         self.remove(member)
         if not self.is_elastic(*member.peer[:2]):  # No supervision has started one of these.
             self.silent.append([*member.peer[:3]])
         self._forget(member)
         # The supervision asks for the silent, ends them, and says whether another takes their place.
         # That takes it a moment, unless it is gone itself.
-        confirmed = min(self._settings.timeout, CONFIRM_SECONDS)
+        timeout = self._settings.timeout
+        confirmed, how = min(timeout, CONFIRM_SECONDS), f"was silent for {timeout:g} s"
         self._lose(now, member, how, replaced=self._settings.supervised, seconds=confirmed)
 
     def _lose(self, now: float, member: Member, how: str, replaced: bool, seconds: float | None = None) -> None:
@@ -244,13 +291,17 @@ class Roster:
         If it is `replaced`, that one must have come, or been announced, within some seconds; None for as long as any
         may take to appear.
         """
-        self.history.lost(now, member, how)
         peer = member.peer
+        place = self._places[peer.role, peer.id]
+        if peer.life >= place.lost:
+            place.lost = peer.life + 1
+            self.history.losses += 1
+            self.history.note(now, f"{member} {how}")
         trouble = self._without_server(member, how) if peer.role == SERVER else self._without_worker(member, how)
         if trouble is not None and replaced:
             seconds = self._settings.appear if seconds is None else seconds
             text = f"{member} {how}, and nobody took its place within {seconds:g} s"
-            self._places[peer.role, peer.id].promise = now + seconds, text
+            place.promise = now + seconds, text
         elif trouble is not None:
             self._finish(trouble)
         if peer.role == WORKER and self.sealed and not self.of_the_run:
