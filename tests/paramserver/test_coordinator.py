@@ -1,17 +1,14 @@
 """What the coordinator tells its members and who watches: who takes part, who waits for whom, why it is over."""
 
 import math
-from collections import Counter
-from typing import Any
 
 import pytest
-from control_world import LOST, Run, trained
-from simulation import control
-from simulation.faults import Moment, Network
+from control_world import Run, trained
+from simulation.faults import Moment
 
 from cnnstrategies.paramserver.coordinator.meetings import UNEVEN
 from cnnstrategies.paramserver.coordinator.participant import Participant
-from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer, Send
+from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
 
 pytestmark = pytest.mark.light
 
@@ -103,31 +100,6 @@ def test_a_worker_that_needs_those_who_wait_for_it_ends_the_run():
     assert end_of_the_run({0: {}, 1: {}, 2: {"pushed": 6, "needs": 6}}) is None, "these have not said how far they are"
 
 
-KINDS = ("hello", "beat", "pong", "view", "collect", "put", "get", "epoch", "take", "leave", "done", "probe", "unknown")
-
-
-class WithoutTheFirst(Network):
-    """Loses the first two messages of each kind."""
-
-    def __init__(self) -> None:
-        super().__init__(0, control.TIMEOUT, tcp=False)
-        self.sent: Counter[str] = Counter()
-
-    def moment(self, sender: Peer, send: Send) -> Moment | None:
-        self.sent[send.message.kind] += 1
-        return LOST if self.sent[send.message.kind] <= 2 else None
-
-
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_the_first_of_each_kind_is_lost(restarts: int) -> None:
-    """One that is sent only once, or in one case only, is not left to chance."""
-    network = WithoutTheFirst()
-    outcome = control.run(control.Plan(restarts=restarts), network, pace=0)
-    assert outcome.violation is None
-    assert outcome.end == "worker 0 comes to the end; worker 1 comes to the end"
-    assert all(network.sent[kind] > 2 for kind in KINDS), network.sent
-
-
 def test_the_silence_of_rank_0_ends_a_run() -> None:
     """Its supervision may be gone with it: then the promise that it would be replaced is nobody's."""
     run, (zero, one) = trained(2)
@@ -177,24 +149,6 @@ def test_a_member_with_false_figures_is_dropped_not_its_words() -> None:
             run.coordinator.on_message(run.world.now, worker, Message("beat", {**beat, "seen": 10, "figures": figures}))
     (member,) = run.coordinator.roster.members
     assert (member.figures, member.acknowledged) == ({"step": 1}, 9)
-
-
-def test_questions_change_nothing() -> None:
-    """Two coordinators hear the same, and one is asked in between: they say the same, also of who is silent."""
-
-    def run(watched: bool) -> tuple[Run, list[Any]]:
-        world, (zero, _) = trained(2, 1)
-        world.strike("pause", zero, 1000.0)
-        for _ in range(60):
-            world.passes(0.5)
-            if watched:
-                world.ask()
-        return world, world.told
-
-    (alone, heard), (watched, same) = run(False), run(True)
-    assert heard == same
-    assert any(message.kind == "ended" for _, message in heard), "a worker was silent"
-    assert alone.coordinator.answering.entries == watched.coordinator.answering.entries
 
 
 def test_members_hear_of_a_restarted_coordinator() -> None:

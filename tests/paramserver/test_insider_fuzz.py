@@ -134,12 +134,6 @@ def test_nothing_that_a_peer_says_fails_later() -> None:
     assert dropped > 1000
 
 
-def test_what_is_sent_is_what_comes() -> None:
-    message = Message("collect", {"session": 0, "sequence": 3}, (b"a", b"b"), 4)
-    sender = Peer("worker", 1, 2, 3)
-    assert parse(encode(sender, message, bytes(PROOF_BYTES))) == (sender, message._replace(frames=[b"a", b"b"]))
-
-
 # Servers
 
 ATTACKS = 6  # in each mode
