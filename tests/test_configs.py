@@ -14,8 +14,8 @@ from torchvision.models import shufflenet_v2_x0_5
 
 from cnnstrategies.cli import main
 from cnnstrategies.commands.run.trainer import Trainer
-from cnnstrategies.data.shards.packing import contents_of, pack
-from cnnstrategies.data.shards.shard_file import Options
+from cnnstrategies.data.shards.encoding import Options
+from cnnstrategies.data.shards.packing import pack
 
 CONFIGS = ROOT / "configs"
 FILES = sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml"))
@@ -205,4 +205,4 @@ def downloads(monkeypatch, request):
     if any(file.endswith("_finetune_gpu") for file in files):
         torch.save(shufflenet_v2_x0_5(num_classes=5).state_dict(), "weights.pth")
     if "data/shards" in files:
-        pack(contents_of("./images", {}), Path("shards"), Options(None, None, 10**6), workers=1)
+        pack(Path("images"), Path("shards"), Options(None, None, 10**6), workers=1)

@@ -38,8 +38,8 @@ from torchvision import datasets
 from torchvision import transforms as tv
 
 from cnnstrategies.data import ShardedImageDataModule
-from cnnstrategies.data.shards.packing import contents_of, pack
-from cnnstrategies.data.shards.shard_file import Options
+from cnnstrategies.data.shards.encoding import Options
+from cnnstrategies.data.shards.packing import pack
 
 BATCH, SIZE, CLASSES, QUALITY = 64, 224, 10, 90
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -70,10 +70,9 @@ def make(folder: Path, images: int) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda one: one[1].exists() or one[1].write_bytes(photo(one[0])), enumerate(files)))
-    contents = contents_of(f"{folder}/images", {})
     for name, options in (("whole", Options(None, None, 10**8)), ("256", Options(256, QUALITY, 10**8))):
         if not (folder / name).exists():
-            pack(contents, folder / name, options, workers=2)
+            pack(folder / "images", folder / name, options, workers=2)
     shuffled = [files[number] for number in np.random.default_rng(0).permutation(images)]
     if not (folder / "lit").exists():
         litdata.optimize(sample_of, [str(file) for file in shuffled], str(folder / "lit"), chunk_bytes="64MB",

@@ -2,15 +2,12 @@
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import yaml
+from collections.abc import Sequence
 
 from cnnstrategies.commands.front.options import QUALITY, pack_parser
+from cnnstrategies.data.shards.encoding import Options
 from cnnstrategies.data.shards.index import Index, check_contents, read_index
-from cnnstrategies.data.shards.packing import contents_of, pack
-from cnnstrategies.data.shards.shard_file import Options
+from cnnstrategies.data.shards.packing import pack
 from cnnstrategies.errors import ConfigurationError
 
 MOST_LISTED = 20  # Damaged images; the index has all of them.
@@ -27,7 +24,7 @@ def main(args: Sequence[str]) -> None:
     if given.source is None or given.out is None:
         raise ConfigurationError("pack: name what to pack and the folder to make: cnnstrategies pack SOURCE OUT")
     options = _options(given)
-    index = pack(contents_of(given.source, _init_args(given.init_args)), given.out, options, _workers(given.workers))
+    index = pack(given.source, given.out, options, _workers(given.workers))
     for name, reason in list(index.damaged.items())[:MOST_LISTED]:
         print(f"left out, damaged: {name}: {reason}")
     if len(index.damaged) > MOST_LISTED:
@@ -48,16 +45,6 @@ def _workers(given: int | None) -> int:
     if given is not None and given < 1:
         raise ConfigurationError(f"--workers {given}: at least 1 is needed")
     return given or len(os.sched_getaffinity(0))
-
-
-def _init_args(text: str) -> Mapping[str, Any]:
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = None
-    if not isinstance(value, Mapping):
-        raise ConfigurationError(f"--init_args {text!r} is no mapping in YAML: write '{{root: datasets}}'")
-    return value
 
 
 def _counted(index: Index) -> str:

@@ -11,7 +11,6 @@ from PIL import Image
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.callbacks import PredictionWriter
 from cnnstrategies.data import ImageTableDataModule
-from cnnstrategies.data.shards.packing import contents_of
 
 CLASSES = "image,species\na.png,cat\nb.png,dog\nc.png,cat\nd.png,dog\n"
 LABELS = "file,Split,wet,cold\na.png,train,0,1\nb.png,TRAIN,1,1\nc.png,valid,0,0\nd.png,testing,1,0\n"
@@ -50,8 +49,6 @@ def test_columns_of_numbers_are_labels_or_values():
         ConfigurationError, match="task=classes, and ImageTableDataModule has targets for regression: set"
     ):
         ImageClassifier(torch.nn.Flatten(), 2).check_data(table(LABELS, task="regression"))
-    with pytest.raises(ConfigurationError, match="ImageTableDataModule cannot be packed: shards hold image files"):
-        contents_of("ImageTableDataModule", {"root": ".", "task": "multilabel"})
 
 
 @pytest.mark.parametrize("task", ["multilabel", "regression"])

@@ -8,9 +8,7 @@ from mutants.faulty import replaces
 
 from cnnstrategies.data.loading import BatchDataset, taken
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
-from cnnstrategies.data.shards.index import UNFINISHED
 from cnnstrategies.data.shards.jpeg import MARGIN, cut
-from cnnstrategies.data.shards.packing import PLAN, pack
 
 # Samples
 
@@ -54,9 +52,3 @@ def memory_is_taken_again_while_its_batch_is_in_use(right, batch):
 @replaces(cut, killed_by=test_shards.test_a_crop_is_that_of_the_whole_image, options=test_shards.SHRUNK)
 def a_crop_has_other_pixels_at_its_edge_than_the_image(right_cut, data, header, left, top, right, bottom):
     return right_cut(data, header, left + MARGIN, top + MARGIN, right - MARGIN, bottom - MARGIN)
-
-
-@replaces(pack, killed_by=test_shards.test_an_interrupted_pack_leaves_no_name_and_goes_on)
-def a_packing_goes_on_with_shards_that_were_written_with_other_options(right, contents, out, options, workers):
-    (out.with_name(out.name + UNFINISHED) / PLAN).unlink(missing_ok=True)
-    return right(contents, out, options, workers)

@@ -41,16 +41,11 @@ def pack_parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="cnnstrategies pack",
         description="Put images into tar files (shards) with an index, for ShardedImageDataModule; WebDataset's tools "
-        "read them too. Interrupted, the same command goes on after the shards that are whole.",
+        "read them too.",
         allow_abbrev=False,
     )
-    result.add_argument(
-        "source",
-        nargs="?",
-        help="folder of images, as ImageFolderDataModule reads it, or such a data module's name or import path",
-    )
+    result.add_argument("source", nargs="?", type=Path, help="folder of images, as ImageFolderDataModule reads it")
     result.add_argument("out", nargs="?", type=Path, help="folder to make")
-    result.add_argument("--init_args", default="{}", help="arguments of the data module, as YAML: '{root: datasets}'")
     result.add_argument("--size", type=int, help="shrink larger images to this shorter side (default: as they are)")
     result.add_argument(
         "--quality",

@@ -17,15 +17,13 @@ from cnnstrategies.runtime.whole_file import whole_file
 
 VERSION = 1
 INDEX, SAMPLES = "index.json", "samples.npz"
-REMEDY = "make room or give the right, and run the same command again: it goes on after the shards that are whole"
-UNFINISHED = ".unfinished"  # Ends the name of a folder that is being packed.
+REMEDY = "make room or give the right, and run the same command again"
 # Of each image: which of the part's shards, first byte there, bytes, class, size when shown upright, whether it is a
 # JPEG whose header says all that decoding needs, and its name in the source.
 FIELDS = ("shard", "offset", "length", "target", "width", "height", "plain", "name")
 Columns = dict[str, npt.NDArray[Any]]
 TAR_BLOCK = tarfile.BLOCKSIZE
 TAR_OWNER = slice(265, 281)  # Of a header: the first 16 bytes of the owner's name, which here is the packing.
-TAR_END = b"\0" * (2 * TAR_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -88,11 +86,9 @@ def read_index(root: Path) -> Index:
     try:
         written, packed = (root / INDEX).read_bytes(), (root / SAMPLES).read_bytes()
     except FileNotFoundError as error:
-        unfinished = root.with_name(root.name + UNFINISHED)
-        began = f"; {unfinished} is not finished: run the same pack again, which goes on" * unfinished.is_dir()
         raise ConfigurationError(
             f"no {Path(error.filename).name} in {root.resolve()}: `cnnstrategies pack SOURCE {root}` makes it and the "
-            f"shards{began}"
+            "shards"
         ) from None
     try:
         described: Mapping[str, Any] = json.loads(written)
@@ -174,10 +170,3 @@ def _check_size(path: Path, shard: Shard) -> None:
             f"{path} has {size} bytes, and {INDEX} says {shard.size}: it is an index of other shards; copy all files "
             "of one packing, or pack again"
         )
-
-
-def tar_entry(name: str, content: bytes, packing: str) -> bytes:
-    """A file in a tar file; the packing as its owner's name says which index it belongs to."""
-    info = tarfile.TarInfo(name)
-    info.size, info.uname, info.mode = len(content), packing, 0o644
-    return info.tobuf(tarfile.USTAR_FORMAT) + content + b"\0" * (-len(content) % TAR_BLOCK)
