@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -90,7 +88,8 @@ class StartPanel(Callback):
         ]
         if trainer.ckpt_path is not None:
             rows.append(("checkpoint", relative(str(trainer.ckpt_path))))
-        rows += results(trainer)
+        folders = [getattr(logger, "log_dir", None) or logger.save_dir for logger in trainer.loggers[:1]]
+        rows += [("results", relative(str(folder))) for folder in folders if folder is not None]
         if training:
             rows.append(("unlike one device", "\n".join(differences(trainer, module, size)) or "nothing"))
         return rows
@@ -219,17 +218,6 @@ def precision(trainer: Trainer, module: nn.Module) -> str:
     return f"{trainer.precision}, {'channels_last' if last else 'contiguous'}"
 
 
-def results(trainer: Trainer) -> list[Row]:
-    """Where a run writes."""
-    folders = [getattr(logger, "log_dir", None) or logger.save_dir for logger in trainer.loggers[:1]]
-    rows = [("results", str(folder)) for folder in folders if folder is not None]
-    for callback in trainer.checkpoint_callbacks:
-        folder = str(callback.dirpath) if isinstance(callback, ModelCheckpoint) and callback.dirpath else None
-        if folder and not any(_inside(folder, other) for _, other in rows):
-            rows.append(("checkpoints", folder))
-    return [(name, relative(folder)) for name, folder in rows]
-
-
 def differences(trainer: Trainer, module: LightningModule, size: int | None) -> list[str]:
     """What is different from one device, a line each."""
     strategy = trainer.strategy
@@ -242,7 +230,3 @@ def differences(trainer: Trainer, module: LightningModule, size: int | None) -> 
 
 def _channels_last(parameter: nn.Parameter) -> bool:
     return parameter.is_contiguous(memory_format=torch.channels_last)
-
-
-def _inside(folder: str, other: str) -> bool:
-    return Path(folder).resolve().is_relative_to(Path(other).resolve())

@@ -1,16 +1,12 @@
 """The panel at a run's start; `strategies/test_equality.py` reads it under each strategy, in runs it has anyway."""
 
-import random
 import warnings
 from types import SimpleNamespace
 
-import numpy as np
 import panels
 import pytest
 import torch
 from conftest import quiet_trainer
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -62,25 +58,11 @@ def test_a_pipeline_with_batch_normalisation(run_cli, quick, monkeypatch):
     assert output.count("Total params") == 1
 
 
-class RandomStates(Callback):
-    """What the generators of random numbers will give next."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def note(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        of_numpy = [np.asarray(part).tobytes() for part in np.random.get_state()]
-        self.seen.append(hash((torch.get_rng_state().numpy().tobytes(), *of_numpy, random.getstate())))
-
-    on_train_start = on_validation_start = on_test_start = on_predict_start = note
-
-
 def test_each_trainer_function_in_a_script_says_what_it_does(capsys):
-    """Plain loaders, no data module, Lightning's own Trainer; nothing random is drawn."""
+    """Plain loaders, no data module, Lightning's own Trainer."""
     loader = DataLoader(TensorDataset(torch.randn(20, 1, 8, 8), torch.randint(10, (20,))), 6)
-    before, after = RandomStates(), RandomStates()
     options = {"max_epochs": 1, "accumulate_grad_batches": 2, "num_sanity_val_steps": 2}
-    trainer = quiet_trainer(callbacks=[before, StartPanel(), after], **options)
+    trainer = quiet_trainer(callbacks=[StartPanel()], **options)
     model = ImageClassifier(SmallCNN(10), 10, channels_last=True)
     model.network.classifier.requires_grad_(False)
     trainer.fit(model, loader, loader)
@@ -105,22 +87,6 @@ def test_each_trainer_function_in_a_script_says_what_it_does(capsys):
         assert said.keys() == training.keys() - {"global batch", "unlike one device"} | {"batch"}
     titles = ("Training", "Validation", "Test", "Prediction")
     assert [output.splitlines().count(title) for title in titles] == [1, 1, 1, 1], "none within training"
-    assert before.seen == after.seen
-    assert len(before.seen) == 6  # Two of the validations are the fit's.
-
-
-@pytest.mark.light
-def test_results_are_named_from_the_working_directory(tmp_path):
-    def results(logger, *folders):
-        callbacks = [ModelCheckpoint(folder) for folder in folders]
-        return start_panel.results(SimpleNamespace(loggers=logger, checkpoint_callbacks=callbacks))
-
-    logger = [SimpleNamespace(log_dir=str(tmp_path / "runs/version_0"), save_dir="runs")]
-    inside = tmp_path / "runs/version_0/checkpoints"
-    assert results(logger, inside) == [("results", "runs/version_0")]
-    assert results(logger, inside, "/elsewhere") == [("results", "runs/version_0"), ("checkpoints", "/elsewhere")]
-    assert results([SimpleNamespace(save_dir="s3://bucket/run")]) == [("results", "s3://bucket/run")]
-    assert results([]) == []
 
 
 def trainer_like(strategy, world=1, loading=None, **attributes):

@@ -69,13 +69,10 @@ def test_a_parameter_server_says_how_old_and_rounded_values_are():
     outer = of_servers(mode="local", sync_every=8, outer_lr=0.7, outer_momentum=0.9)[1]
     assert outer == "an outer step every 8 steps, on the mean of what they changed (outer_lr 0.7, outer_momentum 0.9)"
     assert of_servers(mode="async", data_dispatch="dynamic")[2] == "faster workers take more of the batches"
-    both = {"compression": "auto", "pull_compression": "auto"}
-    assert of_servers(**both)[:2] == [
-        "gradients may be sent as bf16, or as one bit a value, the rest later",
-        "forward and backward may use weights rounded to fp16, or that change by one bit a value, the rest later",
+    assert of_servers(compression="fp16", pull_compression="onebit")[:2] == [
+        "gradients are sent as fp16",
+        "forward and backward use weights that are sent as one bit a value, the rest later",
     ]
-    alone = of_servers(**both, mode="async")[3]
-    assert alone == "forward and backward may use weights rounded to fp16", "nobody else has the same"
 
 
 def test_small_normalised_microbatches_are_warned_of():

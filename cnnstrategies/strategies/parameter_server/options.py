@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.security import check_endpoint, is_local
-from cnnstrategies.paramserver.specification import RunOptions, Specification, too_small, unknown_choices
+from cnnstrategies.paramserver.specification import Compression, RunOptions, Specification, too_small, unknown_choices
 from cnnstrategies.strategies.differences import differences_of_replicas
 
 Dispatch = Literal["static", "dynamic"]
@@ -204,7 +204,13 @@ class Options(RunOptions):
         lines = [*self._different_steps(batch_size, accumulated)] if workers > 1 else []
         if self.data_dispatch == "dynamic":
             lines.append("faster workers take more of the batches")
-        lines += self._rounded()
+        pushed = "differences" if self.mode == "local" else "gradients"
+        for what, encoding in (
+            (f"{pushed} are sent as", self.compression),
+            ("forward and backward use weights that are sent as", self.pull_compression),
+        ):
+            if encoding != "none":
+                lines.append(f"{what} {self._in_words(encoding)}")
         if sees_gradients and self.mode != "local":
             lines.append(f"gradients leave after {', '.join(sees_gradients)}")
             if workers > 1:
@@ -227,22 +233,10 @@ class Options(RunOptions):
             else:
                 yield "of weights that may be any number of updates old"
 
-    def _rounded(self) -> Iterator[str]:
-        pushed = "differences" if self.mode == "local" else "gradients"
-        share = f"{self.compression_ratio:.3g}"
-        sent = {
-            "topk": f"{share} of all {pushed} is sent, the rest later",
-            "onebit": f"{pushed} are sent as one bit a value, the rest later",
-            "auto": f"{pushed} may be sent as bf16, or as one bit a value, the rest later",
+    def _in_words(self, encoding: Compression) -> str:
+        words = {
+            "topk": f"{self.compression_ratio:.3g} of their changes, the rest later",
+            "onebit": "one bit a value, the rest later",
+            "auto": "what makes steps fastest, down to one bit a value",
         }
-        changes = ", or that change by one bit a value, the rest later" if self.aggregates else ""
-        used = {
-            "topk": f"forward and backward use weights of which {share} is renewed in a step",
-            "onebit": "forward and backward use weights that a step changes by one bit a value, the rest later",
-            "auto": f"forward and backward may use weights rounded to fp16{changes}",
-        }
-        if self.compression != "none":
-            yield sent.get(self.compression, f"{pushed} are sent as {self.compression}")
-        if self.pull_compression != "none":
-            rounded = f"forward and backward use weights rounded to {self.pull_compression}"
-            yield used.get(self.pull_compression, rounded)
+        return words.get(encoding, encoding)
