@@ -4,8 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-from cluster.processes_of import PYTHON, Program, fit
 from conftest import PlainCNN, quiet_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -16,7 +14,6 @@ from cnnstrategies.commands.run.start_from import FOUND, SameCheckpoint, find_ch
 from cnnstrategies.data import DigitsDataModule
 
 RUNS = Path("runs/quickstart")
-SHORT = ("--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1", "--trainer.num_sanity_val_steps=0")
 
 
 def write(path, seconds):
@@ -28,29 +25,6 @@ def write(path, seconds):
 
 def trainer(*callbacks, logger=False):
     return quiet_trainer(logger=logger, enable_checkpointing=True, callbacks=list(callbacks))
-
-
-@pytest.mark.cluster
-@pytest.mark.warm
-def test_ranks_started_as_programs_go_on_from_the_newest_version(run_cli, quick, tmp_path):
-    """Not from the one with the highest number, and with what each rank's optimizer had."""
-    for epochs in (1, 2):
-        assert run_cli("fit", *quick, *SHORT, f"--trainer.max_epochs={epochs}")[0] == 0
-    newest = RUNS / "version_0/checkpoints/last.ckpt"
-    os.utime(newest)
-    code, output = run_cli("fit", *quick, *SHORT, "--trainer.max_epochs=2", f"--ckpt_path={newest}")
-    assert code == 0, output
-    os.utime(newest)
-    program = Program([PYTHON, *fit(*SHORT, "--trainer.max_epochs=2", "--ckpt_path=last")], tmp_path / "log")
-    assert program.wait() == 0, program.output()
-    assert program.output().count(f"Going on from {newest}") == 1
-    explicit, found = (
-        torch.load(RUNS / f"version_{version}/checkpoints/last.ckpt", weights_only=True) for version in (2, 3)
-    )
-    assert found["global_step"] == 4
-    for name, value in explicit["state_dict"].items():
-        assert torch.equal(found["state_dict"][name], value)
-    assert f"ckpt_path: {newest}" in (RUNS / "version_3/config.yaml").read_text()
 
 
 def test_the_newest_is_sought_where_runs_of_this_name_write():

@@ -78,7 +78,6 @@ SCHEDULES = {
     "cosine": lambda total: partial(CosineAnnealingLR, T_max=total),
     "warm-up": lambda total: partial(WarmupCosine, total=total, warmup=3),
     "one cycle, momentum too": lambda total: partial(OneCycleLR, max_lr=0.1, total_steps=total),
-    "milestones": lambda total: partial(MultiStepLR, milestones=[total // 4]),
     "function": lambda total: partial(LambdaLR, lr_lambda=lambda step: 1 - step / (2 * total)),
 }
 
@@ -90,10 +89,10 @@ def same_rates(found, expected):
             assert {key: group[key] for key in wanted} == {key: pytest.approx(value) for key, value in wanted.items()}
 
 
-@pytest.mark.parametrize("name", ["cosine", "one cycle, momentum too"])
-def test_where_nothing_is_different_it_goes_on_as_saved(name, tmp_path):
-    path = saved(tmp_path, lambda: Small(SCHEDULES[name](16)))
-    resumed, whole = Small(SCHEDULES[name](16)), Small(SCHEDULES[name](16))
+def test_where_nothing_is_different_it_goes_on_as_saved(tmp_path):
+    schedule = SCHEDULES["one cycle, momentum too"](16)
+    path = saved(tmp_path, lambda: Small(schedule))
+    resumed, whole = Small(schedule), Small(schedule)
     train(resumed, ckpt_path=path)
     train(whole)
     assert resumed.rates == whole.rates[SAVED:]
@@ -102,10 +101,9 @@ def test_where_nothing_is_different_it_goes_on_as_saved(name, tmp_path):
 
 OTHERWISE = {
     **{f"longer: {name}": ({"schedule": make(16)}, {"schedule": make(40)}) for name, make in SCHEDULES.items()},
-    "another rate": ({}, {"lr": 0.3}),
-    "another decay and momentum": ({}, {"weight_decay": 0.1, "momentum": 0.5}),
+    "another rate, decay and momentum": ({}, {"lr": 0.3, "weight_decay": 0.1, "momentum": 0.5}),
     "another rate of a schedule": ({"schedule": SCHEDULES["cosine"](16)}, {"lr": 0.3}),
-    "another schedule": ({"schedule": SCHEDULES["cosine"](16)}, {"schedule": SCHEDULES["milestones"](16)}),
+    "another schedule": ({"schedule": SCHEDULES["cosine"](16)}, {"schedule": partial(MultiStepLR, milestones=[4])}),
     "a schedule where none was": ({}, {"schedule": SCHEDULES["cosine"](16)}),
     "none where one was": ({"schedule": SCHEDULES["cosine"](16)}, {"schedule": None}),
     "by epochs": (

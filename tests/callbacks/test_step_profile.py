@@ -226,9 +226,6 @@ def reduced(monkeypatch, total, hidden, **options):
 
 def test_communication_in_the_open_is_told_from_the_hidden(monkeypatch, spend):
     assert reduced(monkeypatch, total=0.004, hidden=0.003) == pytest.approx([4, 1, 7 - 1])
-
-
-def test_accumulation_counts_an_all_reduce_once(monkeypatch, spend):
     # Two of the eight profiled batches send.
     found = reduced(monkeypatch, total=0.008, hidden=0.0, accumulate_grad_batches=4)
     assert found == pytest.approx([8 / 4, 8 / 4, 7 - 8 / 4])

@@ -3,21 +3,13 @@
 import io
 import re
 
-import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import ProgressBar, SamplesPerSecond
-from cnnstrategies.callbacks.tables import relative
 from cnnstrategies.data import SyntheticDataModule
 from cnnstrategies.networks import SmallCNN
-
-
-@pytest.mark.light
-def test_paths_are_relative_to_where_one_is(tmp_path):
-    assert relative(str(tmp_path / "runs/best.ckpt")) == "runs/best.ckpt"
-    assert relative("s3://bucket/best.ckpt") == "s3://bucket/best.ckpt"
 
 
 def test_a_line_has_the_metrics_and_no_version(tmp_path):

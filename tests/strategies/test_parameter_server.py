@@ -9,6 +9,7 @@ from typing import Any
 import digit_commands
 import pytest
 import torch
+from conftest import PlainCNN
 from digit_commands import COMMON, checkpoint
 from digit_runs import ADAMW, assert_same_run, load, logged, train
 from fault_injection import words
@@ -16,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from torch import nn
 
-from cnnstrategies.callbacks.traffic import ServerTraffic
+from cnnstrategies.callbacks.traffic import RunMembers, ServerTraffic
 from cnnstrategies.paramserver.worker.codecs import CodecChooser
 from cnnstrategies.strategies import ParameterServerStrategy
 
@@ -62,7 +63,9 @@ def test_sync_equals_one_process(options: dict[str, Any]) -> None:
     apart = (served(), 2) if accumulates else (served(servers=2), 1)
     together = served(servers=2, combine=True), workers
     for name, (strategy, devices) in {"apart": apart, "combined": together}.items():
-        assert_same_run(train(name, strategy, devices, **options, callbacks=[ServerTraffic(), Traffic()]), single)
+        watched = [ServerTraffic(), RunMembers(), Traffic()]
+        assert_same_run(train(name, strategy, devices, **options, callbacks=watched), single)
+        assert not Path(name, "watch.json").exists(), "it cannot be watched any more"
         for got, expected in zip(logged(name), logged("single"), strict=True):
             # `train_loss_step` is that of rank 0's part of the batch.
             both = [
@@ -71,6 +74,12 @@ def test_sync_equals_one_process(options: dict[str, Any]) -> None:
             ]
             assert both[0] == pytest.approx(both[1], rel=1e-6), name
     assert {row["servers/dropped"] for row in logged("combined") if "servers/dropped" in row} == {0.0}
+    members = [apart[1], 1 if accumulates else 2]
+    last = {name: value for row in logged("apart") for name, value in row.items()}  # Of the last epoch.
+    assert [last[f"servers/{figure}"] for figure in ("workers", "alive", "losses", "staleness")] == [*members, 0, 0]
+    megabytes = sum(8e-6 * parameter.numel() for parameter in PlainCNN().parameters())
+    for figure in ("sent_mb", "received_mb"):
+        assert last[f"servers/{figure}"] == pytest.approx(megabytes, rel=0.1), "each parameter once in a step"
     traffic = [json.loads(Path(f"combined/traffic-{rank}").read_text()) for rank in range(workers)]
     assert [[sent > 0, received > 0] for sent, received in traffic] == [[True] * 2, *[[False] * 2] * (workers - 1)]
 
