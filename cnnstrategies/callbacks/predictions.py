@@ -32,29 +32,24 @@ class PredictionWriter(Callback):
     are the classes, with a palette that shows them as colours.
 
     Columns: ``sample`` (the data module's ``sample_name(index)``, else the index), ``class`` (the name of the most
-    probable class, else its number), ``probability``, then one column of probability per class, or the next probable
-    classes. Of ``values`` in place of probabilities, as of a regression, one column each.
+    probable class, else its number), ``probability``, then one column of probability per class. Of ``values`` in place
+    of probabilities, as of a regression, one column each.
 
     Args:
         output: The file; ``predictions.csv`` in the log directory when left out. For masks the folder, ``predictions``
             when left out.
         images: A folder of images of one's own, at any depth, to predict in place of the data module's. They are
             prepared as its validation images are, and named by their paths.
-        top: Write so many classes of each sample, in the order of their probability, in place of the probabilities of
-            all classes. With ``images`` 5 when left out.
 
     Raises:
         ConfigurationError: ``predict_step`` returned something else than a dict with ``index`` (N,) and
-            ``probabilities`` (N, classes), or ``masks`` (N, H, W), the folder has no images, ``top`` is below 1, or the
+            ``probabilities`` (N, classes), or ``masks`` (N, H, W), the folder has no images, or the
             disk does not take the file: what was there before stays.
     """
 
-    def __init__(self, output: Path | None = None, images: Path | None = None, top: int | None = None) -> None:
-        if top is not None and top < 1:
-            raise ConfigurationError(f"predictions.top={top}: at least 1 class is needed; 5 is usual")
+    def __init__(self, output: Path | None = None, images: Path | None = None) -> None:
         self.output = output
         self.images = images
-        self.top = 5 if images is not None and top is None else top
         self._indices: list[Tensor] = []
         self._probabilities: list[Tensor] = []
         self._folder = Path()
@@ -121,22 +116,18 @@ class PredictionWriter(Callback):
         datamodule = getattr(trainer, "datamodule", None)
         sample_name = getattr(datamodule, "sample_name", str)
         classes = [str(name) for name in getattr(datamodule, "class_names", range(probabilities.shape[1]))]
-        most = 0 if self._are_values else self.top or 1
-        whole = self._are_values or self.top is None
-        columns = ["sample", "class", "probability"][: 3 if most else 1]
-        for place in range(2, min(most, len(classes)) + 1):
-            columns += [f"class {place}", f"probability {place}"]
-        if whole:
-            columns += classes if self._are_values else [f"p({name})" for name in classes]
+        if self._are_values:
+            columns = ["sample", *classes]
+        else:
+            columns = ["sample", "class", "probability", *(f"p({name})" for name in classes)]
         with whole_file(path, "make room there, or give another --predictions.output") as file:
             writer = csv.writer(codecs.getwriter("utf-8")(file))
             writer.writerow(columns)
             for index, row in zip(indices, probabilities.tolist(), strict=True):
-                order = sorted(range(len(row)), key=row.__getitem__, reverse=True)[:most]
-                cells = [sample_name(index)]
-                for best in order:
-                    cells += [classes[best], f"{row[best]:.6f}"]
-                writer.writerow([*cells, *(f"{value:.6f}" for value in row if whole)])
+                values = [f"{value:.6f}" for value in row]
+                best = row.index(max(row))
+                first = [] if self._are_values else [classes[best], values[best]]
+                writer.writerow([sample_name(index), *first, *values])
 
 
 def gather_rows(trainer: Trainer, rows: Tensor) -> Tensor:
