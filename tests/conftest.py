@@ -89,7 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # They take longest, so they start first, and at the end all workers are busy.
 SLOWEST = (
     *("test_slurm.py", "test_readme.py", "test_torchrun.py", "test_hybrid_pipeline_faults.py", "test_chain.py"),
-    *("test_cli.py", "test_quantize.py", "test_configs.py", "test_ema.py"),
+    *("test_cli.py", "test_quantize.py", "test_configs.py"),
 )
 
 
