@@ -13,7 +13,7 @@ from cnnstrategies.callbacks.step_profile import StepProfile
 from cnnstrategies.callbacks.summary import TrainingSummary
 from cnnstrategies.callbacks.tables import ProgressBar
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
-from cnnstrategies.callbacks.traffic import RunMembers, ServerTraffic
+from cnnstrategies.callbacks.traffic import ServerTraffic
 
 __all__ = [
     "BestCheckpoint",
@@ -25,7 +25,6 @@ __all__ = [
     "PredictionWriter",
     "ProgressBar",
     "Pruning",
-    "RunMembers",
     "SamplesPerSecond",
     "ServerTraffic",
     "StartPanel",

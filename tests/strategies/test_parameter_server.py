@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from torch import nn
 
-from cnnstrategies.callbacks.traffic import RunMembers, ServerTraffic
+from cnnstrategies.callbacks.traffic import ServerTraffic
 from cnnstrategies.paramserver.worker.codecs import CodecChooser
 from cnnstrategies.strategies import ParameterServerStrategy
 
@@ -63,7 +63,7 @@ def test_sync_equals_one_process(options: dict[str, Any]) -> None:
     apart = (served(), 2) if accumulates else (served(servers=2), 1)
     together = served(servers=2, combine=True), workers
     for name, (strategy, devices) in {"apart": apart, "combined": together}.items():
-        watched = [ServerTraffic(), RunMembers(), Traffic()]
+        watched = [ServerTraffic(), Traffic()]
         assert_same_run(train(name, strategy, devices, **options, callbacks=watched), single)
         assert not Path(name, "watch.json").exists(), "it cannot be watched any more"
         for got, expected in zip(logged(name), logged("single"), strict=True):

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -39,7 +40,6 @@ class CoordinatedStrategy(DDPStrategy):
     Before a session is open, after it, and once this worker acts alone, collectives are of its own values only.
 
     Attributes:
-        run_address: Where the run can be watched; None before a session is open.
         membership: This worker's; None unless a session is open.
     """
 
@@ -50,7 +50,8 @@ class CoordinatedStrategy(DDPStrategy):
         check_keywords(type(self).__name__, kwargs)
         super().__init__(start_method=start_method, timeout=timedelta(seconds=options.timeout), **kwargs)
         self.options = options
-        self.run_address: RunAddress | None = None
+        self._address: RunAddress | None = None  # Where the run can be watched and joined.
+        self._folder: Path | None = None  # that says so
         self._start = start_method
         self._services: Supervision | None = None
         self._interrupted = False
@@ -103,9 +104,18 @@ class CoordinatedStrategy(DDPStrategy):
 
     def register(self, address: Address, key_file: str | None) -> None:
         """Become a member of a run."""
-        self.run_address = RunAddress(address.coordinator, key_file)
+        self._address = RunAddress(address.coordinator, key_file)
         self.membership = Membership(address, keys=load_keys(key_file))
         self._collectives = Collectives(self.membership)
+
+    def leave_address(self, trainer: Trainer) -> None:
+        """Leave ``watch.json`` in the log directory until the session ends, for ``cnnstrategies watch --run``."""
+        if trainer.fast_dev_run or not trainer.loggers:  # type: ignore[attr-defined]  # set outside the class
+            return
+        folder = trainer.log_dir  # A broadcast: every rank asks.
+        if self._address is not None and self.global_rank == 0 and folder is not None and "://" not in folder:
+            self._folder = Path(folder)
+            self._address.save(self._folder)
 
     @property
     def collectives(self) -> Collectives:
@@ -154,6 +164,9 @@ class CoordinatedStrategy(DDPStrategy):
         if self.membership is not None:
             present = None if self._collectives is None else self._collectives.present
             SESSIONS.lost = [] if present is None else [rank for rank in range(self.world_size) if rank not in present]
+        if self._folder is not None:
+            RunAddress.remove(self._folder)
+        self._folder = None
         self.unregister()
         for metric, sync, available in self._metrics:
             metric.dist_sync_fn, metric.distributed_available_fn = sync, available

@@ -100,7 +100,7 @@ class JoiningStrategy(ParameterServerStrategy):
         self.batches = self.samples = 0
         self._alone = True
         self._configured: tuple[Any, int] | None = None  # Epochs and steps, at most.
-        self._address = address
+        self._run = address
         self._patience = FIRST_SECONDS + place.timeout
         self._waiting = False
         self._dispatch: JoinedDispatch = JoinedDispatch(self)
@@ -210,7 +210,7 @@ class JoiningStrategy(ParameterServerStrategy):
 
     def _find_place(self) -> Place:
         try:
-            return find_place(self._address, self._patience, waits=True)
+            return find_place(self._run, self._patience, waits=True)
         except ConfigurationError as error:
             if not self.epochs:
                 raise
@@ -226,9 +226,9 @@ class JoiningStrategy(ParameterServerStrategy):
         # The coordinator has just answered: it is not waited for as at a run's start.
         appear = max(place.timeout, ANSWER_SECONDS)
         address = Address(
-            self._address.coordinator, WORKER, place.id, place.life, heartbeat, place.timeout, appear, place.session
+            self._run.coordinator, WORKER, place.id, place.life, heartbeat, place.timeout, appear, place.session
         )
-        self.register(address, self._address.key_file)
+        self.register(address, self._run.key_file)
 
     def _stand_with_the_others(self) -> tuple[Worker, Specification]:
         """Wait to be let in; the connection to the servers, and what all processes of the run agree on."""

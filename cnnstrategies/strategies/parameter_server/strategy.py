@@ -206,6 +206,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def on_train_start(self) -> None:
         """Meet the servers; a worker that was started again waits here until the others let it in."""
+        self.leave_address(self.trainer)
         worker, specification, own_steps = meet_servers(self, self.module, self.optimizers[0], self._outer_state)
         if self.options.mode == "sync" and self.world_size > 1:
             self._watch = watch_gradients(self.module, self.callbacks)
