@@ -70,7 +70,10 @@ class _Watching:
 
     def check(self, trainer: Trainer | None) -> bool:
         """Refuse what cannot be done here; whether there is something to train."""
-        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+        if trainer is None:
+            return False
+        self._strategy.check()
+        if trainer.state.fn != TrainerFn.FITTING:
             return False
         check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         check_dispatch(trainer, self._strategy.options)

@@ -120,7 +120,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
         given = {**locals(), "endpoints": tuple(endpoints or ())}
         options = Options(**{field.name: given[field.name] for field in fields(Options)})
         super().__init__(options=options, start_method=start_method, **kwargs)
-        self._checked: LightningModule | None = None
         self._stepper: Stepper | None = None
         self._dispatch = BatchDispatch(self)
         self.came_later = False  # up to its first batch: let in by others that were training already
@@ -129,21 +128,15 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._outer_state: dict[str, Any] | None = None
         self._watch: WatchedHooks | None = None
 
-    @property
-    @override
-    def launcher(self) -> Any:
-        """The launcher. It is asked for right before processes are started: the last place for checks."""
-        module = self.lightning_module
-        if module is not None and module is not self._checked:
-            check_module(module, self.options)
-            self.options.check_nodes(self.num_nodes)
-            if self._layer_sync is not None:
-                raise ConfigurationError(
-                    "sync_batchnorm=True: workers run independently of each other and exchange no statistics in a "
-                    "step; set trainer.sync_batchnorm to false"
-                )
-            self._checked = module
-        return super().launcher
+    def check(self) -> None:
+        """Refuse what it cannot train; called before processes are started."""
+        check_module(self.module, self.options)
+        self.options.check_nodes(self.num_nodes)
+        if self._layer_sync is not None:
+            raise ConfigurationError(
+                "sync_batchnorm=True: workers run independently of each other and exchange no statistics in a step; "
+                "set trainer.sync_batchnorm to false"
+            )
 
     # Joining the run
 
