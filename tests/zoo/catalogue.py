@@ -4,130 +4,54 @@ Left out are those of more than 80 million parameters, but for vgg11: these tria
 and Visformer, whose values grow beyond 1e60 in a step where batch normalisation takes its running statistics.
 """
 
-# Names, and the sizes of images: what the network was made for where it takes no other, and else a small one.
-TIMM = {
-    "halonet_h1": 256,
-    "test_byobnet": 96,
-    "cait_xxs24_224": 224,
-    "coat_tiny": 224,
-    "convit_tiny": 224,
-    "convmixer_768_32": 96,
-    "test_convnext": 96,
-    "cpubone_nano": 96,
-    "crossvit_tiny_240": 240,
-    "csatv2": 96,
-    "cs3darknet_focus_s": 96,
-    "cspnext_tiny": 96,
-    "davit_tiny": 96,
-    "deit_tiny_patch16_224": 224,
-    "densenet121": 96,
-    "dla46x_c": 96,
-    "dpn48b": 96,
-    "edgenext_xx_small": 96,
-    "efficientformer_l1": 224,
-    "efficientformerv2_s0": 224,
-    "mnasnet_small": 96,
-    "efficientvim_m1": 96,
-    "efficientvit_b0": 96,
-    "efficientvit_m0": 224,
-    "eva02_tiny_patch14_224": 224,
-    "fasternet_t0": 96,
-    "fastvit_t8": 96,
-    "focalnet_tiny_srf": 96,
-    "gcvit_xxtiny": 224,
-    "ghostnet_050": 96,
-    "hardcorenas_b": 96,
-    "hgnetv2_b0": 96,
-    "hiera_tiny_224": 224,
-    "sam2_hiera_tiny": 96,
-    "hrnet_w18_small": 96,
-    "iformer_t": 96,
-    "inception_next_atto": 96,
-    "inception_resnet_v2": 96,
-    "inception_v3": 96,
-    "inception_v4": 96,
-    "lcnetv2_small": 96,
-    "levit_128s": 224,
-    "lowformer_b0": 96,
-    "test_mambaout": 96,
-    "test_coatnet": 160,
-    "poolformerv2_s12": 96,
-    "gmlp_ti16_224": 224,
-    "lcnet_035": 96,
-    "mobilevit_xxs": 96,
-    "mvitv2_tiny": 224,
-    "nest_tiny": 224,
-    "nextvit_small": 96,
-    "test_nfnet": 96,
-    "pit_ti_224": 224,
-    "pvt_v2_b0": 96,
-    "rdnet_tiny": 96,
-    "regnetx_002": 96,
-    "repghostnet_050": 96,
-    "repvit_m1": 96,
-    "res2next50": 96,
-    "resnest14d": 96,
-    "test_resnet": 96,
-    "resnetv2_18": 96,
-    "rexnet_100": 96,
-    "selecsls42": 96,
-    "legacy_seresnet18": 96,
-    "sequencer2d_s": 224,
-    "shvit_s1": 96,
-    "skresnet18": 96,
-    "starnet_s050": 96,
-    "swiftformer_xs": 224,
-    "swin_tiny_patch4_window7_224": 224,
-    "swinv2_tiny_window8_256": 256,
-    "swinv2_cr_tiny_224": 224,
-    "tiny_vit_5m_224": 96,
-    "tnt_s_legacy_patch16_224": 224,
-    "tresnet_m": 96,
-    "twins_svt_small": 224,
-    "vgg11": 96,
-    "test_vit": 160,
-    "vit_tiny_r_s16_p8_224": 224,
-    "test_vit_relpos": 160,
-    "vitamin_small_224": 224,
-    "volo_d1_224": 224,
-    "ese_vovnet19b_slim_dw": 96,
-    "legacy_xception": 96,
-    "xception41p": 96,
-    "xcit_nano_12_p8_224": 224,
-}
-TORCHVISION = {
-    "alexnet": 224,
-    "convnext_tiny": 96,
-    "densenet121": 96,
-    "efficientnet_b0": 96,
-    "efficientnet_v2_s": 96,
-    "googlenet": 96,
-    "inception_v3": 299,
-    "maxvit_t": 224,
-    "mnasnet0_5": 96,
-    "mobilenet_v2": 96,
-    "mobilenet_v3_small": 96,
-    "regnet_x_400mf": 96,
-    "regnet_y_400mf": 96,
-    "resnet18": 96,
-    "resnext50_32x4d": 96,
-    "shufflenet_v2_x0_5": 96,
-    "squeezenet1_1": 96,
-    "swin_t": 96,
-    "swin_v2_t": 96,
-    "vit_b_32": 224,
-    "wide_resnet50_2": 96,
-}
+from collections.abc import Mapping
+
+
+def by_name(networks: Mapping[int, str]) -> dict[str, int]:
+    """The size of images of each: what it was made for where it takes no other, and else a small one."""
+    return {name: size for size, names in networks.items() for name in names.split()}
+
+
+TIMM = by_name(
+    {
+        96: """
+            test_byobnet convmixer_768_32 test_convnext cpubone_nano csatv2 cs3darknet_focus_s
+            cspnext_tiny davit_tiny densenet121 dla46x_c dpn48b edgenext_xx_small mnasnet_small
+            efficientvim_m1 efficientvit_b0 fasternet_t0 fastvit_t8 focalnet_tiny_srf ghostnet_050
+            hardcorenas_b hgnetv2_b0 sam2_hiera_tiny hrnet_w18_small iformer_t inception_next_atto
+            inception_resnet_v2 inception_v3 inception_v4 lcnetv2_small lowformer_b0 test_mambaout
+            poolformerv2_s12 lcnet_035 mobilevit_xxs nextvit_small test_nfnet pvt_v2_b0 rdnet_tiny
+            regnetx_002 repghostnet_050 repvit_m1 res2next50 resnest14d test_resnet resnetv2_18
+            rexnet_100 selecsls42 legacy_seresnet18 shvit_s1 skresnet18 starnet_s050 tiny_vit_5m_224
+            tresnet_m vgg11 ese_vovnet19b_slim_dw legacy_xception xception41p
+        """,
+        160: "test_coatnet test_vit test_vit_relpos",
+        224: """
+            cait_xxs24_224 coat_tiny convit_tiny deit_tiny_patch16_224 efficientformer_l1
+            efficientformerv2_s0 efficientvit_m0 eva02_tiny_patch14_224 gcvit_xxtiny hiera_tiny_224
+            levit_128s gmlp_ti16_224 mvitv2_tiny nest_tiny pit_ti_224 sequencer2d_s swiftformer_xs
+            swin_tiny_patch4_window7_224 swinv2_cr_tiny_224 tnt_s_legacy_patch16_224 twins_svt_small
+            vit_tiny_r_s16_p8_224 vitamin_small_224 volo_d1_224 xcit_nano_12_p8_224
+        """,
+        240: "crossvit_tiny_240",
+        256: "halonet_h1 swinv2_tiny_window8_256",
+    }
+)
+TORCHVISION = by_name(
+    {
+        96: """
+            convnext_tiny densenet121 efficientnet_b0 efficientnet_v2_s googlenet mnasnet0_5
+            mobilenet_v2 mobilenet_v3_small regnet_x_400mf regnet_y_400mf resnet18 resnext50_32x4d
+            shufflenet_v2_x0_5 squeezenet1_1 swin_t swin_v2_t wide_resnet50_2
+        """,
+        224: "alexnet maxvit_t vit_b_32",
+        299: "inception_v3",
+    }
+)
 SEGMENTATION = ("deeplabv3_mobilenet_v3_large", "fcn_resnet50", "lraspp_mobilenet_v3_large")
-SEGMENTATION_MODELS = {
-    "Unet": 64,
-    "UnetPlusPlus": 64,
-    "FPN": 64,
-    "PSPNet": 64,
-    "Linknet": 64,
-    "MAnet": 64,
-    "PAN": 128,
-    "DeepLabV3": 64,
-    "DeepLabV3Plus": 64,
-    "UPerNet": 64,
-}
+SEGMENTATION_MODELS = by_name(
+    {
+        64: "Unet UnetPlusPlus FPN PSPNet Linknet MAnet DeepLabV3 DeepLabV3Plus UPerNet",
+        128: "PAN",
+    }
+)

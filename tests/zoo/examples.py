@@ -8,35 +8,8 @@ from typing import Any
 import pytest
 import timm
 import torch
-from lightly.loss import (
-    BarlowTwinsLoss,
-    DCLLoss,
-    DINOLoss,
-    MMCRLoss,
-    NegativeCosineSimilarity,
-    NTXentLoss,
-    SwaVLoss,
-    TiCoLoss,
-    VICRegLoss,
-)
-from lightly.models.modules import NNMemoryBankModule
-from lightly.models.modules.heads import (
-    BarlowTwinsProjectionHead,
-    BYOLPredictionHead,
-    BYOLProjectionHead,
-    DINOProjectionHead,
-    MMCRProjectionHead,
-    MoCoProjectionHead,
-    NNCLRPredictionHead,
-    NNCLRProjectionHead,
-    SimCLRProjectionHead,
-    SimSiamPredictionHead,
-    SimSiamProjectionHead,
-    SwaVProjectionHead,
-    SwaVPrototypes,
-    TiCoProjectionHead,
-    VICRegProjectionHead,
-)
+from lightly import loss as lightly_loss
+from lightly.models.modules import NNMemoryBankModule, heads
 from lightly.models.utils import deactivate_requires_grad, update_momentum
 from lightning.pytorch import LightningModule
 from pytorch_metric_learning import losses
@@ -133,8 +106,8 @@ class SimSiam(Twins):
     """The other view's projection is predicted."""
 
     def __init__(self) -> None:
-        super().__init__(SimSiamProjectionHead, NegativeCosineSimilarity)
-        self.prediction_head = SimSiamPredictionHead(32, 16, 32)
+        super().__init__(heads.SimSiamProjectionHead, lightly_loss.NegativeCosineSimilarity)
+        self.prediction_head = heads.SimSiamPredictionHead(32, 16, 32)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         z = super().forward(x)
@@ -150,8 +123,8 @@ class NNCLR(SimSiam):
     """Their nearest neighbours of a memory are."""
 
     def __init__(self) -> None:
-        Twins.__init__(self, NNCLRProjectionHead, NTXentLoss)
-        self.prediction_head = NNCLRPredictionHead(32, 16, 32)
+        Twins.__init__(self, heads.NNCLRProjectionHead, lightly_loss.NTXentLoss)
+        self.prediction_head = heads.NNCLRPredictionHead(32, 16, 32)
         self.memory_bank = NNMemoryBankModule(size=(64, 32))
 
     def compare(self, x0: Tensor, x1: Tensor) -> Tensor:
@@ -201,8 +174,8 @@ class BYOL(Momentum):
     """The teacher's is predicted."""
 
     def __init__(self) -> None:
-        super().__init__(BYOLProjectionHead, NegativeCosineSimilarity)
-        self.prediction_head = BYOLPredictionHead(32, 64, 32)
+        super().__init__(heads.BYOLProjectionHead, lightly_loss.NegativeCosineSimilarity)
+        self.prediction_head = heads.BYOLPredictionHead(32, 64, 32)
 
     def compare(self, x0: Tensor, x1: Tensor) -> Tensor:
         p0, p1 = (self.prediction_head(self(x)) for x in (x0, x1))
@@ -215,8 +188,8 @@ class DINO(Momentum):
     """The teacher's outputs are centred, and the last layer is frozen at first."""
 
     def __init__(self) -> None:
-        head = partial(DINOProjectionHead, output_dim=48, freeze_last_layer=1)
-        super().__init__(head, partial(DINOLoss, output_dim=48))
+        head = partial(heads.DINOProjectionHead, output_dim=48, freeze_last_layer=1)
+        super().__init__(head, partial(lightly_loss.DINOLoss, output_dim=48))
 
     def compare(self, x0: Tensor, x1: Tensor) -> Tensor:
         teacher = [self.forward_momentum(x0), self.forward_momentum(x1)]
@@ -231,8 +204,8 @@ class SwaV(Twins):
     """Views are assigned to prototypes, whose weights each step begins with normalising."""
 
     def __init__(self) -> None:
-        super().__init__(SwaVProjectionHead, SwaVLoss)
-        self.prototypes = SwaVPrototypes(32, n_prototypes=16)
+        super().__init__(heads.SwaVProjectionHead, lightly_loss.SwaVLoss)
+        self.prototypes = heads.SwaVPrototypes(32, n_prototypes=16)
 
     def compare(self, x0: Tensor, x1: Tensor) -> Tensor:
         self.prototypes.normalize()
@@ -249,22 +222,25 @@ class SwaV(Twins):
 LIGHTLY: dict[str, tuple[Callable[[], LightningModule], bool]] = {
     "SimSiam": (SimSiam, True),
     "BYOL": (BYOL, True),
-    "SimCLR": (partial(Twins, SimCLRProjectionHead, NTXentLoss), False),
+    "SimCLR": (partial(Twins, heads.SimCLRProjectionHead, lightly_loss.NTXentLoss), False),
     "SimCLR, gather_distributed": (
-        partial(Twins, SimCLRProjectionHead, partial(NTXentLoss, gather_distributed=True)),
+        partial(Twins, heads.SimCLRProjectionHead, partial(lightly_loss.NTXentLoss, gather_distributed=True)),
         False,
     ),
-    "BarlowTwins": (partial(Twins, BarlowTwinsProjectionHead, BarlowTwinsLoss), False),
-    "VICReg": (partial(Twins, VICRegProjectionHead, VICRegLoss), False),
+    "BarlowTwins": (partial(Twins, heads.BarlowTwinsProjectionHead, lightly_loss.BarlowTwinsLoss), False),
+    "VICReg": (partial(Twins, heads.VICRegProjectionHead, lightly_loss.VICRegLoss), False),
     "VICReg, gather_distributed": (
-        partial(Twins, VICRegProjectionHead, partial(VICRegLoss, gather_distributed=True)),
+        partial(Twins, heads.VICRegProjectionHead, partial(lightly_loss.VICRegLoss, gather_distributed=True)),
         False,
     ),
-    "DCL": (partial(Twins, SimCLRProjectionHead, DCLLoss), False),
+    "DCL": (partial(Twins, heads.SimCLRProjectionHead, lightly_loss.DCLLoss), False),
     "NNCLR": (NNCLR, False),
-    "MoCo": (partial(Momentum, MoCoProjectionHead, partial(NTXentLoss, memory_bank_size=(64, 32))), False),
-    "TiCo": (partial(Momentum, TiCoProjectionHead, TiCoLoss), False),
-    "MMCR": (partial(MMCR, MMCRProjectionHead, MMCRLoss), False),
+    "MoCo": (
+        partial(Momentum, heads.MoCoProjectionHead, partial(lightly_loss.NTXentLoss, memory_bank_size=(64, 32))),
+        False,
+    ),
+    "TiCo": (partial(Momentum, heads.TiCoProjectionHead, lightly_loss.TiCoLoss), False),
+    "MMCR": (partial(MMCR, heads.MMCRProjectionHead, lightly_loss.MMCRLoss), False),
     "DINO": (DINO, True),
     "SwaV": (SwaV, False),
 }

@@ -10,42 +10,14 @@ import torchvision
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch_uncertainty import losses, routines
 from torch_uncertainty.layers.distributions import NormalInverseGammaLinear, NormalLinear
-from torch_uncertainty.losses import (
-    ConfidencePenaltyLoss,
-    DECLoss,
-    DERLoss,
-    DistributionNLLLoss,
-    FocalLoss,
-)
 from torch_uncertainty.methods import EMA, mc_dropout
-from torch_uncertainty.models.classification import (
-    batchensemble_lenet,
-    lenet,
-    masked_resnet,
-    mimo_resnet,
-    packed_lenet,
-)
+from torch_uncertainty.models import classification
 from torch_uncertainty.models.segmentation import packed_small_unet, seg_former, small_unet
-from torch_uncertainty.routines import (
-    ClassificationRoutine,
-    PixelRegressionRoutine,
-    RegressionRoutine,
-    SegmentationRoutine,
-)
 from torch_uncertainty.transforms import MIMOBatchFormat, RepeatTarget
+from torchgeo import trainers
 from torchgeo.datamodules.utils import collate_fn_detection
-from torchgeo.trainers import (
-    BYOLTask,
-    ChangeDetectionTask,
-    ClassificationTask,
-    MoCoTask,
-    ObjectDetectionTask,
-    PixelwiseRegressionTask,
-    RegressionTask,
-    SemanticSegmentationTask,
-    SimCLRTask,
-)
 from trial import CLASSES, part_of, try_all
 
 SIZE, SAMPLES = 32, 24
@@ -83,23 +55,25 @@ class Boxes(Dataset[dict[str, Tensor]]):
         return {"image": IMAGES[index], "bbox_xyxy": torch.cat([corners, corners + sides], 1), "label": labels}
 
 
-def byol() -> BYOLTask:
+def byol() -> trainers.BYOLTask:
     """Without its random augmentation, for which the task has no argument."""
-    task = BYOLTask(model=SMALL)
+    task = trainers.BYOLTask(model=SMALL)
     task.model.augment = nn.Identity()
     return task
 
 
-segmentation = partial(SemanticSegmentationTask, model="unet", backbone="resnet18", in_channels=3, num_classes=CLASSES)
+segmentation = partial(
+    trainers.SemanticSegmentationTask, model="unet", backbone="resnet18", in_channels=3, num_classes=CLASSES
+)
 change = partial(
-    ChangeDetectionTask,
+    trainers.ChangeDetectionTask,
     backbone="timm-mobilenetv3_small_minimal_100",
     task="multiclass",
     num_classes=CLASSES,
     loss="ce",
 )
 moco = partial(
-    MoCoTask, SMALL, hidden_dim=64, output_dim=32, lr=1e-3,
+    trainers.MoCoTask, SMALL, hidden_dim=64, output_dim=32, lr=1e-3,
     augmentation1=nn.Identity(), augmentation2=nn.Identity(),
 )  # fmt: skip
 LABEL, MASK, REAL_MASK = {"label": LABELS}, {"mask": MASKS}, {"mask": MASKS.float()}
@@ -111,21 +85,22 @@ WEIGHTS = [1.0, 2.0, 3.0, 4.0, 5.0]
 
 # How to make a module, what its images come with, and whether its loss is a mean over images.
 TORCHGEO: dict[str, tuple[Callable[[], LightningModule], dict[str, Tensor] | None, bool]] = {
-    "ClassificationTask": (partial(ClassificationTask, "resnet18", num_classes=CLASSES), LABEL, True),
+    "ClassificationTask": (partial(trainers.ClassificationTask, "resnet18", num_classes=CLASSES), LABEL, True),
     "ClassificationTask, multi-label": (
-        partial(ClassificationTask, SMALL, task="multilabel", num_labels=CLASSES, loss="bce"), MULTILABEL, True,
+        partial(trainers.ClassificationTask, SMALL, task="multilabel", num_labels=CLASSES, loss="bce"),
+        MULTILABEL, True,
     ),
     "ClassificationTask, linear probe": (
-        partial(ClassificationTask, SMALL, num_classes=CLASSES, freeze_backbone=True), LABEL, True,
+        partial(trainers.ClassificationTask, SMALL, num_classes=CLASSES, freeze_backbone=True), LABEL, True,
     ),
     "ClassificationTask, class weights": (
-        partial(ClassificationTask, SMALL, num_classes=CLASSES, class_weights=WEIGHTS), LABEL, False,
+        partial(trainers.ClassificationTask, SMALL, num_classes=CLASSES, class_weights=WEIGHTS), LABEL, False,
     ),
     "ClassificationTask, focal": (
-        partial(ClassificationTask, SMALL, num_classes=CLASSES, loss="focal"), LABEL, False,
+        partial(trainers.ClassificationTask, SMALL, num_classes=CLASSES, loss="focal"), LABEL, False,
     ),
-    "RegressionTask": (partial(RegressionTask, "resnet18", num_outputs=1), REAL, True),
-    "RegressionTask, mae": (partial(RegressionTask, SMALL, num_outputs=1, loss="mae"), REAL, True),
+    "RegressionTask": (partial(trainers.RegressionTask, "resnet18", num_outputs=1), REAL, True),
+    "RegressionTask, mae": (partial(trainers.RegressionTask, SMALL, num_outputs=1, loss="mae"), REAL, True),
     "SemanticSegmentationTask, unet": (segmentation, MASK, True),
     "SemanticSegmentationTask, fcn": (partial(segmentation, model="fcn"), MASK, True),
     "SemanticSegmentationTask, deeplabv3+": (partial(segmentation, model="deeplabv3+"), MASK, True),
@@ -133,9 +108,11 @@ TORCHGEO: dict[str, tuple[Callable[[], LightningModule], dict[str, Tensor] | Non
     "SemanticSegmentationTask, ignore_index": (partial(segmentation, model="fcn", ignore_index=0), MASK, False),
     "SemanticSegmentationTask, jaccard": (partial(segmentation, loss="jaccard"), MASK, False),
     "PixelwiseRegressionTask": (
-        partial(PixelwiseRegressionTask, model="unet", backbone="resnet18", in_channels=3), REAL_MASK, True,
+        partial(trainers.PixelwiseRegressionTask, model="unet", backbone="resnet18", in_channels=3), REAL_MASK, True,
     ),
-    "PixelwiseRegressionTask, fcn": (partial(PixelwiseRegressionTask, model="fcn", loss="mae"), REAL_MASK, True),
+    "PixelwiseRegressionTask, fcn": (
+        partial(trainers.PixelwiseRegressionTask, model="fcn", loss="mae"), REAL_MASK, True,
+    ),
     "ChangeDetectionTask, unet": (partial(change, model="unet"), PAIRS, True),
     "ChangeDetectionTask, fcsiamdiff": (partial(change, model="fcsiamdiff"), PAIRS, True),
     "ChangeDetectionTask, fcsiamconc": (partial(change, model="fcsiamconc"), PAIRS, True),
@@ -144,15 +121,15 @@ TORCHGEO: dict[str, tuple[Callable[[], LightningModule], dict[str, Tensor] | Non
     "MoCoTask, version 2": (partial(moco, version=2, layers=2, memory_bank_size=64), VIEWS, False),
     "MoCoTask, version 3": (partial(moco, version=3), VIEWS, False),
     "SimCLRTask": (
-        partial(SimCLRTask, SMALL, output_dim=32, lr=1e-3, memory_bank_size=0, augmentations=nn.Identity()),
+        partial(trainers.SimCLRTask, SMALL, output_dim=32, lr=1e-3, memory_bank_size=0, augmentations=nn.Identity()),
         VIEWS, False,
     ),
     # Faster R-CNN and Mask R-CNN draw candidates, and are large.
     "ObjectDetectionTask, fcos": (
-        partial(ObjectDetectionTask, "fcos", backbone="resnet18", num_classes=CLASSES), None, False,
+        partial(trainers.ObjectDetectionTask, "fcos", backbone="resnet18", num_classes=CLASSES), None, False,
     ),
     "ObjectDetectionTask, retinanet": (
-        partial(ObjectDetectionTask, "retinanet", backbone="resnet18", num_classes=CLASSES), None, True,
+        partial(trainers.ObjectDetectionTask, "retinanet", backbone="resnet18", num_classes=CLASSES), None, True,
     ),
 }  # fmt: skip
 
@@ -176,15 +153,19 @@ def routine(
     return kind(model=network, loss=loss, optim_recipe=torch.optim.SGD(network.parameters(), 1e-3, 0.9), **arguments)
 
 
-classifier = partial(routine, partial(ClassificationRoutine, num_classes=CLASSES))
-segmenter = partial(routine, partial(SegmentationRoutine, num_classes=CLASSES))
-regressor = partial(routine, partial(RegressionRoutine, output_dim=1))
-net = partial(lenet, 3, CLASSES)
+classifier = partial(routine, partial(routines.ClassificationRoutine, num_classes=CLASSES))
+segmenter = partial(routine, partial(routines.SegmentationRoutine, num_classes=CLASSES))
+regressor = partial(routine, partial(routines.RegressionRoutine, output_dim=1))
+net = partial(classification.lenet, 3, CLASSES)
+
+
+def ensemble(make: Callable[[], nn.Module], repeats: nn.Module | None = None) -> LightningModule:
+    return classifier(make, nn.CrossEntropyLoss(), is_ensemble=True, format_batch_fn=repeats or RepeatTarget(4))
 
 
 def with_head(head: Callable[..., nn.Module]) -> nn.Module:
     """A network that gives the parameters of a distribution."""
-    return nn.Sequential(lenet(3, 16), nn.ReLU(), head(nn.Linear, event_dim=1, in_features=16))
+    return nn.Sequential(classification.lenet(3, 16), nn.ReLU(), head(nn.Linear, event_dim=1, in_features=16))
 
 
 # How to make a module, and its targets; all of these losses are means over images.
@@ -193,52 +174,35 @@ UNCERTAINTY: dict[str, tuple[Callable[[], LightningModule], Tensor]] = {
         partial(classifier, partial(torchvision.models.resnet18, num_classes=CLASSES), nn.CrossEntropyLoss()), LABELS,
     ),
     "ClassificationRoutine, DECLoss": (
-        partial(classifier, partial(torchvision.models.resnet18, num_classes=CLASSES), DECLoss()), LABELS,
+        partial(classifier, partial(torchvision.models.resnet18, num_classes=CLASSES), losses.DECLoss()), LABELS,
     ),
-    "ClassificationRoutine, FocalLoss": (partial(classifier, net, FocalLoss(2.0)), LABELS),
-    "ClassificationRoutine, ConfidencePenaltyLoss": (partial(classifier, net, ConfidencePenaltyLoss()), LABELS),
+    "ClassificationRoutine, FocalLoss": (partial(classifier, net, losses.FocalLoss(2.0)), LABELS),
+    "ClassificationRoutine, ConfidencePenaltyLoss": (partial(classifier, net, losses.ConfidencePenaltyLoss()), LABELS),
     "ClassificationRoutine, packed": (
-        partial(
-            classifier, partial(packed_lenet, 3, CLASSES), nn.CrossEntropyLoss(),
-            is_ensemble=True, format_batch_fn=RepeatTarget(4),
-        ),
-        LABELS,
+        partial(ensemble, partial(classification.packed_lenet, 3, CLASSES)), LABELS,
     ),
     "ClassificationRoutine, batch ensemble": (
-        partial(
-            classifier, partial(batchensemble_lenet, 3, CLASSES, repeat_training_inputs=True), nn.CrossEntropyLoss(),
-            is_ensemble=True, format_batch_fn=RepeatTarget(4),
-        ),
-        LABELS,
+        partial(ensemble, partial(classification.batchensemble_lenet, 3, CLASSES, repeat_training_inputs=True)), LABELS,
     ),
     "ClassificationRoutine, masked": (
-        partial(
-            classifier, partial(masked_resnet, 3, CLASSES, 18, 4, 2.0, repeat_strategy="legacy"), nn.CrossEntropyLoss(),
-            is_ensemble=True, format_batch_fn=RepeatTarget(4),
-        ),
+        partial(ensemble, partial(classification.masked_resnet, 3, CLASSES, 18, 4, 2.0, repeat_strategy="legacy")),
         LABELS,
     ),
     "ClassificationRoutine, MIMO": (
-        partial(
-            classifier, partial(mimo_resnet, 3, CLASSES, 18, 2), nn.CrossEntropyLoss(),
-            is_ensemble=True, format_batch_fn=MIMOBatchFormat(2, rho=1.0),
-        ),
-        LABELS,
+        partial(ensemble, partial(classification.mimo_resnet, 3, CLASSES, 18, 2), MIMOBatchFormat(2, rho=1.0)), LABELS,
     ),
     "ClassificationRoutine, MC dropout": (
-        partial(
-            classifier, lambda: mc_dropout(net(dropout_rate=0.2), 4), nn.CrossEntropyLoss(), is_ensemble=True
-        ),
+        partial(classifier, lambda: mc_dropout(net(dropout_rate=0.2), 4), nn.CrossEntropyLoss(), is_ensemble=True),
         LABELS,
     ),
     "ClassificationRoutine, EMA": (partial(classifier, lambda: EMA(net(), 0.9), nn.CrossEntropyLoss()), LABELS),
-    "RegressionRoutine": (partial(regressor, partial(lenet, 3, 1), nn.MSELoss()), LABELS.float()),
+    "RegressionRoutine": (partial(regressor, partial(classification.lenet, 3, 1), nn.MSELoss()), LABELS.float()),
     "RegressionRoutine, normal distribution": (
-        partial(regressor, partial(with_head, NormalLinear), DistributionNLLLoss(), dist_family="normal"),
+        partial(regressor, partial(with_head, NormalLinear), losses.DistributionNLLLoss(), dist_family="normal"),
         LABELS.float(),
     ),
     "RegressionRoutine, evidential": (
-        partial(regressor, partial(with_head, NormalInverseGammaLinear), DERLoss(0.01), dist_family="nig"),
+        partial(regressor, partial(with_head, NormalInverseGammaLinear), losses.DERLoss(0.01), dist_family="nig"),
         LABELS.float(),
     ),
     "SegmentationRoutine": (partial(segmenter, partial(small_unet, 3, CLASSES), nn.CrossEntropyLoss()), MASKS),
@@ -254,7 +218,7 @@ UNCERTAINTY: dict[str, tuple[Callable[[], LightningModule], Tensor]] = {
     ),
     "PixelRegressionRoutine": (
         partial(
-            routine, partial(PixelRegressionRoutine, output_dim=1), partial(small_unet, 3, 1), nn.MSELoss()
+            routine, partial(routines.PixelRegressionRoutine, output_dim=1), partial(small_unet, 3, 1), nn.MSELoss()
         ),
         MASKS.float(),
     ),
