@@ -40,16 +40,6 @@ class Role:
     single: bool = False
     every_step: bool = False
 
-    def as_text(self) -> str:
-        """For an environment variable."""
-        return json.dumps([str(self.folder), self.of and str(self.of), self.single, self.every_step])
-
-    @classmethod
-    def of_text(cls, text: str) -> "Role":
-        """What :meth:`as_text` has made one of."""
-        folder, of, *options = json.loads(text)
-        return cls(Path(folder), of and Path(of), *options)
-
     @property
     def notes(self) -> dict[str, Any]:
         """What the recorder has noted; empty where the run has not come to its end."""

@@ -16,18 +16,15 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.verifying.batches import Keeps, KeepsInDouble, samples
 from cnnstrategies.verifying.recorder import END, Recorder, Role, replay, settle
 from cnnstrategies.verifying.verdict import Row, Verdict, compared, differences, row_of
 
-# By an exception that ends a process, in the traceback of one of its ranks too, and by the command line.
-REFUSAL = re.compile(
-    r"^(?:cnnstrategies\.[\w.]+\.(?:ConfigurationError|NotHereError): (.*?)(?=\n\n|\Z)"
-    r"|cnnstrategies: error: ([^\n]*))",
-    re.M | re.S,
-)
+# By an exception that ends a process, in the traceback of one of its ranks too.
+REFUSAL = re.compile(r"^cnnstrategies\.[\w.]+\.(?:ConfigurationError|NotHereError): (.*?)(?=\n\n|\Z)", re.M | re.S)
 EXCEPTION = re.compile(r"^[\w.]+(?:Error|Exception)\w*: .*", re.MULTILINE)
 LAST_LINES = 30  # of what a run that has failed has printed
 # Nothing but the training: no validation, and nothing that stays.
@@ -38,6 +35,10 @@ QUIET: dict[str, Any] = {
     "num_sanity_val_steps": 0,
 }
 MANY_EPOCHS = 1000  # Lightning's, where no number is given.
+FORKS = (
+    "verify runs a strategy in processes that it forks, and this one has none; give one that has, such as ddp, "
+    "hybrid_pipeline or parameter_server"
+)
 
 
 class TrainingError(RuntimeError):
@@ -52,6 +53,7 @@ def verify(
     devices: int = 2,
     steps: int = 8,
     callbacks: Sequence[Callback] = (),
+    plugins: Sequence[Any] = (),
     **trainer: Any,
 ) -> Verdict:
     """Train a module for some steps under a strategy and on one device, on the same batches, and compare.
@@ -68,6 +70,7 @@ def verify(
         devices: Processes that the strategy has.
         steps: Optimizer steps.
         callbacks: The user's own; those that save checkpoints are left out.
+        plugins: Of the trainer; none of a precision.
         **trainer: Further arguments of ``Trainer``, for both runs, such as ``gradient_clip_val``.
 
     Returns:
@@ -95,11 +98,18 @@ def verify(
             "logger": DummyLogger(),
             **QUIET,
             **trainer,
-            "max_epochs": epochs_for(trainer.get("max_epochs"), steps),
+            # As many as the user gives, for schedules, but enough for the steps.
+            "max_epochs": max(trainer.get("max_epochs") or MANY_EPOCHS, steps),
         }
-        settings |= {"devices": 1, "strategy": "auto"} if alone else {"devices": devices, "strategy": strategy}
+        if alone:
+            settings |= {"devices": 1, "strategy": "auto", "limit_train_batches": None}
+        else:
+            settings |= {"devices": devices, "strategy": strategy}
         own = [one for one in callbacks if not isinstance(one, Checkpoint)]
-        fitting = Trainer(plugins=[keeper(role)], callbacks=[*own, Recorder(role, settled)], **settings)
+        keeper = Keeps() if role.single else KeepsInDouble()
+        fitting = Trainer(plugins=[*plugins, keeper], callbacks=[*own, Recorder(role, settled)], **settings)
+        if not alone and fitting.strategy.launcher is not None and not ranks_are_children(fitting.strategy.launcher):
+            raise ConfigurationError(f"strategy={type(fitting.strategy).__name__}: {FORKS}")
         with on_loopback(fitting.strategy):
             fitting.fit(module, **given)
 
@@ -108,23 +118,10 @@ def verify(
 
 def forked(name: str) -> str:
     """The strategy of a kind whose processes are forked; those that are programs would run the user's script again."""
-    for one in (name, f"{name}_fork", name.replace("ddp", "ddp_fork", 1)):
+    for one in (name, f"{name}_fork", name.replace("ddp", "ddp_fork", 1), name.replace("auto", "ddp_fork")):
         if one in StrategyRegistry and "_fork" in one:
             return one
-    raise ConfigurationError(
-        f"strategy={name}: verify runs a strategy in processes that it forks, and none of this name has such; give one "
-        "that has, such as ddp, hybrid_pipeline or parameter_server, or use the command line's verify"
-    )
-
-
-def epochs_for(given: int | None, steps: int) -> int:
-    """How many epochs a run has at most: as many as the user gives, for schedules, but enough for the steps."""
-    return max(given or MANY_EPOCHS, steps)
-
-
-def keeper(role: Role) -> Keeps:
-    """The precision plugin of a run."""
-    return Keeps() if role.single else KeepsInDouble()
+    raise ConfigurationError(f"strategy={name}: {FORKS}")
 
 
 def verdict_of(train: Callable[[Role], None]) -> Verdict:
@@ -159,7 +156,7 @@ def _runs(
         process.join()
         printed = (role.folder / "printed").read_text(errors="replace")
         if process.exitcode and (refusal := REFUSAL.search(printed)):
-            raise ConfigurationError((refusal[1] or refusal[2]).strip())
+            raise ConfigurationError(refusal[1].strip())
         if process.exitcode or not role.notes:
             last = "\n".join(printed.splitlines()[-LAST_LINES:]) or f"exit code {process.exitcode}"
             raise TrainingError(f"the training fails {'on one device' if role.of else 'under the strategy'}:\n{last}")
