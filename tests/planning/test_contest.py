@@ -44,7 +44,7 @@ class Pretended:
     def steps(self, count):
         losses = [2.0, 1.9, 1.81 if self.kind in ("wrong", "new") else 1.8]
         seconds = count / self.speed * 0.1 * self.draw.uniform(0.98, 1.02)
-        return {"seconds": seconds, "losses": losses, "loading": 0.0}
+        return {"seconds": seconds, "losses": losses}
 
     def close(self):
         Pretended.open.discard(self)

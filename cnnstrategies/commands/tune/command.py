@@ -25,7 +25,6 @@ from cnnstrategies.planning.tune.trial import TrialError
 
 MOST_WORKERS = 4  # of a rank
 LOADING = "loading"  # The kind of settings of which trials load their data as in training.
-UNNOTICED = 0.05  # of a step, for loading a batch in the rank's own process
 
 
 def main(args: Sequence[str]) -> None:
@@ -135,7 +134,10 @@ class Search:
         """Try them; TrialError where the configuration itself does not run."""
         found: list[Setting] = []
         for kind, settings in phases.items():
-            if not settings or (kind == LOADING and self._loads_quickly()):
+            if not settings:
+                continue
+            if kind == LOADING and self.device.type == "cpu" and not self._has_spare_cores():
+                self.notes.append("loading: the ranks use all cores, so none is left for processes that load")
                 continue
             if time.monotonic() > self._ends:
                 self.notes.append(f"{kind}: not tried, there was no time left; give more --minutes")
@@ -166,28 +168,12 @@ class Search:
             progress=self._progress,
         )
 
-    def _loads_quickly(self) -> bool:
-        """Whether other ways to load would gain nothing, by what the default's loader has shown."""
-        known = [one for name, one in self.contests.items() if one.default_times and name != LOADING]
-        if not known:
-            return False
-        if self.device.type == "cpu" and not self._spare_cores():
-            self.notes.append("loading: the ranks use all cores, so none is left for processes that load")
-            return True
-        step, loads = statistics.median(known[-1].default_times), known[0].loading
-        # Workers load while a step is made, and should be a little quicker than it; without them each step waits.
-        least = step / 1.2 if self.config.data.init_args.get("num_workers", 0) else step * UNNOTICED
-        if loads > least:
-            return False
-        self.notes.append(f"loading: a batch takes {loads * 1e3:.3g} ms, a step {step * 1e3:.3g}: nothing to gain")
-        return True
-
-    def _spare_cores(self) -> int:
+    def _has_spare_cores(self) -> bool:
         ranks = str(self.config.trainer.devices)
         threads = os.environ.get("OMP_NUM_THREADS", "")
-        if not (ranks.isdigit() and threads.isdigit()):
-            return 0  # Lightning gives all of them to the ranks.
-        return (os.cpu_count() or 1) - int(ranks) * int(threads)
+        # Without a number of threads Lightning gives all cores to the ranks.
+        known = ranks.isdigit() and threads.isdigit()
+        return known and (os.cpu_count() or 1) > int(ranks) * int(threads)
 
     def _progress(self, text: str) -> None:
         left = max(0.0, self._ends - time.monotonic())

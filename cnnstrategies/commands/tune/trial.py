@@ -27,7 +27,6 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.tune.trial import COMPARED_STEPS, LOADS, TRIAL
 
 STEPS_OF_AN_EPOCH = 1000
-LOADED = 8  # batches, by which the loader's speed is told
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -57,7 +56,6 @@ class TrialControl(Callback):
         self._left = 0
         self._made = 0
         self._started = 0.0
-        self._loading = 0.0
         self._losses: list[float] = []
         self._resting: list[nn.Module] = []
 
@@ -71,7 +69,7 @@ class TrialControl(Callback):
             )
         if LOADS in os.environ:
             return
-        batch, self._loading = _first_batch(loader)
+        batch = next(iter(loader))
         size = int(loader.batch_size or 1)
         source.train_dataloader = lambda: DataLoader(OneBatch(batch, size), size, collate_fn=as_it_is, drop_last=True)
 
@@ -119,19 +117,10 @@ class TrialControl(Callback):
         if pl_module.device.type != "cpu":
             torch.accelerator.synchronize()
         seconds = time.perf_counter() - self._started
-        self._say({"seconds": seconds, "losses": self._losses, "loading": self._loading})
+        self._say({"seconds": seconds, "losses": self._losses})
 
     def _say(self, message: Mapping[str, Any]) -> None:
         self._connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _first_batch(loader: DataLoader[Any]) -> tuple[Any, float]:
-    """A batch, and the seconds that each of those after it takes the loader."""
-    batches = iter(loader)
-    first = next(batches)
-    start = time.perf_counter()
-    count = sum(1 for _ in itertools.islice(batches, LOADED))
-    return first, (time.perf_counter() - start) / max(1, count)
 
 
 class TrialCLI(CLI):

@@ -48,7 +48,6 @@ class _Runner:
     trial: Trial
     losses: Sequence[float]
     step: float
-    loading: float
 
     def block(self) -> float:
         """Seconds per step."""
@@ -68,7 +67,6 @@ class Contest:
 
     Attributes:
         default_times: Seconds per step of the default, by rounds.
-        loading: Seconds in which the default loads a batch, where it loads but one.
     """
 
     words: Sequence[str]
@@ -80,7 +78,6 @@ class Contest:
     progress: Callable[[str], None] = lambda text: None
     rows: dict[str, Row] = field(default_factory=dict)
     default_times: list[float] = field(default_factory=list)
-    loading: float = 0.0
 
     def run(self, settings: Sequence[Setting]) -> Setting | None:
         """Try them.
@@ -123,7 +120,6 @@ class Contest:
     def _default(self, started: _Runner | TrialError) -> _Runner:
         if isinstance(started, TrialError):
             raise started
-        self.loading = started.loading
         return started
 
     def _race(self, default: _Runner, started: Sequence[tuple[Setting, _Runner | TrialError]]) -> Mapping[str, _Runner]:
@@ -234,7 +230,7 @@ class Contest:
             step = trial.steps(WARM_UP_STEPS)["seconds"] / WARM_UP_STEPS
         except TrialError as failure:
             return failure
-        return _Runner(trial, first["losses"], step, first["loading"])
+        return _Runner(trial, first["losses"], step)
 
     def _compare(self, setting: Setting, default: _Runner, runner: _Runner) -> None:
         if setting.effect is Effect.LEARNING:
