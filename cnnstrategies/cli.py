@@ -32,13 +32,12 @@ def main(args: Sequence[str] | None = None) -> None:
 
         write_anywhere()
         _run(sys.argv[1:])
-    except (ConfigurationError, ImportError) as error:
-        from cnnstrategies.commands.front.refuse import fail, in_one_line, scarce, shows_tracebacks
+    except ConfigurationError as error:
+        from cnnstrategies.commands.front.refuse import fail, in_one_line, shows_tracebacks
 
-        line = in_one_line(str(error)) if isinstance(error, ConfigurationError) else scarce(error)
-        if line is None or shows_tracebacks():
+        if shows_tracebacks():
             raise
-        fail(line)
+        fail(in_one_line(str(error)))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 

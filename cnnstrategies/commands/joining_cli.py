@@ -20,10 +20,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
 from cnnstrategies.checkpoints.io import AtomicCheckpointIO
-from cnnstrategies.commands.front.refuse import shows_tracebacks
 from cnnstrategies.commands.run import lightning_cli
 from cnnstrategies.commands.run.errors import check_trainer_names
-from cnnstrategies.commands.run.failures import explain_run_error
 from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.errors import ConfigurationError
@@ -123,11 +121,6 @@ class JoiningCLI(CLI):
             if not ended.clean:
                 raise
             why = str(ended)
-        except Exception as error:
-            line = explain_run_error(error)
-            if line is None or shows_tracebacks():
-                raise
-            raise ConfigurationError(line) from error
         work = f"{len(strategy.epochs)} epochs, {strategy.batches} batches, {strategy.samples} samples"
         print(f"Joined the run at {self.address.coordinator} and worked on {work}; {why}", file=sys.stderr, flush=True)
 

@@ -3,11 +3,8 @@
 import errno
 import itertools
 import os
-import re
-import resource
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -48,10 +45,6 @@ LINES = [
         raised(lambda: nn.Linear(2, 3).load_state_dict(nn.Linear(3, 3).state_dict())),
         "ckpt_path: the checkpoint is of another network than `model` describes: size mismatch for weight",
     ),
-    (
-        FileNotFoundError(errno.ENOENT, "No such file or directory", b"runs/digits/events"),
-        "No such file or directory: runs/digits/events: its folder is not there, or no longer; a run needs its own",
-    ),
     (FileNotFoundError(errno.ENOENT, "No such file or directory", "labels.csv"), None),
     (
         OSError(errno.EROFS, "Read-only file system", "/mnt/runs"),
@@ -63,40 +56,8 @@ LINES = [
     ),
     (ModuleNotFoundError("Requirement 'mlflow>=1.0.0' not met."), "a package is missing: "),
     (ValueError("boom"), None),
-    (
-        RuntimeError(
-            "Early stopping conditioned on metric `valid_loss` which is not available. Pass in or modify your "
-            "`EarlyStopping` callback to use any of the following: `lr-SGD`, `a_step`, `val_acc`, `val_loss`"
-        ),
-        "monitor of EarlyStopping: the module does not log 'valid_loss'; did you mean 'val_loss'? logged: val_acc, v",
-    ),
-    (
-        MisconfigurationException(
-            "`ModelCheckpoint(monitor='valid_acc')` could not find the monitored key in the returned metrics: "
-            "['val_acc', 'epoch']. HINT: Did you call `log('valid_acc', value)` in the `LightningModule`?"
-        ),
-        "monitor of ModelCheckpoint: the module does not log 'valid_acc'; did you mean 'val_acc'? logged: epoch, ",
-    ),
-    (
-        ValueError(
-            "`val_check_interval` (100) must be less than or equal to the number of the training batches (2). If you"
-        ),
-        "trainer.val_check_interval=100: an epoch has 2 batches; give no more, a part such as 0.5, or set ",
-    ),
-    (
-        AttributeError(
-            "When using the learning rate finder, either `model` or `model.hparams` should have one of these fields: "
-            "('lr', 'learning_rate'). If your model has a different name for the learning rate, set it with"
-        ),
-        "trainer.callbacks: LearningRateFinder sets lr or learning_rate of the model, which has neither: leave it out",
-    ),
-    (
-        RuntimeError(
-            "The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, code: "
-            "-98, name: EADDRINUSE, message: address already in use"
-        ),
-        "MASTER_PORT=29500: another program has this port: set a free one, or, on a single machine, none",
-    ),
+    (MisconfigurationException("`ModelCheckpoint(monitor='a')` could not find\nit"), "`ModelCheckpoint(monitor='a')`"),
+    (RuntimeError("Early stopping conditioned on metric `a` which is not available."), "Early stopping conditioned on"),
 ]
 
 
@@ -105,45 +66,6 @@ def test_a_line_where_it_says_it_all_and_a_traceback_where_not():
     for error, line in LINES:
         said = explain_run_error(error)
         assert (said is None) if line is None else said.startswith(line)
-
-
-def exceeds(limit: int, most: int, function) -> None:
-    """Does something that a limit of the system does not allow."""
-    if os.getuid() == 0:
-        os.setuid(65534)  # That of processes does not count for root.
-    resource.setrlimit(limit, (most, most))
-    function()
-
-
-EXCEEDED = {
-    "files": ((resource.RLIMIT_NOFILE, 4, lambda: [os.open("/", 0) for _ in range(5)]), "Too many open files", "n"),
-    "threads": ((resource.RLIMIT_NPROC, 1, threading.Thread(target=int).start), "can't start new thread", "u"),
-    "processes": (
-        (resource.RLIMIT_NPROC, 1, lambda: subprocess.run(["true"], check=True)),
-        "[Errno 11] Resource temporarily unavailable",
-        "u",
-    ),
-    "memory": ((resource.RLIMIT_AS, 1 << 20, lambda: bytearray(1 << 28)), "Cannot allocate memory", "v"),
-    "torch's": ((resource.RLIMIT_AS, 1 << 20, lambda: torch.empty(1 << 28)), "can't allocate memory", "v"),
-}
-
-
-@pytest.mark.parametrize(("what", "said", "letter"), EXCEEDED.values(), ids=EXCEEDED.keys())
-def test_a_limit_of_the_system_is_named(what, said, letter):
-    line = explain_run_error(raised(lambda: exceeds(*what))) or ""
-    assert re.match(
-        rf"{re.escape(said)}: this process, or its user, may have [\d,]+ .* \(ulimit -{letter}\): allow", line
-    )
-
-
-def test_memory_that_torchs_import_lacks_is_named_in_a_line():
-    command = f"ulimit -v 1000000; exec {sys.executable} {ROOT / 'cli.py'} validate --config quickstart"
-    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100, check=False)
-    assert ended.returncode == 2, ended.stderr
-    assert ended.stderr.startswith(
-        "cnnstrategies: error: failed to map segment: this process, or its user, may have 1,0"
-    )
-    assert ended.stderr.count("\n") == 1
 
 
 @pytest.mark.light
@@ -161,10 +83,6 @@ def test_what_a_spawned_rank_has_raised_is_explained_by_its_text():
     channels = "RuntimeError: Given groups=1, expected input[2, 1, 8, 8] to have 3 channels, but got 1 channels instead"
     assert refusal_in(text.format(ours)) == "broken image a.png: cut"
     assert refusal_in(text.format(channels)).startswith("the network takes images with 3 channels")
-    plateau = (
-        "lightning.fabric.utilities.exceptions.MisconfigurationException: ReduceLROnPlateau conditioned on metric a"
-    )
-    assert refusal_in(text.format(f"{plateau} which is: ['b']")).endswith("does not log 'a'; logged: b")
     full = "OSError: [Errno 28] No space left on device"
     assert refusal_in(text.format(full)).startswith("No space left on device; make room")
     assert refusal_in(text.format(f"{full}: b'runs/events'")).startswith("No space left on device: runs/events; make")

@@ -54,9 +54,7 @@ def given(args: Sequence[str]) -> list[Given]:
         if match := re.fullmatch(r"(?:--config|-c)(?:=(.*))?", argument):
             file = Path(match[1] or (args[position + 1] if position + 1 < len(args) else ""))
             if file.is_file():
-                content = _read(file)
-                _check_places(content, "", file)
-                _merge(tree, content)
+                _merge(tree, _read(file))
     flags = set()
     for position, argument in enumerate(args):
         if match := re.fullmatch(r"--([\w.]+)\+?(?:=(.*))?", argument, re.DOTALL):
@@ -75,10 +73,9 @@ def _read(file: Path) -> Mapping[str, Any]:
     except (yaml.YAMLError, UnicodeError) as error:
         why = in_one_line(str(error).replace(' in "<unicode string>",', ""))
         raise ConfigurationError(f"config: {file} is not YAML: {why}") from error
-    if isinstance(content, Mapping):
-        return content
-    what = "is empty" if content is None else f"holds a {'list' if isinstance(content, list) else 'value'} alone"
-    raise ConfigurationError(f"config: {file} {what}: a configuration has keys, as in `trainer: {{max_epochs: 3}}`")
+    if not isinstance(content, Mapping):
+        raise ConfigurationError(f"config: {file} has no keys: a configuration has, as in `trainer: {{max_epochs: 3}}`")
+    return content
 
 
 def accepted(value: str, names: Sequence[str]) -> str:
@@ -96,22 +93,6 @@ def misspelt(name: str) -> str:
     """Which of the keys that every class has was meant; nothing if none is near."""
     close = difflib.get_close_matches(name, OF_CLASS, n=1, cutoff=0.8)
     return f"did you mean {close[0]!r}?" if close else ""
-
-
-def _check_places(tree: Any, path: str, file: Path) -> None:
-    """Refuse arguments of a class that stand beside its ``class_path``."""
-    for item in tree if isinstance(tree, list) else ():
-        _check_places(item, path, file)
-    if not isinstance(tree, Mapping):
-        return
-    beside = next((str(key) for key in tree if key not in OF_CLASS), None)
-    if "class_path" in tree and beside is not None:
-        raise ConfigurationError(
-            f"{file}: {path}.{beside} stands beside class_path: {tree['class_path']}; "
-            + (misspelt(beside) or f"arguments of a class go under init_args: write {path}.init_args.{beside}")
-        )
-    for key, value in tree.items():
-        _check_places(value, f"{path}.{key}" if path else str(key), file)
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

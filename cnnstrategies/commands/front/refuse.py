@@ -3,27 +3,10 @@
 import io
 import os
 import re
-import resource
 import sys
 from typing import NoReturn
 
 DEBUG = "CNNSTRATEGIES_DEBUG"  # Environment variable: tracebacks in place of lines.
-# What is said, the limit, what it counts, and the letter by which ulimit knows it.
-LIMITS = (
-    (r"Too many open files", resource.RLIMIT_NOFILE, "open files", "n"),
-    (
-        r"can't start new thread|^(\[Errno 11\] )?Resource temporarily unavailable",
-        resource.RLIMIT_NPROC,
-        "threads",
-        "u",
-    ),
-    (
-        r"[Cc]an(no|')t allocate memory|could not create a primitive|bad_alloc|failed to map segment",
-        resource.RLIMIT_AS,
-        "bytes of addresses",
-        "v",
-    ),
-)
 
 
 def fail(message: str) -> NoReturn:
@@ -55,16 +38,3 @@ def show(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def scarce(error: BaseException) -> str | None:
-    """The line that names the limit; None where the error speaks of none that this process has."""
-    said = "Cannot allocate memory" if type(error) is MemoryError else str(error)
-    for words, limit, what, letter in LIMITS:
-        most, _ = resource.getrlimit(limit)
-        if (found := re.search(words, said)) and most != resource.RLIM_INFINITY:
-            return (
-                f"{found[0]}: this process, or its user, may have {most:,} {what} (ulimit -{letter}): allow more, or "
-                "take fewer processes and data workers"
-            )
-    return None

@@ -1,8 +1,6 @@
 """One readable line for a mistake in a configuration: the key, the value, and what is accepted."""
 
 import contextlib
-import difflib
-import importlib
 import inspect
 import pydoc
 import re
@@ -11,18 +9,16 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.strategies import StrategyRegistry
 
-from cnnstrategies import data
 from cnnstrategies.commands.front.given import OF_CLASS, ROOTS, Given, accepted, given, misspelt
 from cnnstrategies.commands.front.refuse import in_one_line
-from cnnstrategies.commands.run.failures import missing_package
-from cnnstrategies.errors import ConfigurationError, causes
+from cnnstrategies.errors import ConfigurationError
 
 # What jsonargparse says of the other types that a key may have had, null as a rule.
 _OTHER_TYPES = re.compile(r"\n\s*-? ?(?:Expected an? <class|Given value)")
 SECTIONS = {"model", "data"}  # Without which no run can be.
+OF_LIGHTNING = " (of lightning.pytorch, and not of pytorch_lightning)"
 SHARDED = (".metadata", "meta.pt", "checkpoint")  # One of these is in a folder that is a checkpoint.
 CHECKPOINT_WORDS = ("best", "last", "hpc")
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
@@ -93,13 +89,10 @@ def check_checkpoint(path: Any, words: Sequence[str] = CHECKPOINT_WORDS) -> None
     """
     if path is None or str(path) in words:
         return
-    if "://" in str(path):
-        _check_elsewhere(str(path))
+    if "://" in str(path):  # Whether it is there is known to its file system alone, which says so when it is loaded.
         return
     if Path(path).is_dir() and not any((Path(path) / name).exists() for name in SHARDED):
-        inside = sorted(str(file) for file in Path(path).rglob("*.ckpt"))
-        hint = f"give one of its files, such as {inside[-1]}" if inside else "it has no .ckpt files: give a file"
-        raise ConfigurationError(f"ckpt_path: {str(path)!r} is a folder; {hint}")
+        raise ConfigurationError(f"ckpt_path: {str(path)!r} is a folder; give a file, such as last.ckpt in it")
     if Path(path).exists():
         return
     if words and re.match(r"registry(:|$)", str(path), re.IGNORECASE):
@@ -107,22 +100,6 @@ def check_checkpoint(path: Any, words: Sequence[str] = CHECKPOINT_WORDS) -> None
     beside = ", ".join(sorted(file.name for file in Path(path).parent.glob("*.ckpt")))
     hint = f"its directory has {beside}" if beside else "its directory has none"
     raise ConfigurationError(f"ckpt_path: no checkpoint {str(path)!r}; {hint}; give {' or '.join((*words, 'a path'))}")
-
-
-def _check_elsewhere(address: str) -> None:
-    """Refuse a checkpoint that cannot be read from where it is."""
-    try:
-        found = get_filesystem(address).exists(address)
-    except ImportError as error:
-        package = next((one for one in causes(error) if isinstance(one, ModuleNotFoundError)), error)
-        raise ConfigurationError(f"ckpt_path: {address}: {missing_package(package)}") from error
-    except Exception as error:  # What a file system raises is known to its package alone.
-        why = f"{type(error).__name__}: {in_one_line(str(error))}"
-        raise ConfigurationError(f"ckpt_path: {address} cannot be read ({why}); give a file") from error
-    if not found:
-        raise ConfigurationError(
-            f"ckpt_path: {address} is not there, or cannot be reached from here: look at the address, or give a file"
-        )
 
 
 def explain_parse_error(message: str, args: Sequence[str]) -> str:
@@ -140,13 +117,14 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
         return _explain_missing(names, args)
     if match := re.search(r"Problem with given class_path '([^']+)':\s*(.*)", message, re.DOTALL):
         why = in_one_line(_OTHER_TYPES.split(match[2])[0])
-        return f"{where}cannot use {match[1]!r}: {why}{_similar_attribute(match[1])}"
+        return f"{where}cannot use {match[1]!r}: {why}"
     if match := re.search(r"Expected a dot import path string: (\S+)", message):
-        return f"{where}no class {match[1]!r}{_classes_for(key, match[1])}"
+        example = _strategy_of(match[1]) or "for example package.module.ClassName"
+        return f"{where}no class {match[1]!r}; give its import path, {example}"
     if match := re.search(r"Given value: (.*)$", message, re.DOTALL):
         types = re.search(r"Subtypes: \[(.*)\]\s*\n", message)
         value, expected = in_one_line(match[1]), _types(types[1] if types else "")
-        return f"{where}{value!r} is not accepted; it must be {expected}{_other_package(value)}"
+        return f"{where}{value!r} is not accepted; it must be {expected}{OF_LIGHTNING * (key in SECTIONS)}"
     if match := re.search(r"Expected (?:an? )?(.*)\. Got value: (.*)$", message, re.DOTALL):
         value, expected = in_one_line(match[2]), _types(match[1])
         expected = f"a list, as in [{value}]" if expected == "list" else expected
@@ -163,7 +141,13 @@ def _types(text: str) -> str:
 
 def _explain_unknown(key: str, args: Sequence[str]) -> str:
     """Name the whole key and the parameters that its class has."""
-    for one in given(args):
+    keys = given(args)
+    if key == "class_path":  # What is wrong is what stands beside it.
+        parents = {one.path.removesuffix(key) for one in keys if one.path.endswith(key)}
+        beside = (one.path.rpartition(".") for one in keys)
+        parent, _, name = next(one for one in beside if f"{one[0]}." in parents and one[2] not in OF_CLASS)
+        return f"{parent}.{name} stands beside class_path: arguments of a class go under {parent}.init_args"
+    for one in keys:
         if one.path == key or one.path.endswith("." + key):
             return _unknown_key(one.path, one.owner)
     if hint := misspelt(key.partition(".")[0]):
@@ -189,14 +173,8 @@ def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
     keys, missing = given(args), " and ".join(names)
     roots = {one.path.partition(".")[0] for one in keys}
     if set(names) <= SECTIONS and not set(names) & roots:
-        if not roots & {*SECTIONS, "trainer"}:
-            return (
-                f"no {missing}: give a configuration, --config FILE, or the name of a recipe, as in --config quickstart"
-            )
-        return (
-            f"no {missing}: the configuration needs {missing} as `cnnstrategies configs quickstart` has it, or "
-            + " and ".join(f"--{name} CLASS" for name in names)
-        )
+        classes = " and ".join(f"--{name} CLASS" for name in names)
+        return f"no {missing}: give {classes}, or a configuration that has {missing}, as in --config quickstart"
     needs = f"needs {missing}"
     for one in keys:
         if set(names) <= parameters_of(located(one.value)).keys():
@@ -205,43 +183,12 @@ def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
     return f"a class in the configuration {needs}: give that among its init_args"
 
 
-def _other_package(class_path: str) -> str:
-    """What helps where a class is made from one of the package that `lightning` was before."""
-    module, _, name = class_path.rpartition(".")
-    try:
-        bases = getattr(importlib.import_module(module), name).__mro__
-    except (ImportError, AttributeError, ValueError):
-        return ""
-    old = next((base for base in bases if base.__module__.startswith("pytorch_lightning.")), None)
-    if old is None:
-        return ""
-    return (
-        f". It is a {old.__name__} of pytorch_lightning, which this package does not use: write `from "
-        f"lightning.pytorch import {old.__name__}` in place of `from pytorch_lightning import {old.__name__}`"
-    )
-
-
 def _full_key(key: str, args: Sequence[str]) -> str:
     """The key from the root, where jsonargparse names only its end."""
     return next((one.path for one in given(args) if one.path == key or one.path.endswith("." + key)), key)
 
 
-def _similar_attribute(class_path: str) -> str:
-    module, _, name = class_path.rpartition(".")
-    try:
-        names = dir(importlib.import_module(module))
-    except ImportError:
-        return ""
-    close = difflib.get_close_matches(name, names, n=3)
-    return f"; did you mean {', '.join(close)}?" if close else ""
-
-
-def _classes_for(key: str | None, given: str) -> str:
-    if key == "trainer.strategy" and given in StrategyRegistry:
-        name = StrategyRegistry[given]["strategy"].__name__
-        return f"; to give this strategy arguments write {name}"
-    if key == "data":
-        kinds = {name: getattr(data, name) for name in data.__all__}
-        names = sorted(name for name, kind in kinds.items() if not inspect.isabstract(kind))
-        return f"; accepted: {', '.join(names)}, or the import path of your own LightningDataModule"
-    return "; give its import path, for example package.module.ClassName"
+def _strategy_of(name: str) -> str:
+    """The class that has the arguments of a strategy, where a configuration gives them to its name."""
+    known = name in StrategyRegistry
+    return f"for arguments of this strategy that of {StrategyRegistry[name]['strategy'].__name__}" if known else ""

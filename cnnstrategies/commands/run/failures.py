@@ -3,16 +3,15 @@
 import errno
 import os
 import re
-from pathlib import Path
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
+from torch.multiprocessing.spawn import ProcessRaisedException
 
-from cnnstrategies.commands.front.refuse import in_one_line, scarce
+from cnnstrategies.commands.front.refuse import in_one_line
 from cnnstrategies.commands.front.table import COMMANDS
 from cnnstrategies.errors import ConfigurationError, causes
-from cnnstrategies.models.metric_names import not_logged
 
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -34,33 +33,19 @@ IN_OTHER_WORDS = tuple(
             "ckpt_path: the checkpoint is of another network than `model` describes: {}",
         ),
         (
-            r"`val_check_interval` \((\S+)\) must be less than or equal to .*? training batches \((\d+)\)",
-            "trainer.val_check_interval={}: an epoch has {} batches; give no more, a part such as 0.5, or set "
-            "trainer.check_val_every_n_epoch to null, so that it counts batches of all epochs",
-        ),
-        (
-            r"When using the learning rate finder, either .* should have one of these fields: \('(\w+)', '(\w+)'\)",
-            "trainer.callbacks: LearningRateFinder sets {} or {} of the model, which has neither: leave it out, and "
-            "find model.init_args.optimizer.init_args.lr by a search over it",
-        ),
-        (
             r"The parameter 'num_classes' expected value (\d+) but got (\d+) instead",
             "weights: trained for {} classes, and num_classes={}: class_path: cnnstrategies.pretrained.pretrained "
             "with the network's name keeps the weights and makes the last layer new",
         ),
-        (
-            r"failed to listen on any local network address\. port: (\d+),.*EADDRINUSE",
-            "MASTER_PORT={}: another program has this port: set a free one, or, on a single machine, none",
-        ),
+        (r"^(Early stopping conditioned on metric .*)", "{}"),
     )
 )
-NOT_LOGGED = re.compile(
-    r"(Early stopping|ReduceLROnPlateau|ModelCheckpoint)\b[^:]*?(?:on metric `?|\(monitor=')([^`'\s]+)[^:]*:([^\]]*)"
-)
+_NOT_FOUND = re.compile(r"Interpolation key '([^']*)' not found(?: \(resolved to '([^']*)'\))?")
+_CLASS = re.compile(r"Problem with given class_path '([^']+)'")
 
 
 def explain_build_error(error: BaseException) -> str:
-    """The line that says why an object could not be built."""
+    """The line that says why a class or function in a configuration could not be built."""
     chain = list(causes(error))
     for link in chain:
         if isinstance(link, ConfigurationError):
@@ -91,49 +76,35 @@ def missing_package(error: ImportError) -> str:
     return f"a package is missing: {remedy}"
 
 
-def explain_reference(error: OmegaConfBaseException) -> str:
-    """The line that says why a reference, ``${...}``, could not be followed."""
-    key = re.sub(rf"^({'|'.join(COMMANDS)})\.", "", str(error.full_key))
-    said = in_one_line(str(error.msg).split("\n")[0])
-    if found := _NOT_FOUND.match(said):
-        target = found[2].partition(".")[2] if found[2] else found[1]
-        return f"{key}: refers to {target}, which is not there: give {key} a value, or one that is there"
-    return f"{key}: {said}"
-
-
 def explain_run_error(error: BaseException) -> str | None:
     """The line that says why a run has failed, where that is the user's to mend; None where a traceback says more."""
     message = str(error)
-    if found := NOT_LOGGED.search(message):
-        who = "EarlyStopping" if found[1] == "Early stopping" else found[1]
-        return not_logged(f"monitor of {who}", found[2], re.findall(r"[`']([^`',]+)[`']", found[3]))
+    if isinstance(error, ProcessRaisedException):
+        return refusal_in(message)
+    if isinstance(error, OmegaConfBaseException):
+        return _explain_reference(error)
     if isinstance(error, ConfigurationError | MisconfigurationException):
         return in_one_line(message)
     for link in causes(error):
-        if isinstance(link, OSError | RuntimeError | MemoryError) and (line := scarce(link)) is not None:
-            return line
-        file = os.fsdecode(link.filename) if isinstance(link, OSError) and link.filename else ""
+        file = f": {os.fsdecode(link.filename)}" if isinstance(link, OSError) and link.filename else ""
         if isinstance(link, OSError) and link.errno in FULL:
-            where = f": {file}" if file else ""
-            return f"{link.strerror}{where}; make room, and go on with --ckpt_path=last"
+            return f"{link.strerror}{file}; make room, and go on with --ckpt_path=last"
         if isinstance(link, OSError) and link.errno in FORBIDDEN and file:
-            return f"{link.strerror}: {file}; {ELSEWHERE}"
-        if isinstance(link, FileNotFoundError) and file and not Path(file).parent.exists():
-            return f"{link.strerror}: {file}: its folder is not there, or no longer; a run needs its own until it ends"
-    if isinstance(error, ModuleNotFoundError) and "Requirement" in str(error):
+            return f"{link.strerror}{file}; {ELSEWHERE}"
+    if isinstance(error, ModuleNotFoundError) and "Requirement" in message:
         return in_one_line(missing_package(error))
     if isinstance(error, torch.OutOfMemoryError):
-        return f"{in_one_line(str(error)).split('. ')[0]}: take a smaller batch, or a strategy that divides the network"
+        return f"{in_one_line(message).split('. ')[0]}: take a smaller batch, or a strategy that divides the network"
     return _in_other_words(message)
 
 
 def _in_other_words(message: str) -> str | None:
     found = ((theirs.search(message), ours) for theirs, ours in IN_OTHER_WORDS)
-    return next((ours.format(*match.groups()) for match, ours in found if match), None)
+    return next((in_one_line(ours.format(*match.groups())) for match, ours in found if match), None)
 
 
 def refusal_in(traceback: str) -> str | None:
-    """What :func:`explain_run_error` says of the error that ends a traceback."""
+    """What is said of the error that ends the traceback of a rank that was spawned or forked."""
     raised = list(re.finditer(r"^([A-Za-z_][\w.]*): ", traceback, re.MULTILINE))
     errors = [one for one in raised if one[1].endswith(("Error", "Exception"))]
     if not errors:
@@ -145,5 +116,11 @@ def refusal_in(traceback: str) -> str | None:
     return explain_run_error(ConfigurationError(message) if refused else RuntimeError(message))
 
 
-_NOT_FOUND = re.compile(r"Interpolation key '([^']*)' not found(?: \(resolved to '([^']*)'\))?")
-_CLASS = re.compile(r"Problem with given class_path '([^']+)'")
+def _explain_reference(error: OmegaConfBaseException) -> str:
+    """The line that says why a reference, ``${...}``, could not be followed."""
+    key = re.sub(rf"^({'|'.join(COMMANDS)})\.", "", str(error.full_key))
+    said = in_one_line(str(error.msg).split("\n")[0])
+    if found := _NOT_FOUND.match(said):
+        target = found[2].partition(".")[2] if found[2] else found[1]
+        return f"{key}: refers to {target}, which is not there: give {key} a value, or one that is there"
+    return f"{key}: {said}"

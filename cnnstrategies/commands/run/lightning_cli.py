@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from omegaconf.errors import OmegaConfBaseException
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
@@ -21,7 +20,7 @@ from cnnstrategies.checkpoints.check import check_weights
 from cnnstrategies.cluster.environment import check_world, local_rank
 from cnnstrategies.cluster.run_folder import configuration_hash, find_run, place
 from cnnstrategies.commands.front.given import given
-from cnnstrategies.commands.front.refuse import fail, shows_tracebacks
+from cnnstrategies.commands.front.refuse import shows_tracebacks
 from cnnstrategies.commands.run.errors import (
     CHECKPOINT_WORDS,
     check_checkpoint,
@@ -30,7 +29,7 @@ from cnnstrategies.commands.run.errors import (
     located,
     parameters_of,
 )
-from cnnstrategies.commands.run.failures import explain_build_error, explain_reference, refusal_in
+from cnnstrategies.commands.run.failures import explain_build_error, explain_run_error
 from cnnstrategies.commands.run.outcome import ends_together
 from cnnstrategies.commands.run.parser import ArgumentParser
 from cnnstrategies.commands.run.quiet import quieten
@@ -217,9 +216,7 @@ def _fails_in_a_line() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if shows_tracebacks():
-            raise
-        fail(explain_build_error(error))
+        raise ConfigurationError(explain_build_error(error)) from error
 
 
 def leaves_out_classes(words: Sequence[str]) -> bool:
@@ -247,31 +244,29 @@ def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
     quieten()
     try:
         kind()
-    except ProcessRaisedException as error:
-        # From a spawned or forked rank, whose exception arrives as text.
-        if shows_tracebacks():
-            raise
-        if (refusal := refusal_in(str(error))) is not None:
-            raise ConfigurationError(refusal) from error
-        print(_with_notes(error), file=sys.stderr)  # Where it was raised, and not where this process has waited.
-        sys.exit(1)
-    except OmegaConfBaseException as error:
-        raise ConfigurationError(explain_reference(error)) from error
-    except ProcessExitedException as ended:
-        killed = ended.signal_name is not None
-        words = ended_by(ended.error_index, ended.exit_code) if killed else str(ended)
-        print(f"The run cannot go on: {_with_notes(ended, words)}", file=sys.stderr)
-        sys.exit(1)
-    except (RunEnded, ServersUnreachableError, RemovedError) as ended:
+    except (RunEnded, ServersUnreachableError, RemovedError, ProcessExitedException) as ended:
         if getattr(ended, "clean", False):  # This worker was killed, and the others were done before it was back.
             print(f"Nothing is left to do: {ended}", file=sys.stderr)
             sys.exit(0)
-        print(f"The run cannot go on: {_with_notes(ended)}", file=sys.stderr)
+        words = str(ended)
+        if isinstance(ended, ProcessExitedException) and ended.signal_name is not None:
+            words = ended_by(ended.error_index, ended.exit_code)
+        print(f"The run cannot go on: {_with_notes(ended, words)}", file=sys.stderr)
+        sys.exit(1)
+    except Exception as error:
+        if shows_tracebacks() or isinstance(error, ConfigurationError):
+            raise
+        if (line := explain_run_error(error)) is not None:
+            raise ConfigurationError(line) from error
+        if not isinstance(error, ProcessRaisedException):
+            raise
+        # From a spawned or forked rank: where it was raised, and not where this process has waited.
+        print(_with_notes(error, str(error)), file=sys.stderr)
         sys.exit(1)
 
 
-def _with_notes(error: Exception, words: str = "") -> str:
-    return "; ".join((words or str(error), *getattr(error, "__notes__", ())))
+def _with_notes(error: Exception, words: str) -> str:
+    return "; ".join((words, *getattr(error, "__notes__", ())))
 
 
 class ModelAndData(CLI):

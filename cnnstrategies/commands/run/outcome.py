@@ -21,7 +21,6 @@ from cnnstrategies._lightning_private import end_observation, ranks_are_children
 from cnnstrategies.callbacks.graceful_stop import StoppedTogether
 from cnnstrategies.cluster.hosts import Network, across_hosts
 from cnnstrategies.cluster.stores import own_store
-from cnnstrategies.commands.front.refuse import shows_tracebacks
 from cnnstrategies.commands.run.failures import explain_run_error
 from cnnstrategies.commands.run.interrupt import heeds_signals
 from cnnstrategies.errors import ConfigurationError
@@ -47,7 +46,7 @@ def ends_together(trainer: Trainer, network: Network) -> Iterator[None]:
     """When a trainer's function fails in this process, end the processes that it started, and say once what is wrong.
 
     Raises:
-        ConfigurationError: What this rank is the first to refuse, or to find wrong in a way that a line can say.
+        ConfigurationError: What this rank is the first to refuse.
         RunEnded: A rank was killed, and this one has lost its connection to it.
         SystemExit: Another rank has said what is wrong; the exit code is that rank's.
     """
@@ -83,10 +82,7 @@ def ends_together(trainer: Trainer, network: Network) -> Iterator[None]:
                 ) from error
             if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
                 raise KeyboardInterrupt from None  # Lightning has made a plain failure of it.
-            line = explain_run_error(error)
-            if line is None or isinstance(error, ConfigurationError) or shows_tracebacks():
-                raise
-            raise ConfigurationError(line) from error
+            raise
 
 
 @contextlib.contextmanager
