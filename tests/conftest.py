@@ -2,7 +2,6 @@ import contextlib
 import gc
 import logging
 import os
-import pdb
 import select
 import signal
 import sys
@@ -73,8 +72,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Also has the processes that run the tests start as forks of this one, which has imported everything.
     """
-    global _debugs
-    _debugs = config.getoption("usepdb")
     if offset := config.getoption("--seed-offset"):
         seed = torch.manual_seed
         torch.manual_seed = lambda number: seed(number + offset)
@@ -108,9 +105,6 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-_debugs = False  # With --pdb.
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs every test in a forked process of its own, except those marked `light`.
@@ -118,7 +112,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     A process in which a Trainer was built or backward has run cannot fork ranks any more: Lightning refuses, or they
     hang. So no test may do that in pytest's own process, from which all others are forked; but for the debugger's one.
     """
-    if _debugs:
+    if pyfuncitem.config.getoption("usepdb"):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     if pyfuncitem.get_closest_marker("light") is not None:
@@ -155,8 +149,7 @@ def run_forked(
     with tempfile.TemporaryFile("w+b") as log:
         pid = os.fork()
         if pid == 0:
-            if not _debugs:  # Else it could not read from the terminal.
-                os.setsid()
+            os.setsid()
             torch.set_num_threads(1)  # In one thread, before backward's may do it at once; see NetworkModule.setup.
             torch.ones(1, requires_grad=True).exp()  # Likewise: autograd's first use after a fork replaces its engine.
             os.dup2(log.fileno(), 1)
@@ -177,32 +170,22 @@ def run_forked(
                 code = 0
             except SystemExit as stop:
                 code = stop.code if isinstance(stop.code, int) else 1
-            except BaseException as error:
+            except BaseException:
                 traceback.print_exc(file=streams[1])
-                if _debugs:
-                    debug(error)
             sys.stdout.flush()
             os._exit(code)
         process = os.pidfd_open(pid)
-        in_time, _, _ = select.select([process], [], [], None if _debugs else timeout)
+        in_time, _, _ = select.select([process], [], [], timeout)
         os.close(process)
         if not in_time:
             os.killpg(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-        left = "" if _debugs else kill_group(pid)
+        left = kill_group(pid)
         log.seek(0)
         output = log.read().decode(errors="replace")
     assert in_time, f"no end after {timeout} s:\n{output}"
     assert not left, f"processes were left behind:\n{left}\n{output}"
     return os.waitstatus_to_exitcode(status), output
-
-
-def debug(error: BaseException) -> None:
-    """Lets somebody look at what has failed in a forked process, at the terminal that pytest has hidden from it."""
-    with open("/dev/tty") as stdin, open("/dev/tty", "w") as stdout:
-        debugger = pdb.Pdb(stdin=stdin, stdout=stdout)
-        debugger.reset()
-        debugger.interaction(None, error.__traceback__)
 
 
 def kill_group(group: int, seconds: float = 30.0) -> str:

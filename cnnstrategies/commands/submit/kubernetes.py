@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from cnnstrategies.cluster.kubernetes import KEY, MAIN_PORT, OWN_KEY, SERVER_PORT, SERVERS, TRAINER, Run, host, text
+from cnnstrategies.cluster.kubernetes import MAIN_PORT, OWN_KEY, SERVER_PORT, SERVERS, TRAINER, Run, host, text
 from cnnstrategies.commands.submit.command import Target
 from cnnstrategies.errors import ConfigurationError
 
@@ -135,43 +135,13 @@ target = KubernetesTarget
 
 
 def create(run: Run) -> None:
-    """Ask the cluster what can be known beforehand, and make the objects of a run; either all or none."""
-    options = run.options
-    for path, claim in options.volumes.items():
-        if _look(run, "persistentvolumeclaim", claim, "--output=name") == "":
-            raise ConfigurationError(
-                f"{SECTION}.volumes: there is no claim {claim} for {path}: see kubectl get pvc, and {SECTION}.namespace"
-            )
-    if options.key_secret is not None:
-        found = _look(run, "secret", options.key_secret, f"--output=jsonpath={{.data.{_escaped(KEY)}}}")
-        if found == "":
-            raise ConfigurationError(
-                f"{SECTION}.key_secret: there is no secret {options.key_secret} with {KEY}: cnnstrategies-server "
-                f"--make-keys {KEY}, and kubectl create secret generic {options.key_secret} --from-file={KEY}"
-            )
-    if run.size.gpus_per_node:
-        selector = ",".join(f"{key}={value}" for key, value in options.node_selector.items())
-        allocatable = f"{{.items[*].status.allocatable.{_escaped(options.gpu)}}}"
-        found = _look(run, "nodes", f"--selector={selector}", f"--output=jsonpath={allocatable}")
-        most = max(map(int, (found or "").split()), default=0)
-        # A cluster that makes nodes when they are asked for may have none now.
-        if 0 < most < run.size.gpus_per_node:
-            raise ConfigurationError(
-                f"trainer.devices={run.size.gpus_per_node}: no node{f' with {selector}' if selector else ''} has more "
-                f"than {most} {options.gpu}: use at most {most} devices, and more nodes with trainer.num_nodes"
-            )
+    """Have the cluster check the objects of a run, and make them; either all or none."""
     objects = text(run)
     _checked(_kubectl(run, "create", "--dry-run=server", "--filename=-", given=objects))
     made = _kubectl(run, "create", "--output=name", "--filename=-", given=objects)
     if made.returncode and made.stdout:
         _kubectl(run, "delete", "--wait=false", *made.stdout.split())
     _checked(made)
-
-
-def _look(run: Run, *words: str) -> str | None:
-    """What is there: an empty text if nothing is, None if this user may not look."""
-    ended = _kubectl(run, "get", *words, "--ignore-not-found")
-    return None if "(Forbidden)" in ended.stderr else _checked(ended)
 
 
 def _kubectl(run: Run, *words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -194,8 +164,3 @@ def _checked(ended: subprocess.CompletedProcess[str]) -> str:
             "--dry_run needs no cluster"
         )
     return ended.stdout
-
-
-def _escaped(name: str) -> str:
-    """A name in a path of kubectl's."""
-    return name.replace(".", r"\.")
