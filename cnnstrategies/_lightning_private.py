@@ -20,24 +20,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 
 from cnnstrategies.errors import ConfigurationError
 
-__all__ = [
-    "GlobalState",
-    "MultiProcessingLauncher",
-    "ScriptLauncher",
-    "acts_within_epochs",
-    "ask_of_sigterm",
-    "asks_of_sigterm",
-    "built_by_cli",
-    "check_start",
-    "end_observation",
-    "leave_samplers",
-    "own_values",
-    "ranks_are_children",
-    "script_command",
-    "set_batches_that_stepped",
-    "train_loader",
-    "wrapped_sampler",
-]
+__all__ = ["GlobalState", "MultiProcessingLauncher", "ScriptLauncher"]  # Beside the functions.
 
 
 def acts_within_epochs(callback: Callback) -> str | None:

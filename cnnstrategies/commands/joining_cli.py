@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from cnnstrategies.checkpoints.io import AtomicCheckpointIO
 from cnnstrategies.commands.run import lightning_cli
-from cnnstrategies.commands.run.errors import check_trainer_names
 from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.errors import ConfigurationError
@@ -89,7 +88,6 @@ class JoiningCLI(CLI):
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
-        check_trainer_names(config.trainer.strategy, config.trainer.accelerator)
         for name, value in UNLIKE.items():
             config.trainer[name] = value
         config.ckpt_path = config.run_name = None

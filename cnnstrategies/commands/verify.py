@@ -7,7 +7,6 @@ from typing_extensions import override
 
 from cnnstrategies.commands.front.options import VerifyOptions
 from cnnstrategies.commands.front.refuse import show
-from cnnstrategies.commands.run.errors import check_trainer_names
 from cnnstrategies.commands.run.lightning_cli import ModelAndData
 from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.verifying.runs import QUIET, TrainingError, forked, verify
@@ -21,7 +20,6 @@ class VerifiedCLI(ModelAndData):
     @override
     def before_instantiate_classes(self) -> None:
         trainer = self.config.trainer
-        check_trainer_names(trainer.strategy, trainer.accelerator)
         if isinstance(trainer.strategy, str):
             trainer.strategy = forked(trainer.strategy)
         elif "start_method" in trainer.strategy.get("init_args", {}):

@@ -287,7 +287,7 @@ def test_the_cluster_checks_all_objects_and_then_all_are_made_or_none(api, tmp_p
     assert [name for method, name in api.seen if method == "DELETE"] == ["configmaps", "services"]
     path = tmp_path / "kubeconfig"
     path.write_text(re.sub(r":\d+\n", ":1\n", path.read_text()))
-    with pytest.raises(ConfigurationError, match=r"127.0.0.1:1 .*kubectl config get-contexts"):
+    with pytest.raises(ConfigurationError, match=r"127.0.0.1:1\b.*kubectl config get-contexts"):
         create(run())
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigurationError, match="kubectl is not found"):

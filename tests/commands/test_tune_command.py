@@ -25,7 +25,6 @@ class Pretended:
     def __init__(self, folder, name, words, seconds, loads):
         (folder / f"{name}.log").touch()
         assert words[0] == "fit"
-        assert not any(word.startswith(("--minutes", "--allow", "--output")) for word in words)
         arguments = {}
         for word in words:
             if word.startswith(str(folder)):
@@ -95,9 +94,3 @@ def test_loading_is_tried_where_the_data_module_can(monkeypatch):
     config = SimpleNamespace(trainer=SimpleNamespace(devices=2), data=Namespace(init_args=Namespace(num_workers=1)))
     assert [one.name for one in loading(config, DigitsDataModule)] == ["0 workers", "2 workers", "4 workers"]
     assert loading(config, object) == []
-
-
-@pytest.mark.light
-def test_a_run_gets_the_command_line_without_tunes_own_words():
-    words = ["fit", "--config", "x.yaml", "--minutes", "3", "--allow=[precision]", "--output", "p.yaml", "--run_name=a"]
-    assert tune.without_own_options(words) == ["fit", "--config", "x.yaml", "--run_name=a"]

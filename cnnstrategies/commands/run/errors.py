@@ -31,10 +31,10 @@ HOMES = (
 FROM_ELSEWHERE = ("params", "optimizer")  # Arguments that no configuration gives: the caller does.
 
 
-def check_trainer_names(strategy: Any, accelerator: Any) -> None:
+def check_trainer_names(trainer: Any) -> None:
     """Refuse a strategy or accelerator that is not registered."""
     known = {"strategy": ("auto", *StrategyRegistry.available_strategies()), "accelerator": ACCELERATORS}
-    for what, value in (("strategy", strategy), ("accelerator", accelerator)):
+    for what, value in (("strategy", trainer.strategy), ("accelerator", trainer.accelerator)):
         if isinstance(value, str) and value not in known[what] and re.fullmatch(r"\w+", value):
             raise ConfigurationError(f"trainer.{what}: no {what} {value!r}{accepted(value, known[what])}")
 

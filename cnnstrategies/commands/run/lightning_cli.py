@@ -112,6 +112,8 @@ class CLI(LightningCLI):
             with _fails_in_a_line():
                 sys.argv[1:] = [*words, f"--{NUM_CLASSES}={self._built_alone('data').num_classes}"]
         super().parse_arguments(parser, args)
+        command = self.config.get("subcommand")
+        check_trainer_names((self.config[command] if command else self.config).trainer)
 
     def _built_alone(self, section: str) -> Any:
         """What a section of the configuration says, built without the others."""
@@ -131,7 +133,6 @@ class CLI(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
-        check_trainer_names(config.trainer.strategy, config.trainer.accelerator)
         check_checkpoint(config.ckpt_path, words=WORDS if self.subcommand in FROM_WEIGHTS else CHECKPOINT_WORDS)
         self.named = find_run(config.run_name, configuration_hash(config), os.environ)
         if self.named is not None:

@@ -18,7 +18,7 @@ from typing_extensions import override
 from cnnstrategies.cluster.job import Size, job_size
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_folder import CHECKPOINTS, checked, checkpoint_arguments, keep_version, refuse_anothers
-from cnnstrategies.commands.run.errors import check_checkpoint, check_trainer_names
+from cnnstrategies.commands.run.errors import check_checkpoint
 from cnnstrategies.commands.run.lightning_cli import ModelAndData
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.module import share
@@ -44,7 +44,6 @@ class SubmitCLI(ModelAndData):
 
     @override
     def before_instantiate_classes(self) -> None:
-        check_trainer_names(self.config.trainer.strategy, self.config.trainer.accelerator)
         check_checkpoint(self.config.ckpt_path, words=())
         if self.config.run_name is not None:
             checked(self.config.run_name)

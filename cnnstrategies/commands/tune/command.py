@@ -5,7 +5,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def main(args: Sequence[str]) -> None:
     }
     console = Console()
     with tempfile.TemporaryDirectory(prefix="cnnstrategies_tune_") as folder, console.status("") as status:
-        search = Search(without_own_options(["fit", *args[1:]]), Path(folder), cli.config, device, options, status)
+        search = Search(["fit", *args[1:]], Path(folder), cli.config, device, options, status)
         try:
             search.run(phases)
         except KeyboardInterrupt:
@@ -212,20 +211,3 @@ def _tell(console: Console, search: Search, options: TuneOptions) -> None:
         lines.append("It changes what is learned: compare the accuracy.")
     write_commented(options.output, nested(winner.values), lines)
     print(f"Wrote {options.output}: cnnstrategies fit --config YOURS --config {options.output}")
-
-
-def without_own_options(words: Sequence[str]) -> list[str]:
-    """A command line without what ``tune`` alone takes."""
-    own = {f"--{one.name}" for one in fields(TuneOptions)}
-    kept: list[str] = []
-    skips = False
-    for word in words:
-        name = word.partition("=")[0].removesuffix("+")
-        if name in own:
-            skips = "=" not in word
-        elif skips and not word.startswith("--"):
-            continue
-        else:
-            skips = False
-            kept.append(word)
-    return kept

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from cnnstrategies.callbacks.compute_settings import ComputeSettings
+from cnnstrategies.commands.front.options import TuneOptions
 from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.run.trainer import as_list
@@ -124,7 +126,12 @@ class TrialControl(Callback):
 
 
 class TrialCLI(CLI):
-    """``fit`` without anything that writes, evaluates or talks."""
+    """``fit`` without anything that writes, evaluates or talks; the words are those of ``tune``."""
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        parser.add_class_arguments(TuneOptions, None)
 
     @override
     def before_instantiate_classes(self) -> None:
