@@ -53,7 +53,7 @@ class PredictionWriter(Callback):
         self._indices: list[Tensor] = []
         self._probabilities: list[Tensor] = []
         self._folder = Path()
-        self._masks = 0
+        self._masks: int | None = None
         self._are_values = False
 
     @override
@@ -84,7 +84,7 @@ class PredictionWriter(Callback):
         if isinstance(outputs, dict) and {"index", "masks"} <= outputs.keys():
             folder = self.output or self._folder / "predictions"
             write_masks(folder, getattr(trainer, "datamodule", None), outputs["index"].tolist(), outputs["masks"].cpu())
-            self._masks += len(outputs["index"])
+            self._masks = (self._masks or 0) + len(outputs["index"])
             return
         self._are_values = isinstance(outputs, dict) and "values" in outputs
         rows = "values" if self._are_values else "probabilities"
@@ -98,9 +98,9 @@ class PredictionWriter(Callback):
 
     @override
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._masks:
+        if self._masks is not None:  # 0 in the later stages of a pipeline.
             rank_zero_info(f"{self._masks} masks of this process: {self.output or self._folder / 'predictions'}")
-            self._masks = 0
+            self._masks = None
             return
         indices, probabilities = (gather_rows(trainer, torch.cat(own)) for own in (self._indices, self._probabilities))
         self._indices.clear()
