@@ -102,6 +102,3 @@ def test_on_the_command_line_own_modules_train_and_predict(run_cli):
         rows = list(csv.DictReader(file))
     assert len(rows) > 0
     assert all(sum(float(row[f"p({name})"]) for name in "012") == pytest.approx(1, abs=1e-4) for row in rows)
-    code, output = run_cli("export", *options, "--ckpt_path=last", "--output=exported")
-    assert code == 0, output
-    assert Path("exported/model.pt2").exists()

@@ -8,7 +8,7 @@ from conftest import ROOT, quiet_trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.data import CIFAR10DataModule, DigitsDataModule, SyntheticDataModule
+from cnnstrategies.data import DigitsDataModule, SyntheticDataModule
 from cnnstrategies.data.module import share
 from cnnstrategies.strategies import HybridPipelineStrategy
 
@@ -37,16 +37,9 @@ def test_the_quickstart_makes_the_same_steps_everywhere():
     unequal = SyntheticDataModule(num_samples=100, image_size=8, global_batch_size=12)
     unequal.trainer = quiet_trainer(HybridPipelineStrategy(replicas=[3, 1]), 4)
     assert unequal.batch_size == 4, "the replicas of the first stage load"
-
-
-def test_a_batch_size_is_per_process_and_has_a_default():
-    assert DigitsDataModule(batch_size=5).batch_size == 5
-    for module, size in ((DigitsDataModule, 64), (CIFAR10DataModule, 128), (SyntheticDataModule, 32)):
-        data = module()
-        data.trainer = quiet_trainer("ddp", 2, accumulate_grad_batches=2)
-        assert data.batch_size == size
-        data.batch_size = 16  # As Lightning's BatchSizeFinder does.
-        assert data.batch_size == 16
+    own = DigitsDataModule(batch_size=5)
+    own.trainer = quiet_trainer("ddp", 2, accumulate_grad_batches=2)
+    assert own.batch_size == 5, "of each process"
 
 
 def test_what_does_not_divide_is_refused_with_the_nearest():
