@@ -55,8 +55,6 @@ class ImageFolderDataModule(ImageDataModule):
             what the weights were trained with; in Python ``prepare_as`` does.
         resize: Shorter side before the centre crop; by default 8/7 of ``image_size``, for 224 the usual 256.
         val_split: Share of the training images that is held out for validation where there is no ``val``.
-        balanced: Draw as many training images of each class in an epoch, which stays as long as it is: images of rare
-            classes come several times, and of frequent ones others in each epoch.
         augment: Crop training images at random and mirror them.
         transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
         num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
@@ -73,7 +71,6 @@ class ImageFolderDataModule(ImageDataModule):
         image_size: int | None = None,
         resize: int | None = None,
         val_split: float = 0.1,
-        balanced: bool = False,
         augment: bool = True,
         transforms: Sequence[nn.Module] | None = None,
         num_workers: int = 4,
@@ -82,7 +79,6 @@ class ImageFolderDataModule(ImageDataModule):
         super().__init__(num_workers=num_workers, **options)
         self.root = Path(root)
         self.val_split = val_split
-        self.balanced = balanced
         self.augment = augment
         self.transforms = transforms
         self.sizes = image_size, resize

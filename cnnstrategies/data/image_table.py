@@ -29,7 +29,7 @@ class ImageTableDataModule(ImageFolderDataModule):
         labels: The CSV file, from ``root``.
         task: As that of :class:`~cnnstrategies.ImageClassifier`.
         columns: The targets' columns; all others than the first and ``split`` when left out.
-        **options: Those of :class:`~cnnstrategies.data.ImageFolderDataModule`; ``balanced`` for classes alone.
+        **options: Those of :class:`~cnnstrategies.data.ImageFolderDataModule`.
 
     Raises:
         ConfigurationError: There is no such file, column or image, or a value is none of the task's.
@@ -46,8 +46,6 @@ class ImageTableDataModule(ImageFolderDataModule):
         self.labels = Path(root) / labels
         self.task = task
         self.columns = columns
-        if task != "classes" and options.get("balanced"):
-            raise ConfigurationError(f"balanced with task={task}: images have no single class to draw by; leave it out")
         super().__init__(root, **options)
 
     @override

@@ -36,7 +36,6 @@ class ImageDataModule(LightningDataModule):
         ignore_index: The value of pixels in masks that count nowhere; None where targets are classes of images.
         prefetch: Batches that each worker process has ready.
         task: What the targets are for: ``classes``, ``multilabel`` or ``regression``.
-        balanced: Whether training has as many samples of each class; the training source then has ``targets``.
         preprocessing: How images are resized and normalised, where that can follow a network's trained weights.
         not_prepared_as: How those were that such weights were trained on, where it cannot.
         places: Where the samples of each part are; what has no place is held out of the training samples.
@@ -70,7 +69,6 @@ class ImageDataModule(LightningDataModule):
     eval_transform: Transform
     ignore_index: int | None = None
     prefetch: int = 2
-    balanced: bool = False
     task: TaskName = "classes"
     preprocessing: Preprocessing | None
     not_prepared_as: Preprocessing | None
@@ -194,9 +192,7 @@ class ImageDataModule(LightningDataModule):
         if getattr(self.trainer, "overfit_batches", 0) > 0:
             sampler = OrderedBatches(size, self.batch_size, replicas, rank)
         else:
-            # Sources of data modules that take `balanced` have targets.
-            classes = self.train_source.targets if self.balanced else None  # type: ignore[attr-defined]
-            sampler = ShuffledBatches(size, self.batch_size, self.seed, replicas, rank, self.drop_last, classes)
+            sampler = ShuffledBatches(size, self.batch_size, self.seed, replicas, rank, self.drop_last)
         return self._loader(BatchDataset(self.train_source, self.train_transform), sampler)
 
     def val_dataloader(self) -> BatchLoader:

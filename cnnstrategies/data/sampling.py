@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.data import DistributedSampler, SequentialSampler
 
 from cnnstrategies.errors import ConfigurationError
@@ -30,8 +29,6 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
 
     Args:
         seed: The permutation depends on ``(seed, epoch)`` only.
-        classes: Of the samples (size,): each epoch has as many of each class, in place of every sample once; see
-            :func:`balanced_order`.
     """
 
     def __init__(
@@ -42,11 +39,9 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
         num_replicas: int,
         rank: int,
         drop_last: bool,
-        classes: Tensor | None = None,
     ) -> None:
         super().__init__(range(size), num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
         self.size = size
-        self.classes = classes
         self.samples_per_batch = batch_size * num_replicas
         self.skip = 0
         if len(self) == 0:
@@ -57,8 +52,7 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
 
     def identity(self) -> dict[str, int]:
         """What the batches depend on besides the epoch; with another of these, a batch's number means other samples."""
-        order = {} if self.classes is None else {"balanced": 1}
-        return {"samples": self.size, "samples_per_batch": self.samples_per_batch, "seed": self.seed, **order}
+        return {"samples": self.size, "samples_per_batch": self.samples_per_batch, "seed": self.seed}
 
     def __len__(self) -> int:
         """Number of batches in an epoch, the same on every rank."""
@@ -68,10 +62,7 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
     def __iter__(self) -> Iterator[BatchRequest]:
         """The epoch's batches from number ``skip`` on."""
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
-        if self.classes is not None:
-            permutation = balanced_order(self.classes, generator)
-        else:
-            permutation = torch.randperm(self.size, generator=generator).tolist()
+        permutation = torch.randperm(self.size, generator=generator).tolist()
         for batch in range(self.skip, len(self)):
             shared = permutation[batch * self.samples_per_batch : (batch + 1) * self.samples_per_batch]
             while len(shared) < self.num_replicas:
@@ -119,22 +110,3 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
         first, last = (self.size * r // self.num_replicas for r in (rank, rank + 1))
         count = last - first
         return list(range(*(first + count * b // self.batches for b in (batch, batch + 1))))
-
-
-def balanced_order(classes: Tensor, generator: torch.Generator) -> list[int]:
-    """As many samples as there are, in random order, and as many of each class, to within one.
-
-    Samples of rare classes come several times, each as often as any other of its class, to within one; those of
-    frequent classes come in turn, others in each epoch. ``classes`` are those of the samples (N,).
-    """
-    counts = [count for count in torch.bincount(classes).tolist() if count]
-    groups = torch.split(classes.argsort(stable=True), counts)
-    least, more = divmod(len(classes), len(groups))
-    gets_more = torch.randperm(len(groups), generator=generator) < more
-    chosen = []
-    for group, one_more in zip(groups, gets_more.tolist(), strict=True):
-        share = least + one_more
-        rounds = [torch.randperm(len(group), generator=generator) for _ in range(-(-share // len(group)))]
-        chosen.append(group[torch.cat(rounds)[:share]] if rounds else group[:0])
-    order: list[int] = torch.cat(chosen)[torch.randperm(len(classes), generator=generator)].tolist()
-    return order

@@ -40,8 +40,6 @@ class ShardedImageDataModule(ImageDataModule):
         normalise_on_device: Bring batches to the device as bytes, a quarter of the size, and normalise them there; by
             default where the accelerator is not the CPU.
         val_split: Share of the training images that is held out for validation where none are packed.
-        balanced: Draw as many training images of each class in an epoch, which stays as long as it is: images of rare
-            classes come several times, and of frequent ones others in each epoch.
         augment: Crop training images at random and mirror them.
         transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
         num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
@@ -60,7 +58,6 @@ class ShardedImageDataModule(ImageDataModule):
         decoder: DecoderName = "auto",
         normalise_on_device: bool | None = None,
         val_split: float = 0.1,
-        balanced: bool = False,
         augment: bool = True,
         transforms: Sequence[nn.Module] | None = None,
         num_workers: int = 4,
@@ -79,7 +76,6 @@ class ShardedImageDataModule(ImageDataModule):
         self.normalise_on_device = normalise_on_device
         self.val_split = val_split
         self.prefetch = prefetch
-        self.balanced = balanced
         self.augment = augment
         if "train" not in self.index.parts:
             raise ConfigurationError(f"{self.root} has no images for training: pack a source that has")

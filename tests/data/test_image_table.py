@@ -84,7 +84,6 @@ MISTAKES = {
         {"task": "regression"},
         "names e.png, which is not there: paths begin",
     ),
-    "balanced": (LABELS, {"task": "regression", "balanced": True}, "balanced with task=regression"),
 }
 
 

@@ -141,15 +141,6 @@ def test_images_are_prepared_as_pretrained_weights_expect():
     assert small.not_prepared_as == halves
 
 
-def test_balanced_training_has_as_many_images_of_each_class():
-    make_folder("images")
-    for index in range(9):
-        Image.new("RGB", (30, 20)).save(f"images/train/cat/more{index}.png")
-    module = set_up(ImageFolderDataModule(Path("images"), image_size=16, balanced=True, batch_size=9, num_workers=0))
-    targets = torch.cat([targets for _, targets in module.train_dataloader()])
-    assert torch.bincount(targets).tolist() == [9, 9, 9]
-
-
 def test_a_file_name_not_in_utf8_is_read_and_written():
     make_folder("images")
     Path("images/val/cat/1.png").rename(os.fsdecode(b"images/val/cat/caf\xe9.png"))

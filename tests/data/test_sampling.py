@@ -54,28 +54,6 @@ def test_training_cuts_one_permutation_into_global_batches():
                 assert min(lengths) == 1, case
 
 
-def test_balanced_epochs_have_as_many_of_each_class_in_turn():
-    classes = torch.tensor([7] * 90 + [2] * 8 + [5] * 3)[torch.randperm(101)]
-
-    def epoch(number, world=1, rank=0):
-        sampler = ShuffledBatches(101, 6 // world, 0, world, rank, drop_last=False, classes=classes)
-        sampler.set_epoch(number)
-        assert sampler.identity()["balanced"] == 1
-        return [request.indices for request in sampler]
-
-    first = epoch(0)
-    for number, batches in enumerate((first, epoch(1))):
-        drawn = torch.tensor([index for batch in batches for index in batch])
-        assert len(drawn) == 101
-        for name, count in ((7, 90), (2, 8), (5, 3)):
-            often = torch.bincount(drawn[classes[drawn] == name], minlength=101)[classes == name]
-            assert often.sum() in (33, 34), number
-            assert often.max() - often.min() <= 1, count
-    assert first != epoch(1)
-    halves = zip(epoch(0, 2, 0), epoch(0, 2, 1), strict=True)
-    assert [sorted(a + b) for a, b in halves] == [sorted(batch) for batch in first]
-
-
 def test_each_epoch_is_a_permutation_and_each_batch_has_a_seed():
     """Of the number of the epoch and the seed alone, wherever it begins."""
 

@@ -171,7 +171,6 @@ def test_batch_k_is_the_same_for_any_processes_and_workers(packed):
         assert together == expected
     assert sorted(itertools.chain(*expected)) == sorted(modules[0].train_source.targets.tolist())
     assert len(set(modules[0].train_source.targets.tolist())) == 12
-    assert module(balanced=True).train_dataloader().sampler.classes is not None
 
 
 def test_storage_is_asked_for_a_whole_batch_before_reading(packed, monkeypatch):
