@@ -43,10 +43,10 @@ class ImageDataModule(LightningDataModule):
 
     Args:
         batch_size: Samples per batch and process; by default 32, or what the subclass says.
-        num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
+        num_workers: Worker processes that load batches, per process, and stay from epoch to epoch; 0 loads in the
+            process itself.
         seed: Seed of the split, the shuffling and the augmentation.
         drop_last: Leave out a last, partial training batch.
-        persistent_workers: Keep the workers from epoch to epoch.
         pin_memory: Copy batches to pinned memory first, which speeds up the transfer to a GPU; by default where the
             accelerator is not the CPU.
         global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``: it stays the
@@ -81,7 +81,6 @@ class ImageDataModule(LightningDataModule):
         num_workers: int = 0,
         seed: int = 0,
         drop_last: bool = False,
-        persistent_workers: bool = True,
         pin_memory: bool | None = None,
         global_batch_size: int | None = None,
     ) -> None:
@@ -104,7 +103,6 @@ class ImageDataModule(LightningDataModule):
         self.num_workers = num_workers
         self.seed = seed
         self.drop_last = drop_last
-        self.persistent_workers = persistent_workers
         self.pin_memory = pin_memory
 
     @property
@@ -184,6 +182,11 @@ class ImageDataModule(LightningDataModule):
         kwargs = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
         return (1, 0) if kwargs is None else (kwargs["num_replicas"], kwargs["rank"])
 
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether a trainer brings the batches to another device than the CPU."""
+        return self.trainer is not None and not isinstance(self.trainer.accelerator, CPUAccelerator)
+
     def train_dataloader(self) -> BatchLoader:
         """Shuffled anew in each epoch, over all processes; in order under ``overfit_batches``."""
         replicas, rank = self.sharding()
@@ -215,16 +218,13 @@ class ImageDataModule(LightningDataModule):
     def _loader(self, dataset: BatchDataset, sampler: ShuffledBatches | OrderedBatches) -> BatchLoader:
         options: dict[str, Any] = {}
         if self.num_workers:
-            options = {"persistent_workers": self.persistent_workers, "prefetch_factor": self.prefetch}
-        pin = self.pin_memory
-        if pin is None:
-            pin = self.trainer is not None and not isinstance(self.trainer.accelerator, CPUAccelerator)
+            options = {"persistent_workers": True, "prefetch_factor": self.prefetch}
         return BatchLoader(
             dataset,
             sampler=sampler,
             batch_size=None,
             num_workers=self.num_workers,
-            pin_memory=pin,
+            pin_memory=self.on_accelerator if self.pin_memory is None else self.pin_memory,
             # Of its own: the seed that each epoch's workers are given leaves the global generator alone.
             generator=torch.Generator(),
             **options,

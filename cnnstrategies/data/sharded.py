@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -25,9 +24,9 @@ from cnnstrategies.errors import ConfigurationError
 class ShardedImageDataModule(ImageDataModule):
     """Images packed into tar files by ``cnnstrategies pack``, on local or shared storage.
 
-    Training images are cropped at random and mirrored; the others are cropped in the centre. Without packed validation
-    images, ``val_split`` of the training images; without test images, those of validation; without images for predict,
-    those of the test.
+    Training images are cropped at random and mirrored; the others are cropped in the centre. Batches come to a GPU as
+    bytes, a quarter of the size, and are normalised there. Without packed validation images, ``val_split`` of the
+    training images; without test images, those of validation; without images for predict, those of the test.
 
     Args:
         root: Folder of the shards and their index.
@@ -37,8 +36,6 @@ class ShardedImageDataModule(ImageDataModule):
         resize: Shorter side before the centre crop; by default 8/7 of ``image_size``, for 224 the usual 256.
         decoder: Of JPEG files: ``pillow`` or ``simplejpeg``; ``auto`` is simplejpeg where it is
             installed, else Pillow.
-        normalise_on_device: Bring batches to the device as bytes, a quarter of the size, and normalise them there; by
-            default where the accelerator is not the CPU.
         val_split: Share of the training images that is held out for validation where none are packed.
         augment: Crop training images at random and mirror them.
         transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
@@ -56,7 +53,6 @@ class ShardedImageDataModule(ImageDataModule):
         image_size: int | None = None,
         resize: int | None = None,
         decoder: DecoderName = "auto",
-        normalise_on_device: bool | None = None,
         val_split: float = 0.1,
         augment: bool = True,
         transforms: Sequence[nn.Module] | None = None,
@@ -73,7 +69,6 @@ class ShardedImageDataModule(ImageDataModule):
         self.transforms = transforms
         find_decoder(decoder)
         self.decoder = decoder
-        self.normalise_on_device = normalise_on_device
         self.val_split = val_split
         self.prefetch = prefetch
         self.augment = augment
@@ -103,16 +98,11 @@ class ShardedImageDataModule(ImageDataModule):
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Bring a batch to the device, and normalise it there where it comes as bytes."""
-        return self.finished(super().transfer_batch_to_device(batch, device, dataloader_idx))
-
-    def finished(self, batch: Any) -> Any:
-        """A batch as the network takes it; images that are bytes still are normalised, where they are."""
-        images, targets = batch
+        images, targets = super().transfer_batch_to_device(batch, device, dataloader_idx)
         if images.dtype == torch.uint8:
-            images = self.eval_transform(images)
-            if self.trainer is not None:
-                # Lightning has done this before, when they were bytes.
-                images = self.trainer.precision_plugin.convert_input(images)
+            assert self.trainer is not None
+            # Lightning has converted the batch before, when it was bytes.
+            images = self.trainer.precision_plugin.convert_input(self.eval_transform(images))
         return images, targets
 
     def _source(self, name: str, numbers: "np.ndarray[Any, Any]") -> ShardSource:
@@ -127,10 +117,7 @@ class ShardedImageDataModule(ImageDataModule):
     @override
     def _loader(self, dataset: BatchDataset, sampler: ShuffledBatches | OrderedBatches) -> BatchLoader:
         # Whoever iterates without a trainer gets what the network takes.
-        on_device = self.normalise_on_device and self.trainer is not None
-        if self.normalise_on_device is None:
-            on_device = self.trainer is not None and not isinstance(self.trainer.accelerator, CPUAccelerator)
-        if on_device:
+        if self.on_accelerator:
             training = dataset.transform is self.train_transform
             dataset.transform = self.bytes_transform if training else nn.Identity()
         return super()._loader(dataset, sampler)

@@ -32,9 +32,7 @@ class Numbered(ImageDataModule):
     """Targets 0, 1, ... for training and 100, 101, ... for evaluation."""
 
     def __init__(self, batch_size=BATCH, num_workers=0, seed=7):
-        super().__init__(
-            batch_size, num_workers, seed, drop_last=False, persistent_workers=num_workers == 2, pin_memory=None
-        )
+        super().__init__(batch_size, num_workers, seed)
         self.train_transform = nn.Sequential(RandomShift(2), ToFloat())
         self.eval_transform = ToFloat()
 
