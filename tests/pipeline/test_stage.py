@@ -277,11 +277,8 @@ def test_there_is_no_cut_inside_what_one_stage_must_have() -> None:
 
 
 REFUSED = [
-    (check_layout, (1, (2, 2), 4, 3), r"replicas=\[2, 2\] need 4 devices, but there are 3"),
     (check_layout, (2, (1, 1), 4, 2), r"2 cuts make 3"),
-    (check_layout, (1, (3, 1), 2, 4), r"microbatches=2 are fewer than the 3 replicas"),
     (check_layout, (1, (2, 0), 2, 2), r"every stage needs at least 1 replica"),
-    (divide_by_names, (Changing(), ["nowhere"]), "no module or node 'nowhere'"),
     (divide_by_names, (Changing(), ["block.1", "block.0"]), "in the order in which the network runs"),
     (divide_by_names, (Changing(), ["head"]), "cannot be cut"),
     (check_backend, ("cudagraphs",), r"compile_backend='cudagraphs': .* use inductor, or strategy ddp"),

@@ -1,7 +1,6 @@
 """The pipeline trains what one process trains, with what users switch on: precision, averaging, metrics, loaders."""
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from conftest import quiet_trainer
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import (
     BasePredictionWriter,
@@ -28,8 +28,6 @@ from cnnstrategies import ImageClassifier
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.stage import StageModule
 from cnnstrategies.strategies import HybridPipelineStrategy
-
-hybrid = partial(HybridPipelineStrategy, start_method="fork")
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
@@ -111,23 +109,15 @@ def trainer_of(
         strategy = HybridPipelineStrategy(
             replicas=replicas, cuts=["2"], microbatches=4, start_method=start, **(layout or {})
         )
-    return Trainer(
-        accelerator="cpu",
-        devices=1 if replicas is None else sum(replicas),
-        strategy=strategy,
-        callbacks=list(callbacks),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=name,
-        **{"max_epochs": 2, "num_sanity_val_steps": 1, "use_distributed_sampler": False, "precision": "64-true"}
-        | options,
-    )
+    usual: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 1, "use_distributed_sampler": False}
+    devices = 1 if replicas is None else sum(replicas)
+    usual |= {"precision": "64-true", "enable_checkpointing": True, "default_root_dir": name}
+    return quiet_trainer(strategy, devices, callbacks=list(callbacks), **usual | options)
 
 
-def assert_same_float32(got: Tensor, expected: Tensor) -> None:
+def assert_same_float32(got: Any, expected: Any) -> None:
     """For what was computed in float64 and then handed to a module in float32: the forked ranks' parent, a new one."""
-    torch.testing.assert_close(got.double(), expected.double(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7, check_dtype=False)
 
 
 class Metrics(Callback):
@@ -187,16 +177,11 @@ def test_metrics_and_best_checkpoint_equal_one_process() -> None:
     assert (piped["epochs"], piped["best"]) == (single["epochs"], single["best"])
     assert single["epochs"] < 6, "it stopped early"
     for key in ("weights", "loaded"):
-        assert piped[key].keys() == single[key].keys()
-        for name, value in single[key].items():
-            assert_same_float32(piped[key][name], value)
+        assert_same_float32(piped[key], single[key])
     states = [one["checkpoint"]["optimizer_states"][0]["state"] for one in (piped, single)]
-    torch.testing.assert_close(*states, rtol=1e-6, atol=1e-7, check_dtype=False)
+    assert_same_float32(*states)
     for key in ("state_dict", "current_model_state", "averaging_state"):
-        got, expected = piped["checkpoint"][key], single["checkpoint"][key]
-        assert got.keys() == expected.keys()
-        for name, value in expected.items():
-            assert_same_float32(got[name], value)
+        assert_same_float32(piped["checkpoint"][key], single["checkpoint"][key])
 
 
 def plain_loaders() -> list[Any]:
@@ -254,8 +239,7 @@ def accumulated() -> list[dict[str, Tensor]]:
 
 def test_accumulated_gradients_are_those_of_one_process_once() -> None:
     single, piped, reductions = run_apart(accumulated)
-    for name, value in single.items():
-        assert_same_float32(piped[name], value)
+    assert_same_float32(piped, single)
     assert {rank: int(count) for rank, count in reductions.items()} == {"0": 4, "1": 0, "2": 4}, (
         "rank 1 has a stage of its own"
     )
@@ -284,7 +268,8 @@ def fp16() -> tuple[Any, list[list[tuple[float, bool]]]]:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     model = ImageClassifier(network(), 3, optimizer=sgd)
     mixed = MixedPrecision("16-mixed", "cpu", scaler)
-    trainer = trainer_of([1, 1], [Overflow()], max_epochs=2, precision=None, plugins=[mixed])
+    again = {"activation_checkpointing": "always"}  # With weights in half precision that gradients reach.
+    trainer = trainer_of([1, 1], [Overflow()], layout=again, max_epochs=2, precision=None, plugins=[mixed])
     trainer.fit(model, DataLoader(Images(32), 16))
     single = ImageClassifier(network(), 3, optimizer=sgd)
     # The same without the third batch, in float32.
@@ -354,8 +339,7 @@ def test_an_own_module_trains_and_its_parent_has_all_weights() -> None:
     """A stage without parameters has a backward, too."""
     found, backends = run_apart(own_modules)
     for single, piped in found:
-        for name, value in single.items():
-            assert_same_float32(piped[name], value)
+        assert_same_float32(piped, single)
     assert backends == ["aot_eager"] * 4
 
 
@@ -416,5 +400,4 @@ def test_learning_rate_finder_finds_that_of_one_process() -> None:
     single, piped, (expected, got) = run_apart(find_rates)
     assert single != 1e-3
     assert piped == pytest.approx([single, single])
-    for name, value in expected.items():
-        assert_same_float32(got[name], value)
+    assert_same_float32(got, expected)

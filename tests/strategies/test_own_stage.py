@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from conftest import quiet_trainer
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import run_apart, run_ranks
@@ -100,18 +101,14 @@ def trainer_of(replicas: list[int], epochs: int, name: str, **options: Any) -> T
     if replicas:
         options = {"cuts": ["1", "3"][: len(replicas) - 1], "microbatches": replicas[0], **options}
         strategy = HybridPipelineStrategy(replicas=replicas, **options)
-    return Trainer(
-        accelerator="cpu",
-        devices=sum(replicas) or 1,
-        strategy=strategy,
+    return quiet_trainer(
+        strategy,
+        sum(replicas) or 1,
         max_epochs=epochs,
         precision="64-true",
         callbacks=[ModelCheckpoint(dirpath=name, filename="last", enable_version_counter=False)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
         use_distributed_sampler=False,
-        num_sanity_val_steps=0,
     )
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
+from conftest import quiet_trainer
+from lightning.pytorch import LightningModule
 from ranks import run_apart, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate
@@ -355,11 +356,9 @@ def fit(
     """The trained module, its weights, what it has logged, and what it predicts."""
     torch.manual_seed(0)
     model = kind().double()
-    trainer = Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=kind.epochs, precision="64-true",
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=loading == 1,  # Then it has no use, and changes nothing.
-    )  # fmt: skip
+    # Where one loads, a sampler has no use, and changes nothing.
+    options = {"max_epochs": kind.epochs, "precision": "64-true", "use_distributed_sampler": loading == 1}
+    trainer = quiet_trainer(strategy, devices, **options)
     data = Data(kind.kind)
     shard = 0 if loading == 1 else dist.get_rank() % loading
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import quiet_trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from ranks import run_apart, run_ranks
@@ -136,17 +137,12 @@ def fit(case: Case, kind: str, world: int) -> Trained:
     os.environ["PL_GLOBAL_SEED"] = "2"  # Each step draws from it: a loader draws from the host's numbers, too.
     scaler = torch.amp.GradScaler(kind, init_scale=1024.0) if case.precision == "16-mixed" else None
     graceful_stop.CHECK_SECONDS = 1000.0  # It looks about twice a second, which may be each of such slow steps.
-    trainer = Trainer(
+    trainer = quiet_trainer(
+        case.strategy(),
+        world,
         accelerator="gpu" if kind == "cuda" else "cpu",
-        devices=world,
-        strategy=case.strategy(),
         max_epochs=1,
         limit_train_batches=STEPS,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[Waits(), GracefulStop()],
         precision=None if scaler else case.precision,
         plugins=[MixedPrecision("16-mixed", kind, scaler)] if scaler else None,
