@@ -20,7 +20,7 @@ from cnnstrategies.pipeline.step import Step
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule, check_layout, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport, new_group
-from cnnstrategies.pipeline.whole import collect, merge
+from cnnstrategies.pipeline.whole import memory_on_disk
 from cnnstrategies.runtime.allocation import reuse_freed_memory
 
 TIMEOUT = timedelta(minutes=10)
@@ -185,8 +185,17 @@ class Pipeline:
         Returns:
             On rank 0 the values in the order of the stages; None on the other ranks.
         """
-        return collect(value, self.transport, on_disk)
+        what = "the state of a stage"
+        if self.rank == 0:
+            allocate = memory_on_disk if on_disk else None
+            others = [self.placement.ranks(stage)[0] for stage in range(1, self.placement.stages)]
+            return [value, *(self.transport.receive_object(rank, what, allocate) for rank in others)]
+        if self.place.replica == 0:
+            for one in self.transport.send_object(value, 0, what):
+                one.wait()
+        return None
 
+    @torch.no_grad()
     def merge(self, copy: tuple[nn.Module, nn.Module] | None = None) -> dict[str, Tensor]:
         """All parameters and buffers of the network, on the CPU of every rank; a collective.
 
@@ -195,7 +204,21 @@ class Pipeline:
                 it and the whole; by default the one that is trained.
         """
         module, network = copy or (self.module, self.blueprint.network)
-        return merge(module, network, self.blueprint.state, self.shapes, self.transport)
+        # A tensor with two names has here perhaps another one first than in the network.
+        own = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
+        # Of the whole the types are read alone: what is of other stages may be without memory.
+        everything = dict((*network.named_parameters(), *network.named_buffers()))
+        merged = {}
+        for stage, names in enumerate(self.blueprint.state):
+            for name in names:
+                if stage == self.place.stage:
+                    tensor = own[name].detach().cpu().contiguous()
+                else:
+                    tensor = torch.empty(self.shapes[name], dtype=everything[name].dtype)
+                if self.placement.world_size > 1:
+                    dist.broadcast(tensor, self.placement.ranks(stage)[0], group=self.transport.control)
+                merged[name] = tensor
+        return merged
 
     def train(
         self,

@@ -23,13 +23,8 @@ if TYPE_CHECKING:
     from cnnstrategies.pipeline.engine import Pipeline
 
 
-@dataclass(init=False, eq=False)
 class RandomState:
     """The random numbers at some moment, for a stage that runs on a device."""
-
-    device: torch.device
-    cpu: Tensor
-    accelerator: Tensor | None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

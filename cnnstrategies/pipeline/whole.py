@@ -1,4 +1,4 @@
-"""The state of the whole network and of its optimizers, from those of the stages, and back."""
+"""The state of the whole network's optimizers, from those of the stages, and back."""
 
 import mmap
 import os
@@ -7,31 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.transport import Transport
 
 Groups = list[list[str]]  # the names of the parameters of each group of an optimizer
 _SMALL = 1 << 20  # bytes that are not worth a file
 
 
-def collect(value: Any, transport: Transport, on_disk: bool = False) -> list[Any] | None:
-    """Each stage's value on rank 0; see :meth:`~cnnstrategies.pipeline.engine.Pipeline.collect`."""
-    what, placement = "the state of a stage", transport.placement
-    if transport.rank == 0:
-        others = range(1, placement.stages)
-        allocate = _on_disk if on_disk else None
-        return [value, *(transport.receive_object(placement.ranks(stage)[0], what, allocate) for stage in others)]
-    if transport.place.replica == 0:
-        for one in transport.send_object(value, 0, what):
-            one.wait()
-    return None
-
-
-def _on_disk(size: int) -> Tensor:
+def memory_on_disk(size: int) -> Tensor:
     """So many bytes of a file, which the system writes to the disk and drops when memory is short."""
     if size < _SMALL:
         return torch.empty(size, dtype=torch.uint8)
@@ -44,35 +29,6 @@ def _on_disk(size: int) -> Tensor:
                 f"{error.strerror}; set TMPDIR to a directory on a larger disk"
             ) from error
         return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
-
-
-@torch.no_grad()
-def merge(
-    module: nn.Module,
-    network: nn.Module,
-    state: Sequence[Sequence[str]],
-    shapes: Mapping[str, torch.Size],
-    transport: Transport,
-) -> dict[str, Tensor]:
-    """All parameters and buffers of a network, on the CPU of every rank; a collective.
-
-    Of the whole network the types are read alone; what is of other stages may be without memory.
-    """
-    # A tensor with two names has here perhaps another one first than in the network.
-    own = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
-    everything = dict((*network.named_parameters(), *network.named_buffers()))
-    merged = {}
-    for stage, names in enumerate(state):
-        source = transport.placement.ranks(stage)[0]
-        for name in names:
-            if stage == transport.place.stage:
-                tensor = own[name].detach().cpu().contiguous()
-            else:
-                tensor = torch.empty(shapes[name], dtype=everything[name].dtype)
-            if transport.placement.world_size > 1:
-                dist.broadcast(tensor, source, group=transport.control)
-            merged[name] = tensor
-    return merged
 
 
 def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> Groups:

@@ -195,6 +195,20 @@ class FreezingLate(Classifier):
             self.model.requires_grad_(False)
 
 
+class Following(Classifier):
+    """Has a teacher, as BYOL and DINO."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = classifier().requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for old, new in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+                old.lerp_(new, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
 class WithReader(Classifier):
     class Reader(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -228,6 +242,7 @@ REFUSED_IN_A_STEP: tuple[tuple[type[Module], str], ...] = (
     ),
     (Adding, "SGD has other parameters than configure_optimizers gave it"),
     (FreezingLate, "frozen or unfrozen in the middle of an epoch"),
+    (Following, "Following.training_step computes with model.* and a parameter of another module"),
     (WithReader, r"computes with the images of the batch \(mean\)"),
 )
 

@@ -5,7 +5,7 @@ gradients or an average of the network, is refused.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -51,19 +51,15 @@ class HookWatch:
         self._hooks.end()
 
     @contextmanager
-    def watching(self, hook: str, copies_alone: bool = False) -> Iterator[None]:
-        """Refuse what the code inside, a hook, cannot do right; or what needs a copy of the network alone."""
-        watched = _Watched(hook, self._divided.path, self._own, copies_alone)
+    def watching(self, hook: str) -> Iterator[None]:
+        """Refuse what the code inside, a hook or a step, cannot do right."""
+        watched = _Watched(hook, self._divided.path, self._own)
         self._running.append(watched)
         try:
             with watched:
                 yield
         finally:
             self._running.pop()
-
-    def watching_step(self, copies_alone: bool = False) -> AbstractContextManager[None]:
-        """The same for ``training_step``."""
-        return self.watching(f"{type(self._divided.module).__name__}.training_step", copies_alone)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -91,17 +87,15 @@ class _Watched(TorchFunctionMode):
 
     Args:
         own: The name of each of the stage's parameters, by its id; the stage's part of an average has the same.
-        copies_alone: Refuse only what needs a copy of the network.
     """
 
-    def __init__(self, hook: str, path: str, own: Mapping[int, str], copies_alone: bool) -> None:
+    def __init__(self, hook: str, path: str, own: Mapping[int, str]) -> None:
         super().__init__()
         self.hook = hook
         self.paused = False
         self._path = path
         self._own = own
         self._names = frozenset(own.values())
-        self._copies_alone = copies_alone
         self._origins: Origins[frozenset[str]] = Origins()
 
     def __torch_function__(
@@ -120,7 +114,7 @@ class _Watched(TorchFunctionMode):
                 self._note(origin, args[0][place], result[place] if result is not None else None)
             return result
         origin = self._origin(given, name)
-        if name in READS and not self._copies_alone and origin & self._names and args[0].dtype != torch.bool:
+        if name in READS and origin & self._names and args[0].dtype != torch.bool:
             self._refuse(f"makes numbers of {self._path}.{min(origin)} ({name})", _REMEDY)
         result = func(*args, **kwargs)
         self._note(origin, result, args[0] if name in ("__setitem__", "__set__") else None)
@@ -134,7 +128,7 @@ class _Watched(TorchFunctionMode):
         numbers = [tensor for tensor in tensors if tensor.dtype != torch.bool]
         origin = self._all_of(numbers)
         own = origin & self._names
-        if own and len(origin) > 1 and (origin - own or not self._copies_alone):
+        if own and len(origin) > 1:
             if origin - own:
                 self._refuse(
                     f"computes with {self._path}.{min(own)} and a parameter of another module ({name}), as a copy of "

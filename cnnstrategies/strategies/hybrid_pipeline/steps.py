@@ -4,7 +4,7 @@ import functools
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -42,10 +42,9 @@ class StepLoss(WeighedLoss):
     on the whole batch once more for that.
     """
 
-    def __init__(self, divided: DividedModule, watch: HookWatch) -> None:
+    def __init__(self, divided: DividedModule) -> None:
         super().__init__(self._run, list(divided.own.values()))
         self._divided = divided
-        self._watch = watch
         self._device = divided.pipeline.device
         self._stand_in = divided.another_stand_in()
         self._metrics = copy_metrics(divided.module)
@@ -62,11 +61,9 @@ class StepLoss(WeighedLoss):
         self._stand_in.training = divided.stand_in.training
         shadow = shadow_of(divided.module, divided.path, self._stand_in, self._metrics)
         args, kwargs = self._with_batch(seen(self._batch, microbatch, self._device))
-        with same_random_numbers(self._device), ExitStack() as stack:
+        watched = NoCollectives(divided.module, "training_step") if self.thorough else nullcontext()
+        with same_random_numbers(self._device), watched:
             self._random.restore()
-            if self.thorough:
-                stack.enter_context(self._watch.watching_step(copies_alone=True))
-                stack.enter_context(NoCollectives(divided.module, "training_step"))
             return loss_of(divided.module, shadow.training_step(*args, **kwargs))
 
     def _with_batch(self, batch: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -100,7 +97,7 @@ class Steps:
         if fitting:
             module: Any = divided.module
             has_mean = has_mean_loss(module)
-            self._loss = MeanLoss(module.loss, module.loss_weight) if has_mean else StepLoss(divided, self.watch)
+            self._loss = MeanLoss(module.loss, module.loss_weight) if has_mean else StepLoss(divided)
         self._batch: Batch | None = None
         self._loss_checked = False
         self._accumulates = False
@@ -151,7 +148,7 @@ class Steps:
             if scaler is not None:
                 self.overflow.share(gradients, self._accumulates)
             outputs = self._gather(batch, local)
-            with nullcontext() if self._loss_checked else self.watch.watching_step():
+            with nullcontext() if self._loss_checked else self.watch.watching(self._step_name):
                 output = self._call("training_step", outputs, args, kwargs)
         loss = loss_of(self.divided.module, output)
         self._check_loss(loss)
@@ -163,6 +160,10 @@ class Steps:
         batch = self._take_batch()
         outputs = self._gather(batch, self._pipeline.evaluate(batch))
         return self._call(step, outputs, args, kwargs)
+
+    @property
+    def _step_name(self) -> str:
+        return f"{type(self.divided.module).__name__}.training_step"
 
     @property
     def _sees_batch(self) -> bool:
