@@ -50,7 +50,7 @@ UNCLEAR: list[tuple[dict[str, Any], str | None, str]] = [
         None,
         r"over self.encoder, self.decoder: .* own forward call them, and the steps self\(images\), once",
     ),
-    ({"net": layers(), "scale": nn.Parameter()}, None, r"parameters of its own \(scale\) beside those of self.net"),
+    ({"net": layers(), "scale": nn.Parameter()}, None, r"shared out over self.scale, self.net"),
     ({"net": SAME, "alias": SAME}, None, "alias shares parameters with LightningModule.net: .* leave out"),
     ({"net": SAME, "head": SAME[1]}, None, "head shares parameters with LightningModule.net"),
 ]

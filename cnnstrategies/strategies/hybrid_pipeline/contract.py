@@ -72,21 +72,13 @@ def _outermost(module: LightningModule) -> str:
             f"strategy hybrid_pipeline divides one submodule of {kind}, and none has parameters to train: build it in "
             "__init__ or configure_model (setup runs in each process, after it is looked at)"
         )
-    if own:
-        raise ConfigurationError(
-            f"{kind} has parameters of its own ({', '.join(own[:3])}) beside those of {_selves(having)}: strategy "
-            "hybrid_pipeline divides one submodule that has all; make them part of that"
-        )
+    owners = ", ".join(f"self.{name}" for name in (*own[:3], *having))
     raise ConfigurationError(
         f"strategy hybrid_pipeline divides one submodule that has all trainable parameters, and those of {kind} are "
-        f"shared out over {_selves(having)}: have the module's own forward call them, and the steps "
+        f"shared out over {owners}: have the module's own forward call them, and the steps "
         "self(images), once, with several views of the images as several inputs; or freeze the others and name one "
         "with the strategy's option network; or use strategy ddp, which takes them as they are"
     )
-
-
-def _selves(names: list[str]) -> str:
-    return ", ".join(f"self.{name}" for name in names)
 
 
 def _checked(module: LightningModule, named: str) -> str:
@@ -132,16 +124,11 @@ def check_module(module: LightningModule, named: str | None = None) -> str:
         )
     inside = set(network.parameters())
     outside = [name for name, p in module.named_parameters() if p.requires_grad and p not in inside]
-    if outside and path == WHOLE:
-        raise ConfigurationError(
-            f"{name} has trainable parameters that its forward does not use ({', '.join(outside[:3])}): call them "
-            "there, or freeze them (requires_grad_(False)), since each stage trains its own part of "
-            "what self(x) computes; or use strategy ddp"
-        )
     if outside:
+        where = "that its forward does not use" if path == WHOLE else f"outside {path}"
         raise ConfigurationError(
-            f"{name} has trainable parameters outside {path} ({', '.join(outside[:3])}): move them into it, since "
-            "each stage trains its own part of that only"
+            f"{name} has trainable parameters {where} ({', '.join(outside[:3])}): call them there, or freeze them "
+            "(requires_grad_(False)), since each stage trains its own part of that only; or use strategy ddp"
         )
     return path
 
@@ -201,16 +188,14 @@ def check_loss(returned: Tensor, trained: float, by_method: bool) -> None:
     loss = float(returned)
     if trained != trained or abs(loss - trained) <= allowed * max(abs(trained), 1e-3):
         return
-    if by_method:
-        raise ConfigurationError(
-            f"training_step returned the loss {loss:.7g}, but the mean of loss(outputs, targets) over the "
-            f"microbatches, weighted by loss_weight(targets), is {trained:.7g}: where a module has loss_weight, a "
-            "pipeline trains loss() alone, which must be all of what training_step returns and such a mean; or leave "
-            "out loss_weight"
-        )
+    why = (
+        "where a module has loss_weight, a pipeline trains loss() alone, which must be all of what training_step "
+        "returns, and a mean weighted by loss_weight(targets); or leave out loss_weight"
+        if by_method
+        else f"how much a sample counts in it depends on what the network returns for others. {ADVICE}"
+    )
     raise ConfigurationError(
-        f"training_step returned the loss {loss:.7g}, but what the microbatches add to it is {trained:.7g}: how much "
-        f"a sample counts in it depends on what the network returns for others. {ADVICE}"
+        f"training_step returned the loss {loss:.7g}, but what the microbatches add to it is {trained:.7g}: {why}"
     )
 
 
