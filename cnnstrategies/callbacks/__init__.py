@@ -11,7 +11,6 @@ from cnnstrategies.callbacks.pruning import Pruning
 from cnnstrategies.callbacks.start_panel import StartPanel
 from cnnstrategies.callbacks.step_profile import StepProfile
 from cnnstrategies.callbacks.summary import TrainingSummary
-from cnnstrategies.callbacks.tables import ProgressBar
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.callbacks.traffic import ServerTraffic
 
@@ -23,7 +22,6 @@ __all__ = [
     "FromConfiguration",
     "GracefulStop",
     "PredictionWriter",
-    "ProgressBar",
     "Pruning",
     "SamplesPerSecond",
     "ServerTraffic",

@@ -2,16 +2,13 @@
 
 import inspect
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
-from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.errors import ConfigurationError
 
 OF_DEVICES = frozenset({"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"})
@@ -42,15 +39,6 @@ def own_metric_states(module: nn.Module) -> None:
     for metric in module.modules():
         for name, state in metric.metric_state.items() if isinstance(metric, Metric) else ():
             setattr(metric, name, [one.clone() for one in state] if isinstance(state, list) else state.clone())
-
-
-def warn_of_weights_alone(checkpoint: Mapping[str, Any], path: str | Path, launcher: Any, start_method: str) -> None:
-    """Warn when a checkpoint is saved after the ranks with the optimizers have ended; Lightning's DDP says nothing."""
-    if ranks_are_children(launcher) and checkpoint.get("optimizer_states") == []:
-        rank_zero_warn(
-            f"{path} holds weights alone: the optimizers and the count of steps have ended with the ranks that "
-            f"were started by {start_method}; resume from a checkpoint that was saved during fit"
-        )
 
 
 def check_optimizer_states(saved: int, needed: int) -> None:

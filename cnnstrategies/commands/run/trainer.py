@@ -6,8 +6,7 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.callbacks import ProgressBar as Bar
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, ProgressBar, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.plugins import CheckpointIO
 from rich.console import Console
@@ -20,7 +19,6 @@ from cnnstrategies.callbacks import (
     FromConfiguration,
     GracefulStop,
     PredictionWriter,
-    ProgressBar,
     SamplesPerSecond,
     ServerTraffic,
     StartPanel,
@@ -161,8 +159,8 @@ def all_callbacks(config: Namespace) -> list[Callback]:
         # Lightning's `save_last` writes last.ckpt only together with a new best; this one after each epoch.
         last = ModelCheckpoint(config.checkpoint.dirpath, filename="last", enable_version_counter=False)
         defaults += [config.checkpoint, last]
-    if config.trainer.enable_progress_bar is not False and not any(isinstance(one, Bar) for one in callbacks):
-        defaults.append(ProgressBar())
+    if config.trainer.enable_progress_bar is not False and not any(isinstance(one, ProgressBar) for one in callbacks):
+        defaults.append(RichProgressBar())
     return callbacks + [new for new in defaults if not _has(callbacks, type(new))]
 
 

@@ -66,7 +66,7 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
     values_alone_to_cpu,
 )
 from cnnstrategies.strategies.hybrid_pipeline.steps import Steps, after_the_lost_rank, clip_by_joint_norm, clip_by_value
-from cnnstrategies.strategies.unwrapped import check_keywords, own_metric_states, warn_of_weights_alone
+from cnnstrategies.strategies.unwrapped import check_keywords, own_metric_states
 
 
 class HybridPipelineStrategy(DDPStrategy):
@@ -501,7 +501,6 @@ class HybridPipelineStrategy(DDPStrategy):
         # Weight averaging has put this rank's part of its average there; `current_model_state` is whole already.
         if self._steps is not None and self._steps.divided.averages and "current_model_state" in checkpoint:
             checkpoint["state_dict"] = self._steps.divided.whole_state(checkpoint["state_dict"])
-        warn_of_weights_alone(checkpoint, filepath, self._launcher, self._start_method)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # In words

@@ -30,7 +30,6 @@ from cnnstrategies.strategies.unwrapped import (
     check_keywords,
     check_optimizer_states,
     own_metric_states,
-    warn_of_weights_alone,
 )
 
 
@@ -143,11 +142,6 @@ class CoordinatedStrategy(DDPStrategy):
             self.membership.end(f"worker {self.global_rank} failed: {reason}")
         self._interrupted = True
         super().on_exception(exception)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        warn_of_weights_alone(checkpoint, filepath, self._launcher, self._start)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
