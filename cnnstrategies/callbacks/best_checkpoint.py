@@ -56,13 +56,6 @@ class BestCheckpoint(ModelCheckpoint):
         super().load_state_dict(state_dict)
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._decide(trainer)
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
-    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._decide(trainer)
         if self.monitor not in (None, *trainer.callback_metrics) and not trainer.enable_validation:
