@@ -19,7 +19,7 @@ import numpy as np
 from cnnstrategies.paramserver.core.node import ControlError, End, Message
 
 MAGIC = b"CNPS"
-VERSION = 3
+VERSION = 4
 LARGEST_JSON = 1 << 18
 # Up to here libzmq gets a copy, which is cheaper than its telling Python when it has done without; and such payloads
 # may wait for each other.
@@ -41,14 +41,11 @@ class Kind(IntEnum):
     HELLO = 1  # worker: I am here, at this step (or new), and these slices are answered
     WELCOME = 2  # server: begin with this step
     LEAVE = 3  # worker: do not wait for me any more
-    VALUE = 4  # worker: a slice's first value
-    STATE = 5  # worker: a part of a slice's optimizer state; sent before its value
+    VALUE = 4  # worker: a slice's first value, after its optimizer state
     BEGIN = 6  # worker: hyper-parameters and weight of the step whose pushes follow
     PUSH = 7
     PULL = 8  # worker: send these slices, at least this new
     PULLED = 9
-    GET_STATE = 10
-    STATE_IS = 11
     STATUS = 12  # server to leader: what it has, after a change of view
     VOTE = 13  # server to leader: it has all of a worker's pushes of a step
     DECIDE = 14  # leader: these workers make up the step
@@ -57,7 +54,6 @@ class Kind(IntEnum):
     RELAY_BEGIN = 17  # primary to backup: hyper-parameters of what follows
     RELAY = 18  # primary to backup: an update that it has applied
     ACKNOWLEDGE = 19  # backup: it has the slice up to this version
-    COPY_STATE = 20  # primary to a new backup
     COPY = 21  # primary to a new backup
     PING = 22  # server to server: how often it has missed messages of the other
 
@@ -65,7 +61,7 @@ class Kind(IntEnum):
 class Encoding(IntEnum):
     """How a payload holds numbers."""
 
-    NOTHING = 0  # no payload, or JSON only; in a push: the parameter has no gradient
+    NOTHING = 0  # no numbers: JSON, or a state; in a push: the parameter has no gradient
     DENSE = 1  # the parameter's own dtype
     FP16 = 2
     BF16 = 3
@@ -96,7 +92,7 @@ class Header(NamedTuple):
         weight: Samples, or a norm, or a factor, or the version that a relayed update leads to; of a pulled slice what
             changes can be added to.
         rung: Where workers choose encodings: 1 + the place in the ladder that one uses in a step that begins; of a
-            pulled slice that of the common step's first member.
+            pulled slice that of the common step's first member. Of a pull 1 if it is one of the optimizer's state.
         question: Of a pull of the present values its number, which comes back with them; 0 of any other.
     """
 

@@ -1,45 +1,26 @@
-"""An optimizer's state over slices, as messages, and as one process would have it.
+"""An optimizer's state over slices, as bytes, and as one process would have it."""
 
-Each part of a slice has a state of its own, whose names begin with the part's place: ``0/momentum_buffer``.
-"""
-
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cnnstrategies.codec import CodecError, from_bytes, to_bytes
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.compression import as_bytes, from_bytes
 from cnnstrategies.paramserver.messages import InvalidMessageError
 from cnnstrategies.paramserver.optimizers import StateValue, tupled
 from cnnstrategies.paramserver.slicing import Part, Slice
 from cnnstrategies.paramserver.specification import Specification
 
-LARGEST_NAME = 64
-MOST_STATES = 32  # of a part
-MOST_DIMENSIONS = 8
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
-}
-
-
-def named(name: str, place: int) -> str:
-    """The name in a slice's state of a part's own."""
-    return f"{place}/{name}"
-
-
-def of_part(name: str) -> tuple[int, str]:
-    """The inverse of :func:`named`: the part's place and its own name."""
-    place, _, own = name.partition("/")
-    return int(place), own
+SliceState = list[dict[str, StateValue]]
+"""Of each part of a slice."""
 
 
 def join_state(
     specification: Specification,
     slices: Sequence[Slice],
-    states: Mapping[int, Mapping[str, StateValue]],
+    states: Mapping[int, SliceState],
     options: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The state dict over whole parameters, as the optimizer of one process would save it.
@@ -48,12 +29,8 @@ def join_state(
     """
     found: dict[int, list[tuple[Part, dict[str, StateValue]]]] = {}
     for slice_ in slices:
-        own: list[dict[str, StateValue]] = [{} for _ in slice_.parts]
-        for name, value in states[slice_.key].items():
-            place, plain = of_part(name)
-            own[place][plain] = value
-        for part, state_of_part in zip(slice_.parts, own, strict=True):
-            found.setdefault(part.parameter, []).append((part, state_of_part))
+        for part, own in zip(slice_.parts, states[slice_.key], strict=True):
+            found.setdefault(part.parameter, []).append((part, own))
     state: dict[int, dict[str, StateValue]] = {}
     groups = []
     position = 0
@@ -81,7 +58,7 @@ def _join(shape: tuple[int, ...], parts: Sequence[tuple[Part, Mapping[str, State
 
 def cut_state(
     specification: Specification, slices: Sequence[Slice], state_dict: Mapping[str, Any]
-) -> dict[int, dict[str, StateValue]]:
+) -> dict[int, SliceState]:
     """Each slice's part of a plain state dict: the inverse of :func:`join_state`.
 
     Raises:
@@ -99,11 +76,13 @@ def cut_state(
         for index, place in zip(group.parameters, saved["params"], strict=True)
     }
     return {
-        slice_.key: {
-            named(name, place): _cut(name, value, part, specification.parameters[part.parameter].shape)
-            for place, part in enumerate(slice_.parts)
-            for name, value in state_dict["state"].get(at[part.parameter], {}).items()
-        }
+        slice_.key: [
+            {
+                name: _cut(name, value, part, specification.parameters[part.parameter].shape)
+                for name, value in state_dict["state"].get(at[part.parameter], {}).items()
+            }
+            for part in slice_.parts
+        ]
         for slice_ in slices
     }
 
@@ -116,42 +95,37 @@ def _cut(name: str, value: StateValue, part: Part, shape: tuple[int, ...]) -> St
     return value.reshape(-1)[part.start : part.stop].reshape(part.shape).clone()
 
 
-def pack_state(name: str, value: StateValue) -> tuple[dict[str, Any], bytes]:
-    """The JSON object and the bytes for one entry of the state."""
-    if isinstance(value, Tensor):
-        plain = value.detach().cpu().contiguous()
-        described = {"name": name, "dtype": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape)}
-        return described, bytes(as_bytes(plain))
-    return {"name": name, "scalar": value}, b""
+def pack_state(state: SliceState) -> bytes:
+    """A slice's state as bytes; none where there is none."""
+    return to_bytes(state) if any(state) else b""
 
 
-def unpack_state(described: dict[str, Any], raw: memoryview) -> tuple[str, StateValue]:
+def unpack_state(raw: memoryview, slice_: Slice) -> SliceState:
     """The inverse of :func:`pack_state`, on memory of its own."""
-    name = described.get("name")
-    if not isinstance(name, str) or len(name) > LARGEST_NAME:
-        raise InvalidMessageError("a state without a name")
-    if "scalar" in described:
-        scalar = described["scalar"]
-        if raw or not (scalar is None or isinstance(scalar, bool | int | float)):
-            raise InvalidMessageError("a state that is no scalar")
-        return name, scalar
-    dtype, shape = _DTYPES.get(str(described.get("dtype"))), described.get("shape")
-    if dtype is None or not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
-        raise InvalidMessageError("a state of unknown dtype or shape")
-    numel = 1
-    for size in shape:
-        if type(size) is not int or not 0 <= size <= len(raw):
-            raise InvalidMessageError("a state of unknown dtype or shape")
-        numel *= size
-    if numel * dtype.itemsize != len(raw):
-        raise InvalidMessageError("a state whose bytes do not fit its shape")
-    return name, from_bytes(raw, dtype).clone().view(shape)
+    if not raw:
+        return [{} for _ in slice_.parts]
+    try:
+        state = from_bytes(bytes(raw))
+    except CodecError:
+        raise InvalidMessageError("a state that is none") from None
+    if not isinstance(state, list) or len(state) != len(slice_.parts) or not all(map(_is_state, state)):
+        raise InvalidMessageError("a state of other parts than its slice has")
+    return state
 
 
-def check_part(name: str, state: Collection[str], slice_: Slice) -> None:
-    """Refuse a state of a part that a slice does not have, and one beside more of them than it may have."""
-    place, slash, _ = name.partition("/")
-    if not (slash and place.isdecimal() and place.isascii() and int(place) < len(slice_.parts)):
-        raise InvalidMessageError("a state of a part that its slice does not have")
-    if name not in state and len(state) >= MOST_STATES * len(slice_.parts):
-        raise InvalidMessageError("too many parts of a state")
+def _is_state(own: Any) -> bool:
+    if not isinstance(own, dict):
+        return False
+    return all(
+        isinstance(name, str)
+        and (value is None or isinstance(value, bool | int | float) or (isinstance(value, Tensor) and value.is_cpu))
+        for name, value in own.items()
+    )
+
+
+def split_state(raw: memoryview, slice_: Slice, count: int = 1) -> tuple[SliceState, memoryview]:
+    """The state that stands before the elements of a slice, or of several like it, and the bytes of these."""
+    start = len(raw) - count * slice_.nbytes
+    if start < 0:
+        raise InvalidMessageError("a payload of another size than its slice needs")
+    return unpack_state(raw[:start], slice_), raw[start:]

@@ -16,6 +16,7 @@ from cnnstrategies.paramserver.specification import DTYPES, Specification
 SHARED_BYTES = 1 << 18  # of small parameters that share a slice
 MOST_SHARED = 63  # of a slice: which of them have no gradient is a number of 64 bits
 SLICES_OF_A_SERVER = 4  # that small parameters leave at least, where there are as many
+MOST_STATES = 8  # tensors of a parameter's size in its optimizer state
 
 
 @dataclass(frozen=True)
@@ -154,5 +155,5 @@ def holders(slice_: Slice, view: View) -> list[int]:
 
 
 def largest_payload(slices: Sequence[Slice]) -> int:
-    """Bytes of the largest payload that a slice needs: float32 values with indices, or its own dtype."""
-    return max((max(slice_.nbytes, 8 * slice_.numel) for slice_ in slices), default=0)
+    """Bytes of the largest payload that a slice needs: its values with the optimizer's state, numbers of 8 bytes."""
+    return (1 + MOST_STATES) * max((8 * slice_.numel for slice_ in slices), default=0)

@@ -189,12 +189,12 @@ class Attack:
             infos = self.run.view.servers[0], ServerInfo(1, "1", since=2)
             self.run.follow(replace(self.run.view, number=2, servers=infos))
         self.run.look(1.0)
-        self.run.send(Kind.GET_STATE, step=3)
+        self.pull(3, 0, base=1, rung=1)
 
-    def pull(self, step: int, worker: int) -> None:
+    def pull(self, step: int, worker: int, **fields: int) -> None:
         for server in self.run.roles:
             own = pack_keys([one.key for one in self.run.slices if one.servers[0] == server])
-            self.run.send(Kind.PULL, own, worker=worker, step=step, encoding=Encoding.KEYS, to=(server,))
+            self.run.send(Kind.PULL, own, worker=worker, step=step, encoding=Encoding.KEYS, to=(server,), **fields)
 
     def changed(self, header: Header, payload: bytes) -> tuple[Header, bytes]:
         """A message with something of its header, its JSON object or what follows that changed."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cnnstrategies.paramserver.optimizer_state import cut_state, join_state
+from cnnstrategies.paramserver.optimizer_state import cut_state, join_state, pack_state, unpack_state
 from cnnstrategies.paramserver.optimizers import FusedOptimizer
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import Slice, cut
@@ -55,9 +55,8 @@ def test_slices_are_updated_as_whole_parameters_are(name: str, options: dict[str
             assert state["param_groups"] == optimizer.state_dict()["param_groups"]
             store = stores[1]
             fill(store)
-            for key, parts in cut_state(specification, slices, state).items():
-                for part, value in parts.items():
-                    store.set_state(key, part, value)
+            for key, own in cut_state(specification, slices, state).items():
+                store.set_state(key, unpack_state(memoryview(pack_state(own)), slices[key]))
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape)
         if step in (0, 2, 5):

@@ -12,7 +12,6 @@ from training import specify
 from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.core.view import ServerInfo, View
 from cnnstrategies.paramserver.messages import NO_STEP, SERVER, Encoding, Header, Kind, Parcel, pack_keys
-from cnnstrategies.paramserver.optimizer_state import pack_state
 from cnnstrategies.paramserver.optimizers import FusedOptimizer
 from cnnstrategies.paramserver.server.clocks import PATIENCE_SECONDS
 from cnnstrategies.paramserver.server.decision import Decision
@@ -100,25 +99,6 @@ def test_a_copy_applies_an_update_that_comes_twice_once() -> None:
     assert run.values(1) == {0.0, -0.5}
 
 
-def test_a_first_value_is_taken_with_all_of_its_optimizers_state() -> None:
-    """A part that was lost comes again with the value: without it training would begin with another momentum."""
-    run = Servers(specify({"name": "SGD", "lr": 0.5, "momentum": 0.9}, 1))
-    run.serve(0)
-    run.follow(run.view)
-    store = run.roles[0].store
-    slice_, *_ = run.slices
-    ones = torch.ones(slice_.numel, dtype=slice_.dtype)
-    value: dict[str, Any] = {"key": slice_.key, "base": 1, "encoding": Encoding.DENSE}
-    run.send(Kind.VALUE, bytes(as_bytes(ones)), **value)
-    assert store.versions[slice_.key] == -1
-    assert run.roles[0].dropped["a first value without all of its optimizer's state"] == 1
-    described, raw = pack_state("0/momentum_buffer", ones)
-    run.send(Kind.STATE, bytes(raw), described, key=slice_.key)
-    run.send(Kind.VALUE, bytes(as_bytes(ones)), **value)
-    assert store.versions[slice_.key] == 0
-    assert torch.equal(store.values[slice_.key], ones)
-
-
 @pytest.mark.parametrize("mode", ALONE, ids=["async", "ssp"])
 def test_a_push_waits_for_those_before_it(mode: dict[str, Any]) -> None:
     """Those of a start, of a server that was started again: the worker has said, or will, what it has."""
@@ -164,18 +144,6 @@ def test_small_slices_together_cost_one_optimizer_step(monkeypatch: pytest.Monke
     assert one.versions == other.versions == dict.fromkeys(one.slices, 2)
     for key in one.slices:
         assert torch.equal(one.values[key], other.values[key])
-
-
-def test_what_waits_to_be_applied_is_applied_before_answers() -> None:
-    run = fresh(specify({"name": "SGD", "lr": 0.5, "momentum": 0.9}, 1, mode="async"))
-    run.more = True
-    run.push(0)
-    run.send(Kind.GET_STATE)
-    states = dict.fromkeys(keys(run), b"")
-    for header, said, payload in run.told:
-        states[header.key] += payload if header.kind == Kind.STATE_IS and said else b""
-    for slice_ in run.slices:
-        assert states[slice_.key] == bytes(as_bytes(torch.ones(slice_.numel, dtype=slice_.dtype)))
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

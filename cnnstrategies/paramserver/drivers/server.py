@@ -90,8 +90,7 @@ class ServerService:
         self._views = views
         self._keys = keys
         slices = cut(specification)
-        largest = largest_payload(slices) * (2 if specification.pulls_changes else 1)  # Changes stand behind updates.
-        self.bounds = Bounds(max(largest, 4 * len(slices)) + LARGEST_JSON, len(slices))
+        self.bounds = Bounds(max(largest_payload(slices), 4 * len(slices)) + LARGEST_JSON, len(slices))
         self._largest = largest_frame(self.bounds.payload)
         self._context: Context = zmq.Context(io_threads=IO_THREADS)
         self._gatekeeper = Gatekeeper(self._context, self._admitted) if keys is not None else None

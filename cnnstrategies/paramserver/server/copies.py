@@ -17,16 +17,12 @@ from cnnstrategies.paramserver.messages import (
     InvalidMessageError,
     Kind,
     fields_of,
-    unpack_json,
 )
-from cnnstrategies.paramserver.optimizer_state import check_part, pack_state, unpack_state
-from cnnstrategies.paramserver.optimizers import StateValue
+from cnnstrategies.paramserver.optimizer_state import pack_state, split_state
 from cnnstrategies.paramserver.server.senders import Outbox
 from cnnstrategies.paramserver.server.store import Store, Who, check_absent
 from cnnstrategies.paramserver.slicing import holders
 from cnnstrategies.paramserver.specification import Options
-
-KNOWN = "what workers have"  # beside the entries of an optimizer's state, in a copy
 
 
 class Copies:
@@ -43,7 +39,6 @@ class Copies:
         self._filling: dict[int, set[int]] = {}  # slices whose copies a server lacks that came after training began
         self._relayed_options: dict[int, Options] = {}
         self._copied: dict[int, tuple[int, int]] = {}  # of which process in its primary's place a slice is a copy
-        self._states: dict[int, tuple[int, dict[str, StateValue]]] = {}  # by slice: of a version
         self._options_sent: tuple[object, ...] = ()
 
     # Where they are
@@ -136,26 +131,20 @@ class Copies:
 
     def send(self, key: int, backups: Sequence[int] | None = None) -> None:
         """Send a slice, with all that belongs to it, to some of its backups; by default to all."""
-        version, state, changes = self._store.versions[key], self._store.state(key), self._store.changes
+        version, changes = self._store.versions[key], self._store.changes
         if version < 0:
             return
-        if changes is not None:
-            state = {**state, KNOWN: changes.known[key]}
         said = {
             "seen": [[*who, step] for who, step in self._store.seen[key].items()],
-            "parts": len(state),
             "decided": self._store.decided,
             "lineage": 0 if changes is None else changes.lineages[key],
             "behind": changes is not None and key in changes.behind,
         }
+        known = b"" if changes is None else as_bytes(changes.known[key])
+        # A copy of the values: they change here while the message waits to be sent.
+        payload = b"".join((pack_state(self._store.state(key)), known, self._store.memory[key]))
         for backup in self._backups.get(key, ()) if backups is None else backups:
-            for name, value in state.items():
-                described, raw = pack_state(name, value)
-                self._outbox.to_server(backup, Kind.COPY_STATE, raw, key=key, base=version, json=described)
-            # A copy of the values: they change here while the message waits to be sent.
-            self._outbox.to_server(
-                backup, Kind.COPY, bytes(self._store.memory[key]), key=key, base=version, json=said
-            )  # fmt: skip
+            self._outbox.to_server(backup, Kind.COPY, payload, key=key, base=version, json=said)
 
     def tell_again(self, server: int) -> None:
         """Repeat what a server has missed some messages about."""
@@ -202,47 +191,23 @@ class Copies:
             self._store.seen[header.key][header.base & 0xFFFFFFFF, header.base >> 32] = header.step
             self.acknowledge(header.key)
 
-    def copied_state(self, primary: int, header: Header, payload: memoryview) -> None:
-        """Keep an entry of a slice's optimizer state until its values come."""
-        self._from_primary(primary, header.key)
-        state = self._state_of(header)
-        name, value = unpack_state(unpack_json(payload, header), payload[header.meta :])
-        if name != KNOWN:
-            check_part(name, state, self._store.slices[header.key])
-        self._states[header.key] = header.base, {**state, name: value}
-
-    def _state_of(self, header: Header) -> dict[str, StateValue]:
-        """What has come of a slice's optimizer state in the version of a message."""
-        version, state = self._states.get(header.key, (-1, {}))
-        return state if version == header.base else {}
-
     def copied(self, primary: int, header: Header, said: Message, raw: memoryview) -> None:
-        """Take over a primary's copy of a slice, once all of its optimizer's state has come.
+        """Take over a primary's copy of a slice.
 
         Raises:
-            InvalidMessageError: It is not the primary, the payload does not fit, or an entry of the state was lost: it
-                comes again, since the primary hears of the gap.
+            InvalidMessageError: It is not the primary, or the payload does not fit.
         """
         self._from_primary(primary, header.key)
-        state = self._state_of(header)
-        slice_ = self._store.slices[header.key]
-        check_length(len(raw), Encoding.DENSE, slice_.numel, slice_.dtype)
+        slice_, changes = self._store.slices[header.key], self._store.changes
+        state, values = split_state(raw, slice_, 1 if changes is None else 2)
         seen, lineage, behind = said.table("seen", int, int, int), said.integer("lineage"), said.flag("behind")
         if header.base >= LARGEST_NUMBER:
             raise InvalidMessageError("a version out of range")
-        if len(state) != said.integer("parts"):
-            raise InvalidMessageError("a copy without all of its optimizer's state")
-        changes, known = self._store.changes, state.pop(KNOWN, None)
-        if changes is not None and not (isinstance(known, Tensor) and known.numel() == slice_.numel):
-            raise InvalidMessageError("a copy without what workers have")
-        self._states.pop(header.key, None)
-        self._store.clear_state(header.key)  # The primary may have none of an entry that is here.
-        for name, value in state.items():
-            self._store.set_state(header.key, name, value)
+        self._store.set_state(header.key, state)
         self._store.seen[header.key] = {(worker, life): step for worker, life, step in seen}
-        self._store.put(header.key, from_bytes(raw, slice_.dtype), header.base)
-        if changes is not None and isinstance(known, Tensor):
-            changes.take_over(header.key, known, lineage, behind)
+        self._store.put(header.key, from_bytes(values[-slice_.nbytes :], slice_.dtype), header.base)
+        if changes is not None:  # What workers have stands before the values.
+            changes.take_over(header.key, from_bytes(values[: slice_.nbytes], slice_.dtype), lineage, behind)
         self._copied[header.key] = self._life(header.key)
         self.acknowledge(header.key)
 

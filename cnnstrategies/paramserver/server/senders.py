@@ -25,13 +25,11 @@ from cnnstrategies.paramserver.messages import (
 PING_SECONDS = 0.2
 # Between two pings: what is told again may be lost, too, and that told again, which would be ever more.
 MOST = 8
-_FROM_WORKERS = frozenset(
-    {Kind.HELLO, Kind.LEAVE, Kind.VALUE, Kind.STATE, Kind.BEGIN, Kind.PUSH, Kind.PULL, Kind.GET_STATE}
-)
+_FROM_WORKERS = frozenset({Kind.HELLO, Kind.LEAVE, Kind.VALUE, Kind.BEGIN, Kind.PUSH, Kind.PULL})
 _FROM_SERVERS = frozenset(
     {
         Kind.STATUS, Kind.VOTE, Kind.DECIDE, Kind.NORM, Kind.SCALE, Kind.RELAY_BEGIN, Kind.RELAY, Kind.ACKNOWLEDGE,
-        Kind.COPY_STATE, Kind.COPY, Kind.PING,
+        Kind.COPY, Kind.PING,
     }
 )  # fmt: skip
 

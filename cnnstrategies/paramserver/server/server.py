@@ -77,16 +77,13 @@ class Server:
             Kind.HELLO: self._hello,
             Kind.LEAVE: lambda worker, header, payload: mode.leave(worker),
             Kind.VALUE: self._initialise,
-            Kind.STATE: self._initialise,
             Kind.BEGIN: self._begin,
             Kind.PUSH: self._push,
             Kind.PULL: self._pull,
-            Kind.GET_STATE: lambda worker, header, payload: shard.send_state(worker, header.step),
             Kind.RELAY_BEGIN: self._relay_begins,
             Kind.RELAY: shard.copies.relayed,
             Kind.ACKNOWLEDGE: lambda server, header, payload: shard.acknowledged(server, header.key, header.base),
             Kind.COPY: self._copied,
-            Kind.COPY_STATE: shard.copies.copied_state,
             Kind.PING: self._asked,
         }
 
@@ -289,7 +286,7 @@ class Server:
         if self._values_lost and header.key in self.shard.owned:
             raise InvalidMessageError("a first value although steps were made")  # With it the run would begin anew.
         before = self.shard.ready
-        self.shard.initialise(header, unpack_json(payload, header) if header.meta else {}, payload)
+        self.shard.initialise(header, payload)
         if self.shard.ready and not before:
             for known in list(self._outbox.routes):
                 self._outbox.ask_again(known)  # What came too early was dropped.
@@ -332,7 +329,8 @@ class Server:
         if header.base & 1:
             # A newcomer to common steps begins with what the others have.
             version = 0 if self._common is None else header.step
-            self.shard.pull(worker, keys, Pull(header.step, version, whole=True, question=header.question))
+            pull = Pull(header.step, version, whole=True, state=header.rung > 0, question=header.question)
+            self.shard.pull(worker, keys, pull)
         elif self._own is not None:
             self._own.pull((worker, header.incarnation), keys, header.step, encoding)
         else:

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from cnnstrategies.paramserver.compression import ENCODINGS, as_bytes, check_length, from_bytes, rounded
+from cnnstrategies.paramserver.compression import ENCODINGS, as_bytes, from_bytes, rounded
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind, Say
-from cnnstrategies.paramserver.optimizer_state import check_part, pack_state, unpack_state
+from cnnstrategies.paramserver.optimizer_state import pack_state, split_state
 from cnnstrategies.paramserver.server.copies import Copies
 from cnnstrategies.paramserver.server.senders import Outbox
 from cnnstrategies.paramserver.server.store import Store, Who
@@ -26,6 +26,7 @@ class Pull:
         who: The worker whose own push must be in it, where versions do not say that.
         step: The step of that push.
         whole: Send the values as they are here, without compression.
+        state: Send the optimizer's state in their place.
         encoding: What they are sent in; `NOTHING` for that of the specification.
         mark: Where changes are sent: of what it has of the version before; 0 if it has another, or none.
         question: Comes back with the answer, too; see :class:`~cnnstrategies.paramserver.messages.Header`.
@@ -36,6 +37,7 @@ class Pull:
     who: Who | None = None
     step: int = -1
     whole: bool = False
+    state: bool = False
     encoding: Encoding = Encoding.NOTHING
     mark: float = 0.0
     question: int = 0
@@ -127,6 +129,8 @@ class Shard:
 
     def _answer(self, key: int, pull: Pull, version: int, encoded: dict[Encoding, Any]) -> tuple[Any, Encoding, float]:
         """What a pull is answered with, its encoding and its mark; values are encoded once for all."""
+        if pull.state:
+            return pack_state(self.store.state(key)), Encoding.NOTHING, 0.0
         changes = None if pull.whole else self.store.changes
         answer = changes and changes.answer(key, pull.mark, version == pull.version, pull.encoding)
         if answer:
@@ -172,30 +176,22 @@ class Shard:
             self._outbox.effects.append(Say(text, True))
         self.answer(key)
 
-    # First values, optimizer state
+    # First values
 
-    def initialise(self, header: Header, described: dict[str, object], payload: memoryview) -> None:
-        """Take a slice's first value, or an entry of its optimizer state before that; later ones change nothing.
+    def initialise(self, header: Header, payload: memoryview) -> None:
+        """Take a slice's first value, with the optimizer's state; later ones change nothing.
 
         Raises:
-            InvalidMessageError: The slice is not held here, the payload does not fit, or an entry of the state was
-                lost: all comes again, since the worker hears that the slice has no value.
+            InvalidMessageError: The slice is not held here, or the payload does not fit.
         """
         key = header.key
         if key not in self.store.slices:
             raise InvalidMessageError("a slice of another server")
-        slice_, is_new = self.store.slices[key], self.store.versions[key] < 0
-        if header.kind == Kind.STATE:
-            if is_new:
-                name, value = unpack_state(described, payload[header.meta :])
-                check_part(name, self.store.state(key), slice_)
-                self.store.set_state(key, name, value)
-            return
-        check_length(len(payload), Encoding.DENSE, slice_.numel, slice_.dtype)
-        if is_new:
-            if len(self.store.state(key)) < header.base:
-                raise InvalidMessageError("a first value without all of its optimizer's state")
-            self.store.put(key, from_bytes(payload, slice_.dtype), 0)
+        slice_ = self.store.slices[key]
+        state, values = split_state(payload, slice_)
+        if self.store.versions[key] < 0:
+            self.store.set_state(key, state)
+            self.store.put(key, from_bytes(values, slice_.dtype), 0)
             if key in self.owned:
                 # One that came while there was nothing to copy may not be among those whom the worker gives them.
                 self.copies.send(key)
@@ -203,13 +199,3 @@ class Shard:
             self.answer(key)
         else:
             self.copies.acknowledge(key)
-
-    def send_state(self, worker: int, request: int) -> None:
-        """Send the optimizer state of all own slices, and then how many entries that were."""
-        count = 0
-        for key in self.own:
-            for name, value in self.store.state(key).items():
-                described, raw = pack_state(name, value)
-                self._outbox.to_worker(worker, Kind.STATE_IS, raw, key=key, step=request, json=described)
-                count += 1
-        self._outbox.to_worker(worker, Kind.STATE_IS, step=request, base=count)

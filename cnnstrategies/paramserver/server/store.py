@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from cnnstrategies.paramserver.compression import CHANGES, ENCODINGS, as_bytes, check_length, compress, decode, rounded
 from cnnstrategies.paramserver.messages import ALONE, Encoding, InvalidMessageError
-from cnnstrategies.paramserver.optimizer_state import named, of_part
-from cnnstrategies.paramserver.optimizers import FusedOptimizer, StateValue, load_optimizer
+from cnnstrategies.paramserver.optimizer_state import SliceState
+from cnnstrategies.paramserver.optimizers import FusedOptimizer, load_optimizer
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Options, Specification
 
@@ -253,21 +253,15 @@ class Store:
         for (optimizer, group), gradients in together.items():
             optimizer.step(gradients, options[group])
 
-    def state(self, key: int) -> dict[str, StateValue]:
-        """A slice's optimizer state; see :mod:`~cnnstrategies.paramserver.optimizer_state`."""
+    def state(self, key: int) -> SliceState:
+        """A slice's optimizer state."""
         state = self._optimizers[key].optimizer.state
-        return {
-            named(name, place): value
-            for place, part in enumerate(self._parts[key])
-            for name, value in state.get(part, {}).items()
-        }
+        return [dict(state.get(part, {})) for part in self._parts[key]]
 
-    def clear_state(self, key: int) -> None:
-        """Forget a slice's optimizer state."""
-        for part in self._parts[key]:
-            self._optimizers[key].optimizer.state.pop(part, None)
-
-    def set_state(self, key: int, name: str, value: StateValue) -> None:
-        """Replace one entry of a slice's optimizer state."""
-        place, own = of_part(name)
-        self._optimizers[key].optimizer.state[self._parts[key][place]][own] = value
+    def set_state(self, key: int, state: SliceState) -> None:
+        """Replace a slice's optimizer state."""
+        kept = self._optimizers[key].optimizer.state
+        for part, own in zip(self._parts[key], state, strict=True):
+            kept.pop(part, None)
+            if own:
+                kept[part] = own

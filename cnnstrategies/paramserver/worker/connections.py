@@ -46,9 +46,6 @@ class Counters:
         }
 
 
-_ANSWERS = (Kind.PULLED, Kind.STATE_IS)
-
-
 class Connections:
     """Numbers what is sent to servers, and notes when each was heard.
 
@@ -178,7 +175,7 @@ class Connections:
             return False
         self._last[server] = header.sequence
         self._heard[server] = self._came[server] = now
-        if header.kind in _ANSWERS:
+        if header.kind == Kind.PULLED:
             self._probed[server] = now
         return True
 

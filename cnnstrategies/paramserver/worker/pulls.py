@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cnnstrategies.paramserver.compression import CHANGES, check_length, decode
 from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, Kind, pack_keys
+from cnnstrategies.paramserver.optimizer_state import SliceState, unpack_state
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
 from cnnstrategies.paramserver.worker.connections import Connections
 
@@ -24,6 +25,7 @@ class Pulls:
         step: The one that was last asked for.
         pending: The slices that have not come, in the order in which they are needed.
         refreshing: Whether what was last asked for are the present values, not those after an own push.
+        states: The optimizer's state of the slices that have come, where that was last asked for; else None.
         encoding: In which values after an own push are asked for; `NOTHING` for that of the specification.
     """
 
@@ -38,6 +40,7 @@ class Pulls:
         self.step = 0
         self.pending: dict[int, None] = {}
         self.refreshing = False
+        self.states: dict[int, SliceState] | None = None
         self.encoding = Encoding.NOTHING
         self._slices = slices
         self._by_parameter = keys_by_parameter(slices, len(parameters))
@@ -64,10 +67,14 @@ class Pulls:
             self._order = list(self._used)
         self._used = {}
 
-    def request(self, step: int, refresh: bool) -> None:
-        """Ask for all parameters, of the step that will be worked on next or, to refresh, as they are now."""
+    def request(self, step: int, refresh: bool, states: bool = False) -> None:
+        """Ask for all parameters, of the step that will be worked on next or, to refresh, as they are now.
+
+        Or for the present `states` of their optimizer, which leaves the parameters as they are.
+        """
         keys = list(dict.fromkeys(key for index in self._order for key in self._by_parameter[index]))
         self.refreshing = refresh
+        self.states = {} if states else None
         if refresh:
             self._question = self._question % MOST_QUESTIONS + 1
         self.step = step
@@ -77,7 +84,7 @@ class Pulls:
 
     def begin(self, step: int) -> None:
         """Where pushes ask for their answers: those that follow ask for the parameters of the next step."""
-        self.refreshing = False
+        self.refreshing, self.states = False, None
         self.step = step
 
     def with_push(self, key: int) -> None:
@@ -101,6 +108,12 @@ class Pulls:
         if header.question != (self._question if self.refreshing else 0):
             return False  # A question that was asked twice is answered twice, and the second answer may come late.
         slice_ = self._slices[header.key]
+        if self.states is not None:
+            self.states[header.key] = unpack_state(payload, slice_)
+            del self.pending[header.key]
+            for part in slice_.parts:
+                self._left[part.parameter] -= 1
+            return True
         check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
         values = decode(payload, header.encoding, slice_.numel, slice_.dtype)
         if self._had is not None and not self.refreshing:
@@ -130,6 +143,7 @@ class Pulls:
                 self._connections.send(
                     server, Kind.PULL, pack_keys(part), step=self.step, base=asked, weight=mark,
                     encoding=Encoding.KEYS, question=self._question if self.refreshing else 0,
+                    rung=int(self.states is not None),
                 )  # fmt: skip
 
 

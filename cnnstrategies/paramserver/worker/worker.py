@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cnnstrategies.paramserver.compression import ENCODINGS
+from cnnstrategies.paramserver.compression import ENCODINGS, as_bytes
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import (
     NO_STEP,
@@ -17,13 +17,12 @@ from cnnstrategies.paramserver.messages import (
     unpack_json,
     unpack_keys,
 )
-from cnnstrategies.paramserver.optimizer_state import cut_state, join_state
+from cnnstrategies.paramserver.optimizer_state import SliceState, cut_state, join_state, pack_state
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Compression, Specification
 from cnnstrategies.paramserver.worker.connections import Connections, Counters
 from cnnstrategies.paramserver.worker.outgoing import Outgoing
 from cnnstrategies.paramserver.worker.pulls import Pulls
-from cnnstrategies.paramserver.worker.state_transfer import StateReceipt, States, send_first_values
 
 PROBE_SECONDS = 1.0  # without an answer before a server is asked whether it is there
 REPEAT_SECONDS = 0.05
@@ -91,12 +90,11 @@ class WorkerRole:
         self._replaces = incarnation > 0
         self._unready: dict[int, float] = {}  # servers without values, and since when
         self._welcomes: dict[int, Welcome] = {}
-        self._first_values: tuple[Sequence[Tensor], States] | None = None
+        self._first_values: tuple[Sequence[Tensor], dict[int, SliceState]] | None = None
         self._stands_in = False  # for workers with lower numbers
         self._moved = False  # The parameters are no longer those of the run's start.
         self._version: int | None = None  # of the first slice's values
         self._asked = 0  # Number of the last message that asks for what is under way.
-        self._state: StateReceipt | None = None
 
     @property
     def view(self) -> View:
@@ -119,7 +117,7 @@ class WorkerRole:
         if self._began_with:  # Its own steps move the parameters before others know of them.
             for value, parameter in zip(self._began_with, self._parameters, strict=True):
                 value.copy_(parameter.detach())
-        states: States = {}
+        states: dict[int, SliceState] = {}
         if optimizer_state is not None:
             states = cut_state(self._specification, self._slices, optimizer_state)
         self._first_values = self._began_with or self._parameters, states
@@ -157,10 +155,10 @@ class WorkerRole:
     def optimizer_state(self) -> Generator[Wait, None, dict[str, Any]]:
         """The servers' optimizer state as a plain ``Optimizer.state_dict()`` over whole parameters."""
         yield self.all_here()
-        while True:
-            state = yield from self._ask_for_state()
-            if state is not None:  # Else a server has died or was replaced meanwhile.
-                return join_state(self._specification, self._slices, state.states, self._outgoing.options)
+        self._request(refresh=True, states=True)
+        yield self.all_here()
+        assert self.pulls.states is not None
+        return join_state(self._specification, self._slices, self.pulls.states, self._outgoing.options)
 
     def all_here(self) -> Wait:
         """All parameters are up to date."""
@@ -252,11 +250,9 @@ class WorkerRole:
             self._pulled(header, payload)
         elif header.kind == Kind.WELCOME:
             self._welcomed(server, header, payload)
-        elif header.kind == Kind.STATE_IS and self._state is not None:
-            self._state.take(server, header, payload)
 
     def _pulled(self, header: Header, payload: memoryview) -> None:
-        if not self.pulls.take(header, payload):
+        if not self.pulls.take(header, payload) or self.pulls.states is not None:
             return
         refreshing = self.pulls.refreshing
         if not refreshing or header.base > 0:  # Others may have made steps before this one came.
@@ -290,8 +286,6 @@ class WorkerRole:
             elif not unsettled:
                 # One of which nothing is open votes too, and must hear that the step has begun.
                 self._outgoing.begin_again((server,), self.step)
-        if self._state is not None and asked > self._state.asked(server):
-            self._ask_for_part(server)
         if values["ready"] is not False:
             self._unready.pop(server, None)
         elif self._moved or values["lost"] or self._waits_in_vain(server):
@@ -300,8 +294,16 @@ class WorkerRole:
             self._send_first_values(server)
 
     def _send_first_values(self, server: int) -> None:
+        """Send a server its slices of the first values; what it has already, it ignores."""
         if self._first_values is not None and (self._is_lowest or not self._stands_in):
-            send_first_values(self.connections, server, self._slices, *self._first_values)
+            values, states = self._first_values
+            for slice_ in self._slices:
+                if server in slice_.servers:
+                    flat = [values[part.parameter].detach().cpu().reshape(-1) for part in slice_.parts]
+                    own = [one[part.start : part.stop] for one, part in zip(flat, slice_.parts, strict=True)]
+                    # A copy: the values are pulled into the same memory, maybe before they have left.
+                    payload = pack_state(states.get(slice_.key, [])) + bytes(as_bytes(torch.cat(own)))
+                    self.connections.send(server, Kind.VALUE, payload, key=slice_.key, encoding=Encoding.DENSE)
 
     def _waits_in_vain(self, server: int) -> bool:
         """Whether a worker that takes another's place has waited for values for long: those who had some are gone."""
@@ -353,26 +355,6 @@ class WorkerRole:
         yield Wait(lambda: bool(servers & self._servers - answers().keys()), ask)
         return answers()
 
-    def _ask_for_state(self) -> Generator[Wait, None, StateReceipt | None]:
-        """Ask for the optimizer state of all slices; None if it did not come from the same servers to the end."""
-        owners = self.connections.owners
-        servers = {server for server, _ in owners}
-        # Until they know as well as this worker which slices they answer for.
-        yield from self._ask(servers, joins=False)
-        state = self._state = StateReceipt(self._slices)
-        for server in servers:
-            self._ask_for_part(server)
-        yield Wait(lambda: self.connections.owners == owners and not state.complete)
-        self._state = None
-        return state if self.connections.owners == owners else None
-
-    def _ask_for_part(self, server: int) -> None:
-        """Ask a server for its part of the state, from the beginning."""
-        assert self._state is not None
-        if not self._state.has(server):
-            self._state.begin(server, self.connections.sequence + 1)
-            self.connections.send(server, Kind.GET_STATE, step=self.connections.sequence + 1)
-
     def _say_hello(self, server: int, step: int, joins: bool, answered: Sequence[int] = ()) -> None:
         request = self.pulls.step if self.pulls.pending else None
         said: dict[str, Any] = {"joins": joins, "first": self._first, "given": self._given, "request": request}
@@ -403,9 +385,9 @@ class WorkerRole:
                 self.hello(server)
         self._send_again(moved)
 
-    def _request(self, refresh: bool) -> None:
-        """Ask for all parameters."""
-        self.pulls.request(self.step, refresh)
+    def _request(self, refresh: bool, states: bool = False) -> None:
+        """Ask for all parameters, or their optimizer's states."""
+        self.pulls.request(self.step, refresh, states)
         self._asked = self.connections.sequence
 
     def _send_again(self, keys: list[int]) -> None:

@@ -262,5 +262,5 @@ class WatchedStore(Store):
         self.look(updates)
 
     def _momentum(self, key: int) -> Tensor | None:
-        momentum = self.state(key).get("0/momentum_buffer")
+        momentum = self.state(key)[0].get("momentum_buffer")
         return momentum if isinstance(momentum, Tensor) else None
