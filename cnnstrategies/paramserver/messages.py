@@ -51,8 +51,7 @@ class Kind(IntEnum):
     DECIDE = 14  # leader: these workers make up the step
     NORM = 15  # server to leader: squared norm of its part of the mean gradient
     SCALE = 16  # leader: factor that clips the mean gradient
-    RELAY_BEGIN = 17  # primary to backup: hyper-parameters of what follows
-    RELAY = 18  # primary to backup: an update that it has applied
+    RELAY = 18  # primary to backup: an update that it has applied, with its hyper-parameters or who makes up the step
     ACKNOWLEDGE = 19  # backup: it has the slice up to this version
     COPY = 21  # primary to a new backup
     PING = 22  # server to server: how often it has missed messages of the other
@@ -193,7 +192,7 @@ def compose(
     """A message's header and payload, which begins with a JSON object if there is one."""
     text = b"" if json is None else pack_json(json)
     if text:
-        payload = text + bytes(payload)
+        payload = b"".join((text, payload))
     header = Header(kind, sender, session, sequence, length=len(payload), meta=len(text), **fields)
     return header, payload
 

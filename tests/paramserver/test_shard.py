@@ -92,9 +92,8 @@ def test_a_copy_applies_an_update_that_comes_twice_once() -> None:
     slice_ = next(one for one in run.slices if one.servers[0] == 0)
     copies, payload = run.roles[1].shard.copies, as_bytes(torch.ones(slice_.numel, dtype=slice_.dtype))
     relay = Header(Kind.RELAY, SERVER, 0, 1, Encoding.DENSE, key=slice_.key, length=len(payload), weight=1.0)
-    copies.relay_begins(0, run.options)
     for _ in range(2):
-        copies.relayed(0, relay, payload)
+        copies.relayed(0, relay, payload, run.options, 0)
     assert run.roles[1].store.versions[slice_.key] == 1
     assert run.values(1) == {0.0, -0.5}
 
@@ -238,7 +237,7 @@ def trained(lost: Collection[Kind] = ()) -> Servers:
     return run
 
 
-@pytest.mark.parametrize("lost", [(Kind.DECIDE, Kind.PING), (Kind.DECIDE, Kind.RELAY_BEGIN, Kind.RELAY)])
+@pytest.mark.parametrize("lost", [(Kind.DECIDE, Kind.PING), (Kind.DECIDE, Kind.RELAY)])
 def test_a_step_has_the_same_workers_on_all_slices_by_any_news(
     lost: tuple[Kind, ...],
 ) -> None:

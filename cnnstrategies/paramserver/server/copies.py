@@ -16,7 +16,6 @@ from cnnstrategies.paramserver.messages import (
     Header,
     InvalidMessageError,
     Kind,
-    fields_of,
 )
 from cnnstrategies.paramserver.optimizer_state import pack_state, split_state
 from cnnstrategies.paramserver.server.senders import Outbox
@@ -37,9 +36,7 @@ class Copies:
         self._since: dict[int, int] = {}
         self._acknowledged: dict[tuple[int, int], int] = {}
         self._filling: dict[int, set[int]] = {}  # slices whose copies a server lacks that came after training began
-        self._relayed_options: dict[int, Options] = {}
         self._copied: dict[int, tuple[int, int]] = {}  # of which process in its primary's place a slice is a copy
-        self._options_sent: tuple[object, ...] = ()
 
     # Where they are
 
@@ -68,7 +65,6 @@ class Copies:
             if backup in self._backups.get(key, ()) and 0 < view.begun < since[backup]:
                 self._filling.setdefault(backup, set()).add(key)
         self._copied = {key: life for key, life in self._copied.items() if self._life(key) == life}
-        self._options_sent = ()
         return needed
 
     def owns(self, key: int) -> bool:
@@ -111,22 +107,19 @@ class Copies:
         A change of None leaves the values alone; `sent` is what workers are sent of it, where they pull changes, and
         `absent` are the parts of the slice that have no gradient, as bits.
         """
+        said = {"absent": absent, **(self._store.decided or {"options": options})}
+        payload = b"" if change is None else as_bytes(change)
         for backup in self._backups.get(key, ()):
-            if self._options_sent[:2] != (who, step):
-                for server in {backup for named in self._backups.values() for backup in named}:
-                    self._outbox.to_server(server, Kind.RELAY_BEGIN, json=self._store.decided or {"options": options})
-                self._options_sent = who, step
-            payload = b"" if change is None else as_bytes(change)
             self._outbox.to_server(
                 backup,
                 Kind.RELAY,
                 b"".join((payload, sent)) if sent else payload,
+                json=said,
                 key=key,
                 step=step,
                 base=who[1] << 32 | who[0],
                 weight=self._store.versions[key],
                 encoding=Encoding.NOTHING if change is None else Encoding.DENSE,
-                **({"json": {"absent": absent}} if absent else {}),
             )
 
     def send(self, key: int, backups: Sequence[int] | None = None) -> None:
@@ -148,7 +141,6 @@ class Copies:
 
     def tell_again(self, server: int) -> None:
         """Repeat what a server has missed some messages about."""
-        self._options_sent = ()
         for key in self._store.slices:
             if server in self._backups.get(key, ()):
                 self.send(key, [server])
@@ -157,35 +149,25 @@ class Copies:
 
     # As backup
 
-    def relay_begins(self, primary: int, options: Options) -> None:
-        """The hyper-parameters of the updates that a primary sends next."""
-        self._relayed_options[primary] = options
-
-    def relays_lost(self, primary: int) -> None:
-        """Messages of a primary were lost: maybe those with the hyper-parameters of what it sends next."""
-        self._relayed_options.pop(primary, None)
-
-    def relayed(self, primary: int, header: Header, payload: memoryview) -> None:
+    def relayed(
+        self, primary: int, header: Header, update: memoryview, options: Options, absent: int
+    ) -> None:  # fmt: skip
         """Apply an update that the slice's primary has applied."""
         self._from_primary(primary, header.key)
         slice_, changes = self._store.slices[header.key], self._store.changes
-        absent = fields_of(payload, header).integer("absent") if header.meta else 0
         check_absent(absent, slice_)
-        update = payload[header.meta :]
         if changes is not None:  # What workers are sent stands behind the update.
             size = slice_.nbytes if header.encoding == Encoding.DENSE else 0
             update, sent = update[:size], update[size:]
             known = changes.decoded(header.key, sent)
         check_length(len(update), header.encoding, slice_.numel, slice_.dtype)
-        if primary not in self._relayed_options:
-            raise InvalidMessageError("an update without hyper-parameters")
         # After lost messages a whole copy comes before updates go on. What another primary has given may be another
         # history with the same number.
         if header.key not in self._copied:
             return
         if self._store.versions[header.key] == header.weight - 1:
             change = from_bytes(update, slice_.dtype) if header.encoding == Encoding.DENSE else None
-            self._store.apply({header.key: change}, self._relayed_options[primary], {header.key: absent})
+            self._store.apply({header.key: change}, options, {header.key: absent})
             if changes is not None:
                 changes.apply(header.key, sent, known)
             self._store.seen[header.key][header.base & 0xFFFFFFFF, header.base >> 32] = header.step

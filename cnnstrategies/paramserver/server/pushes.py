@@ -196,7 +196,7 @@ class Updater:
         self._may_choose = "auto" in (specification.compression, specification.pull_compression)
         self._shard = shard
         self._backlog = backlog
-        self._keeps_means = specification.clip_norm is not None or specification.replication > 1
+        self._keeps_means = specification.clip_norm is not None
         self._buffers: dict[int | torch.dtype, Tensor] = {}
         self._todo: deque[int] = deque()
         self._waiting: set[int] = set()  # slices that lack pushes of the decided step
@@ -286,8 +286,7 @@ class Updater:
     def _mean(self, pushes: Pushes, key: int, members: list[Who], start: int) -> Tensor | None:
         """The mean of a slice: of all its workers' pushes at once, while it is in the processor's cache.
 
-        Slices share one buffer, in which it goes to `start`, unless the means are needed again: to be clipped, or by
-        libzmq to be sent to backups.
+        Slices share one buffer, in which it goes to `start`, unless the means are needed again, to be clipped.
         """
         slice_ = self._shard.store.slices[key]
         place = key if self._keeps_means else slice_.dtype

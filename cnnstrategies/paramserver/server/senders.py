@@ -28,7 +28,7 @@ MOST = 8
 _FROM_WORKERS = frozenset({Kind.HELLO, Kind.LEAVE, Kind.VALUE, Kind.BEGIN, Kind.PUSH, Kind.PULL})
 _FROM_SERVERS = frozenset(
     {
-        Kind.STATUS, Kind.VOTE, Kind.DECIDE, Kind.NORM, Kind.SCALE, Kind.RELAY_BEGIN, Kind.RELAY, Kind.ACKNOWLEDGE,
+        Kind.STATUS, Kind.VOTE, Kind.DECIDE, Kind.NORM, Kind.SCALE, Kind.RELAY, Kind.ACKNOWLEDGE,
         Kind.COPY, Kind.PING,
     }
 )  # fmt: skip

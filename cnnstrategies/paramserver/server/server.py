@@ -80,8 +80,7 @@ class Server:
             Kind.BEGIN: self._begin,
             Kind.PUSH: self._push,
             Kind.PULL: self._pull,
-            Kind.RELAY_BEGIN: self._relay_begins,
-            Kind.RELAY: shard.copies.relayed,
+            Kind.RELAY: self._relayed,
             Kind.ACKNOWLEDGE: lambda server, header, payload: shard.acknowledged(server, header.key, header.base),
             Kind.COPY: self._copied,
             Kind.PING: self._asked,
@@ -192,7 +191,6 @@ class Server:
         missed = self._senders.check(header, user)
         if header.sender >= SERVER:
             if missed:
-                self.shard.copies.relays_lost(peer)
                 self._outbox.to_server(peer, Kind.PING, base=self._senders.gaps(peer))
             return peer
         self._heard_workers.add(peer)
@@ -338,13 +336,13 @@ class Server:
 
     # Of other servers
 
-    def _relay_begins(self, server: int, header: Header, payload: memoryview) -> None:
-        if self._common is None:
-            self.shard.copies.relay_begins(server, self._options_in(header, payload))
-            return
-        decision = Decision.of(fields_of(payload, header), self._specification)
-        self.shard.copies.relay_begins(server, decision.options)
-        self._common.adopt(decision)
+    def _relayed(self, server: int, header: Header, payload: memoryview) -> None:
+        said, update = fields_of(payload, header), payload[header.meta :]
+        decision = None if self._common is None else Decision.of(said, self._specification)
+        options = self._options_in(header, payload) if decision is None else decision.options
+        self.shard.copies.relayed(server, header, update, options, said.integer("absent"))
+        if self._common is not None and decision is not None:
+            self._common.adopt(decision)
 
     def _copied(self, server: int, header: Header, payload: memoryview) -> None:
         said: Message = fields_of(payload, header)
