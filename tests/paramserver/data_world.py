@@ -34,7 +34,6 @@ class Servers:
     Attributes:
         lost: Says of a server's number and a message to another server whether it is lost.
         told: What workers were told, with the texts that messages hold; `missed`: what servers that did not hear it.
-        more: Whether more is waiting to be read by them.
     """
 
     def __init__(self, specification: Specification) -> None:
@@ -48,7 +47,6 @@ class Servers:
         self.told: list[tuple[Header, dict[str, Any], bytes]] = []
         self.missed: list[tuple[int, Header, dict[str, Any]]] = []
         self.said: list[str] = []
-        self.more = False
         self._sequence = 0
 
     # Servers
@@ -104,8 +102,6 @@ class Servers:
     def _worked(self) -> list[tuple[int, Any]]:
         """What servers do when nothing is on its way any more."""
         made: list[tuple[int, Any]] = []
-        if self.more:
-            return made
         for number, role in self.roles.items():
             made += [(number, effect) for effect in role.flush()]
             while role.busy:

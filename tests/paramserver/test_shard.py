@@ -12,7 +12,6 @@ from training import specify
 from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.core.view import ServerInfo, View
 from cnnstrategies.paramserver.messages import NO_STEP, SERVER, Encoding, Header, Kind, Parcel, pack_keys
-from cnnstrategies.paramserver.optimizers import FusedOptimizer
 from cnnstrategies.paramserver.server.clocks import PATIENCE_SECONDS
 from cnnstrategies.paramserver.server.decision import Decision
 from cnnstrategies.paramserver.server.senders import Outbox
@@ -115,34 +114,6 @@ def test_a_push_waits_for_those_before_it(mode: dict[str, Any]) -> None:
         run.push(missed)
         assert dropped[reason] == len(run.slices)
     assert run.versions(0) == {3}
-
-
-def test_small_slices_together_cost_one_optimizer_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apart from that nothing is different: each worker's is applied in its turn."""
-    steps: list[bool] = []
-    step = FusedOptimizer.step
-
-    def counted(self: FusedOptimizer, gradients: Any, options: Any) -> None:
-        steps.append(together)
-        step(self, gradients, options)
-
-    monkeypatch.setattr(FusedOptimizer, "step", counted)
-    runs = []
-    for together in (True, False):
-        run = fresh(specify({"name": "SGD", "lr": 0.5, "momentum": 0.9}, 2, mode="async"), workers=range(2))
-        runs.append(run)
-        for worker in range(2):
-            run.more = together
-            run.push(0, worker, gradient=worker + 1)
-            assert run.versions(0) == ({worker} if together else {worker + 1})
-        run.more = False
-        run.look()
-    count = len(runs[0].slices)
-    assert (steps.count(True), steps.count(False)) == (2, 2 * count)
-    one, other = (run.roles[0].store for run in runs)
-    assert one.versions == other.versions == dict.fromkeys(one.slices, 2)
-    for key in one.slices:
-        assert torch.equal(one.values[key], other.values[key])
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

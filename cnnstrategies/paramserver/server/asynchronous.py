@@ -1,18 +1,12 @@
-"""Updates that are applied as they come: async, and ssp with staleness.
-
-What a worker has pushed of small slices, one after the other, is applied together: an optimizer's step costs more than
-their arithmetic. No other message is acted on meanwhile, so that nobody can tell the difference.
-"""
+"""Updates that are applied as they come: async, and ssp with staleness."""
 
 from collections.abc import Collection
-
-from torch import Tensor
 
 from cnnstrategies.paramserver.compression import check_length, decode
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
 from cnnstrategies.paramserver.server.clocks import RollCall, StaleClock
-from cnnstrategies.paramserver.server.pushes import TOGETHER_BYTES, Begin
+from cnnstrategies.paramserver.server.pushes import Begin
 from cnnstrategies.paramserver.server.shard import Pull, Shard
 from cnnstrategies.paramserver.server.store import Who, check_absent
 from cnnstrategies.paramserver.specification import Specification
@@ -30,10 +24,6 @@ class Asynchronous:
         self._begun: dict[int, tuple[int, Begin]] = {}
         self._first: dict[Who, int] = {}  # the steps that workers have begun with
         self._held: dict[int, tuple[list[int], Pull]] = {}
-        self._together: dict[int, Tensor | None] = {}  # gradients by slice, all of one worker's step
-        self._absent: dict[int, int] = {}  # which parts of theirs have none
-        self._size = 0  # bytes of their slices
-        self._whose: tuple[Who, int, Begin] | None = None
 
     @property
     def finished(self) -> int:
@@ -90,13 +80,11 @@ class Asynchronous:
         self._begun[who[0]] = step, begin
 
     def push(self, who: tuple[int, int], header: Header, payload: memoryview) -> bool:
-        """Apply a worker's gradient, or keep it until :meth:`settle`; whether it is new."""
+        """Apply a worker's gradient; whether it is new."""
         key, store = header.key, self._shard.store
         slice_ = store.slices[key]
         check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
         check_absent(header.base, slice_)
-        if key in self._together or (self._whose is not None and self._whose[0] != who):
-            self.settle()
         step, begin = self._begun.get(who[0], (-1, None))
         if begin is None or step != header.step or store.versions[key] < 0:
             raise InvalidMessageError("a push of a step that has not begun")
@@ -108,27 +96,9 @@ class Asynchronous:
         gradient = None
         if header.encoding != Encoding.NOTHING:
             gradient = decode(payload, header.encoding, slice_.numel, slice_.dtype)
-        self._together[key] = gradient
-        if header.base:
-            self._absent[key] = header.base
-        self._whose = who, step, begin
-        self._size += slice_.nbytes
-        if self._size >= TOGETHER_BYTES:
-            self.settle()
+        self._shard.update({key: gradient}, begin.options, who, step, {key: header.base})
+        self.updates += 1
         return True
-
-    def settle(self) -> None:
-        """Apply what is kept."""
-        if self._whose is not None:
-            who, step, begin = self._whose
-            together, self._together, self._size, self._whose = self._together, {}, 0, None
-            absent, self._absent = self._absent, {}
-            self._shard.update(together, begin.options, who, step, absent)
-            self.updates += len(together)
-
-    def flush(self) -> None:
-        """Apply what is kept: nothing more is waiting."""
-        self.settle()
 
     def pull(self, who: tuple[int, int], keys: list[int], request: int, encoding: Encoding) -> None:
         """A worker has finished `request` steps and wants slices for the next, with its own pushes in them."""

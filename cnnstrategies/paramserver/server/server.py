@@ -107,7 +107,6 @@ class Server:
         self._goes_on(now)
         if view.number <= self.view.number:
             return []
-        self.mode.settle()
         before, since = ({server.id: server.since for server in one.servers} for one in (self.view, view))
         if self.id in before and self.id not in since:
             reason = (
@@ -151,7 +150,6 @@ class Server:
         Now and then other servers are told what has been missed of theirs; it also shows them what they missed.
         """
         self._goes_on(now)
-        self.mode.settle()
         if now - self._gave_sign > self._sign_seconds:
             self._gave_sign = now
             self._outbox.sign(self._heard_workers)
@@ -167,7 +165,8 @@ class Server:
 
     def flush(self) -> Effects:
         """All that was waiting has been read."""
-        self.mode.flush()
+        if self._common is not None:
+            self._common.flush()
         return self._outbox.take()
 
     def work(self) -> Effects:
@@ -203,8 +202,6 @@ class Server:
 
     def handle(self, peer: int, header: Header, payload: memoryview) -> None:
         """Act on a message of a worker or a server, by its number, that was checked."""
-        if header.kind != Kind.PUSH:
-            self.mode.settle()
         handler = self._handlers.get(header.kind)
         if handler is not None:
             handler(peer, header, payload)

@@ -210,9 +210,6 @@ class Synchronous:
         elif not self._pipelined:
             self._votes.append((step, worker))
 
-    def settle(self) -> None:
-        """Nothing: pushes wait for the step's decision."""
-
     def flush(self) -> None:
         """Tell the leader whose pushes have come in full since the last time: the votes of one look at the messages."""
         if self._votes:
