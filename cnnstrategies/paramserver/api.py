@@ -115,33 +115,20 @@ class Worker:
         return self.role.counters
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
-        """Give the servers the values of the parameters, and the optimizer's state if there is some.
+        """Begin the run with the values of the parameters, and the optimizer's state if there is some.
 
-        One worker calls it before its :meth:`join` (any number may: servers take the first values that come, and a
-        server that has some ignores it).
+        The workers of the run's start call it before their :meth:`join`. That of them with the lowest number gives the
+        servers its values, or the next one, should it die before.
 
         Args:
             optimizer_state: A plain ``Optimizer.state_dict()`` over all parameters.
-
-        Raises:
-            ServersUnreachableError: A server does not answer.
         """
         if self._staging is not None:
             self._staging.take_values()
-        self._run(self.role.initialise(time.monotonic(), optimizer_state))
-
-    def stand_in(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
-        """Give the servers the values that :meth:`initialise` would, if all workers with lower numbers die before.
-
-        Args:
-            optimizer_state: As for :meth:`initialise`.
-        """
-        if self._staging is not None:
-            self._staging.take_values()
-        self.role.stand_in(optimizer_state)
+        self.role.initialise(optimizer_state)
 
     def meet(self) -> None:
-        """Let the servers know that this worker is there and takes no part in their steps: they would wait to hear it.
+        """Let the servers know that this worker is there, if it takes no part in their steps yet: they wait to hear it.
 
         Raises:
             ServersUnreachableError: A server does not answer.
@@ -151,7 +138,7 @@ class Worker:
     def join(self) -> int:
         """Become a member at a step boundary: from the returned step on the others wait for this worker (in sync).
 
-        Writes the servers' values into the parameters. Waits until some worker has called :meth:`initialise`.
+        Writes the servers' values into the parameters; waits until some worker has given them.
 
         Returns:
             The step to begin with, also in :attr:`step`.

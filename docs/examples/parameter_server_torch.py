@@ -52,7 +52,7 @@ def work(specification: Specification, folder: Path, id: int) -> None:
     parameters = list(network.parameters())
     values = [parameter.data for parameter in parameters]
     worker = Worker(specification, values, unchanging(members(folder)), id)
-    worker.initialise()  # The servers take the first values that come.
+    worker.initialise()  # The worker with the lowest number gives the servers its values.
     worker.join()
     for index, parameter in enumerate(parameters):
         # Each gradient leaves while backward goes on with the layers before.

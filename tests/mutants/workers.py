@@ -34,7 +34,7 @@ removes(
 )
 
 
-@replaces(WorkerRole.stand_in, killed_by=test_sync.test_optimizer_state_is_resumed_from_one_process_and_back)
+@replaces(WorkerRole.initialise, killed_by=test_sync.test_optimizer_state_is_resumed_from_one_process_and_back)
 def a_resumed_run_begins_without_the_optimizers_state(right, self, optimizer_state):
     right(self, None)
 

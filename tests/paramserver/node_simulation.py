@@ -143,7 +143,7 @@ class Engine:
     def initialise(self, optimizer_state: Any = None) -> None:
         self._pause()
 
-    stand_in = meet = initialise
+    meet = initialise
 
     def join(self) -> int:
         self._pause()
@@ -324,7 +324,7 @@ class World:
 
     def _train(self, rank: int) -> None:
         worker = self.workers[rank]
-        worker.initialise() if rank == 0 else worker.stand_in()
+        worker.initialise()
         worker.join()
         batches = 0
         while batches < STEPS:

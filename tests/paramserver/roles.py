@@ -222,6 +222,7 @@ def join(workers: Sequence[Worker]) -> None:
     """Have workers train from now on, one after the other: all say first that they are there."""
     for worker in workers:
         worker.initialise()
+        worker.meet()
     for worker in workers:
         worker.join()
 

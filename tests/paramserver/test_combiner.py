@@ -66,7 +66,7 @@ def test_with_real_servers_a_dead_leaders_rest_is_pushed(tmp_path: Path, monkeyp
             cluster.show(f"worker-{rank}", cluster.view)
             alive = Alive(cluster.views(f"worker-{rank}").current, boards.keys())
             worker = CombinedWorker(rank, boards, values[rank], connect, alive, pause, DENSE)
-            worker.initialise() if rank == 0 else worker.stand_in()
+            worker.initialise()
             worker.join()
             for step in range(STEPS):
                 worker.wait_all()

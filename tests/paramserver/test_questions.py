@@ -59,7 +59,7 @@ class Pair:
         self.server = Server(specification, 0, Store(specification, cut(specification)))
         self.server.follow(0.0, self.role.view)
         self.route = b"0"
-        self.run(self.role.initialise(0.0, None))
+        self.role.initialise(None)
         self.run(self.role.join(0.0))
         self.role.begin_step([group.options for group in specification.groups], 1.0)
         for index, info in enumerate(specification.parameters):

@@ -74,7 +74,7 @@ def test_a_key_that_is_not_the_members_own_gets_nowhere(tmp_path: Path) -> None:
         for keys, dropped in ((KeyPair.create(), set()), (run.keys["worker-1"], {"a key that is not its sender's"})):
             intruder = Worker(impatient, values, run.views("worker-0"), 0, keys=keys)
             with pytest.raises(ServersUnreachableError, match="no answer from server 0"):
-                intruder.initialise()
+                intruder.join()
             intruder.close()
             assert set(run.servers[0].role.dropped) == dropped
         join([worker])

@@ -99,10 +99,8 @@ class CombinedWorker:
     # Beginning
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
-        """Give the servers the first values; for rank 0, right before :meth:`join`."""
+        """Begin the run with the values of the parameters, right before :meth:`join`."""
         self._first_state = (optimizer_state,)
-
-    stand_in = initialise
 
     def join(self) -> int:
         """Take part from the step on that the node begins with, in :attr:`step`; the parameters are those of it."""
@@ -329,7 +327,7 @@ class CombinedWorker:
             self._staging.settle()  # From here on values come over the connection.
         self._engine = self._connect(self._came)
         if self._first_state is not None and not self.step:
-            (self._engine.initialise if self._rank == 0 else self._engine.stand_in)(*self._first_state)
+            self._engine.initialise(*self._first_state)
         step = self._engine.join()
         self._own.lead(step)
         if self.step == step + 1:

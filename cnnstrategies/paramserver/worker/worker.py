@@ -91,7 +91,6 @@ class WorkerRole:
         self._unready: dict[int, float] = {}  # servers without values, and since when
         self._welcomes: dict[int, Welcome] = {}
         self._first_values: tuple[Sequence[Tensor], dict[int, SliceState]] | None = None
-        self._stands_in = False  # for workers with lower numbers
         self._moved = False  # The parameters are no longer those of the run's start.
         self._version: int | None = None  # of the first slice's values
         self._asked = 0  # Number of the last message that asks for what is under way.
@@ -103,17 +102,8 @@ class WorkerRole:
 
     # Procedures
 
-    def initialise(self, now: float, optimizer_state: Mapping[str, Any] | None) -> Generator[Wait]:
-        """Give the servers the parameters' values, and the optimizer's state if there is some."""
-        yield from self.meet(now)
-        self.stand_in(optimizer_state)
-        self._stands_in = False
-        for server in self._servers:
-            self._send_first_values(server)
-
-    def stand_in(self, optimizer_state: Mapping[str, Any] | None) -> None:
-        """Have the first values ready, for the case that those die that were to give them."""
-        self._stands_in = True
+    def initialise(self, optimizer_state: Mapping[str, Any] | None) -> None:
+        """Have the first values ready: one of those who have gives them to servers without any."""
         if self._began_with:  # Its own steps move the parameters before others know of them.
             for value, parameter in zip(self._began_with, self._parameters, strict=True):
                 value.copy_(parameter.detach())
@@ -294,8 +284,10 @@ class WorkerRole:
             self._send_first_values(server)
 
     def _send_first_values(self, server: int) -> None:
-        """Send a server its slices of the first values; what it has already, it ignores."""
-        if self._first_values is not None and (self._is_lowest or not self._stands_in):
+        """Send a server its slices of the first values, unless another worker does; what it has, it ignores."""
+        # One that takes another's place mostly has none.
+        gives = min(((one.incarnation > 0, one.id) for one in self.view.workers), default=None)
+        if self._first_values is not None and gives == (self._replaces, self._id):
             values, states = self._first_values
             for slice_ in self._slices:
                 if server in slice_.servers:

@@ -71,11 +71,7 @@ def meet_servers(
         print(notice, file=sys.stderr, flush=True)
     else:
         own = optimizer.state_dict() if optimizer.state else None
-        served = outer_state if options.mode == "local" else own
-        if strategy.global_rank == 0:
-            worker.initialise(served)
-        else:
-            worker.stand_in(served)
+        worker.initialise(outer_state if options.mode == "local" else own)
     worker.join()
     if started.joined and not started.midway:
         run.barrier("admitted")

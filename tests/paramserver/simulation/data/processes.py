@@ -10,14 +10,12 @@ from cnnstrategies.paramserver.core.node import Effects as NodeEffects
 from cnnstrategies.paramserver.core.view import RemovedError, ServersUnreachableError, View
 from cnnstrategies.paramserver.messages import Effects, Encoding, Header, Kind, Parcel
 from cnnstrategies.paramserver.server.server import Server
-from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
 from simulation.data.watch import Watch, gradient, rate
 from simulation.world import ViolationError, World
 
-READING = 0.002  # seconds in which a server may read several messages
 LOOK_SERVER, LOOK_WORKER = 0.2, 0.05  # seconds between two looks of the drivers
 _NAMES = {kind: kind.name for kind in Kind}
 Draw = Callable[[float, float], float]
@@ -83,7 +81,6 @@ class SimulatedServer:
         self._slow = seconds(0.0, 1.0) ** 6 * 0.03
         self._working = False
         self._lives = _Lives()
-        self._aggregates = isinstance(server.mode, Synchronous)
 
     def start(self, now: float) -> NodeEffects:
         """Begin to look at the time."""
@@ -94,17 +91,12 @@ class SimulatedServer:
         header, route = message.fields["header"], message.fields["route"]
         payload = memoryview(bytearray(message.frames[0]))
         effects = self.server.on_message(now, route, "", header, payload)
-        if header.kind == Kind.PUSH and header.sequence % 2 and not self._aggregates:
-            # Its driver reads all that is waiting first.
-            return [*self._act(now, effects), Timer("flush", now + READING)]
         return self._act(now, effects + self.server.flush())
 
     def on_timer(self, now: float, name: str) -> NodeEffects:
         """Something is due."""
         if name == "look":
             return [*self._act(now, self.server.on_time(now)), Timer("look", now + LOOK_SERVER)]
-        if name == "flush":
-            return self._act(now, self.server.flush())
         self._working = False
         return self._act(now, self.server.work() if self.server.busy else [])
 
@@ -180,7 +172,7 @@ class SimulatedWorker:
         yield Wait(lambda: role.view.number < 0)
         begins = self._peer.id < self._specification.workers and self._peer.life == 0
         if begins or self._watch.highest < 0:  # One that takes another's place, or joins, takes what is there.
-            yield from role.initialise(self._now, None)
+            role.initialise(None)
         yield from role.join(self._now)
         self.joined, trained = True, False
         while role.step < self._steps:
