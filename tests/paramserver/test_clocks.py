@@ -63,20 +63,6 @@ def test_who_is_called_is_waited_for_but_not_for_ever() -> None:
     assert not roll.expire(50.0), "only once"
 
 
-def test_only_a_servers_state_of_the_present_view_counts() -> None:
-    reports = Reports()
-    reports.follow(3, [0, 1])
-    reports.add(0, 3, {(7, 1)})
-    reports.add(1, 2, {(7, 1)})
-    assert reports.complete(7) is None, "server 1 has not reported"
-    for server in (0, 1):
-        reports.add(server, 4, {(8, 1)})
-    assert reports.complete(8) is None
-    reports.follow(4, [0, 1])
-    assert reports.complete(7) == set(), "every server reports anew"
-    assert reports.complete(8) == {1}
-
-
 class Number(int):
     """A worker's number that counts how often one is looked at."""
 
@@ -91,15 +77,15 @@ def looks_in_a_step(workers: int, servers: int = 4) -> int:
     """Of the leader at workers' numbers, for the votes that come worker by worker, as pushes get complete."""
     reports, clock = Reports(), SyncClock(workers)
     numbers = [Number(worker) for worker in range(workers)]
-    reports.follow(1, range(servers))
+    reports.follow(range(servers))
     for worker in numbers:
         clock.join(worker)
     for server in range(servers):
-        reports.add(server, 1, ())
+        reports.add(server, ())
     Number.looks = 0
     for worker in numbers:
         for server in range(servers):
-            reports.add(server, 1, {(0, worker)})
+            reports.add(server, {(0, worker)})
             complete = reports.complete(0)
             assert complete is not None
             ready = clock.ready(complete)

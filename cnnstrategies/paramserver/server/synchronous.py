@@ -83,12 +83,12 @@ class Synchronous:
             self.roll.call(self.roll.lives.keys() - self.clock.known)
         self._backlog.compare()
         self._updater.lives = view.lives
-        self._reports.follow(view.number, self._servers)
+        self._reports.follow(self._servers)
         self._begin_norm()
         self._voted = self._countable()
         self._votes.clear()
         if self.leader == self._server:
-            self._reports.add(self._server, view.number, self._voted)
+            self._reports.add(self._server, self._voted)
             if self._decision is not None:
                 self._tell_all(Kind.DECIDE, self._decision.as_dict())
         else:
@@ -109,7 +109,7 @@ class Synchronous:
     def _send_status(self) -> None:
         decision = None if self._decision is None else self._decision.as_dict()
         report = {"decision": decision, "complete": [] if self._pipelined else sorted(self._voted)}
-        self._outbox.to_server(self.leader, Kind.STATUS, base=self._view.number, json=report)
+        self._outbox.to_server(self.leader, Kind.STATUS, json=report)
 
     def join(self, worker: int, step: int | None) -> int | None:
         """Count a worker from now on, or from the step at which it is; :meth:`here` comes next.
@@ -204,17 +204,16 @@ class Synchronous:
         if (step, worker) in self._voted:
             return
         self._voted.add((step, worker))
-        if self.leader == self._server:
-            self._reports.add(self._server, self._view.number, {(step, worker)})
-            self._consider()
-        elif not self._pipelined:
-            self._votes.append((step, worker))
+        self._votes.append((step, worker))
 
     def flush(self) -> None:
         """Tell the leader whose pushes have come in full since the last time: the votes of one look at the messages."""
-        if self._votes:
-            self._outbox.to_server(self.leader, Kind.VOTE, base=self._view.number, json={"complete": self._votes})
-            self._votes = []
+        votes, self._votes = self._votes, []
+        if votes and self.leader == self._server:
+            self._reports.add(self._server, votes)
+            self._consider()
+        elif votes and not self._pipelined:
+            self._outbox.to_server(self.leader, Kind.VOTE, json={"complete": votes})
 
     def _consider(self) -> None:
         """As leader: decide the present step if all servers have what it needs."""
@@ -268,15 +267,14 @@ class Synchronous:
         """Another server's message."""
         if header.kind in (Kind.DECIDE, Kind.SCALE) and server != self.leader:
             raise InvalidMessageError("a decision of a server that is not the leader")
-        if header.kind == Kind.VOTE:
-            self._reports.add(server, header.base, self._entries(said))
-            self._consider()
-        elif header.kind == Kind.STATUS:
+        is_present = header.incarnation == self._view.number
+        if header.kind in (Kind.VOTE, Kind.STATUS):
             complete, decision = self._entries(said), said.part("decision")
             if decision is not None:
                 self.adopt(Decision.of(decision, self._specification))
-            self._reports.add(server, header.base, complete)
-            if self._decision is not None and self.leader == self._server:
+            if is_present:
+                self._reports.add(server, complete)
+            if header.kind == Kind.STATUS and self._decision is not None and self.leader == self._server:
                 self._outbox.to_server(server, Kind.DECIDE, json=self._decision.as_dict())
             self._consider()
         elif header.kind == Kind.DECIDE:
@@ -285,7 +283,7 @@ class Synchronous:
             if self._decision is before:
                 self._told_norm = False  # The leader may have heard it before it knew of the step itself.
                 self._send_norm()
-        elif header.kind == Kind.NORM and header.base == self._view.number:
+        elif header.kind == Kind.NORM and is_present:
             self._add_norm(server, header.step, said.real("square"))
         elif header.kind == Kind.SCALE:
             self._scale(header.step, said.real("factor"))
@@ -342,9 +340,7 @@ class Synchronous:
         if self.leader == self._server:
             self._add_norm(self._server, decision.step, square)
         else:
-            self._outbox.to_server(
-                self.leader, Kind.NORM, base=self._view.number, step=decision.step, json={"square": square}
-            )
+            self._outbox.to_server(self.leader, Kind.NORM, step=decision.step, json={"square": square})
 
     def _add_norm(self, server: int, step: int, square: float) -> None:
         decision = self._decision
