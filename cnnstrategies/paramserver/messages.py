@@ -38,9 +38,8 @@ _LENGTH, _SESSION = struct.Struct("<20xI"), struct.Struct("<5s27xQ")
 class Kind(IntEnum):
     """What a message asks or tells."""
 
-    HELLO = 1  # worker: I am here, at this step (or new), and these slices are answered
+    HELLO = 1  # worker: I am here, at this step (or new, or leave), and these slices are answered
     WELCOME = 2  # server: begin with this step
-    LEAVE = 3  # worker: do not wait for me any more
     VALUE = 4  # worker: a slice's first value, after its optimizer state
     BEGIN = 6  # worker: hyper-parameters and weight of the step whose pushes follow
     PUSH = 7
@@ -231,10 +230,9 @@ class Parcel(NamedTuple):
 
 
 class Say(NamedTuple):
-    """Tell whoever looks after the run; what is urgent nobody may miss."""
+    """Tell whoever looks after the run."""
 
     text: str
-    urgent: bool
 
 
 Effects = list[Parcel | Say | End]

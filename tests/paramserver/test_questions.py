@@ -40,7 +40,7 @@ def test_who_leads_no_more_does_not_say_where_a_worker_begins() -> None:
         steps.append(role.step)
         asked = role.connections.take()[-1]
         joins = unpack_json(memoryview(asked.payload), asked.header)["joins"]
-        said = {"ready": True, "lost": False, "leader": leads, "counted": joins, "deaf": [], "held": False}
+        said = {"ready": True, "lost": False, "leader": leads, "deaf": [], "held": False}
         said["asked"] = asked.header.sequence
         header, payload = compose(SERVER, specification.session, Kind.WELCOME, number, json=said, step=7 * joins)
         role.connections.heard(number / 10, 0, header)

@@ -1,7 +1,6 @@
 """What one server does with updates, without sockets: each counts once, and is seen when no death can take it back."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,28 +49,6 @@ def test_a_worker_sees_an_update_when_every_copy_has_it() -> None:
     for _ in range(3):  # Each hears that it has missed something, and what.
         run.look(1.0)
     assert pulled(run) == keys(run)
-
-
-def test_a_server_says_when_it_has_filled_another_that_came_late() -> None:
-    """Until then the run does not survive its own death."""
-    run = fresh(specify(PLAIN, 1, servers=2, replication=2))
-    run.follow(replace(run.view, number=2, begun=2))
-    run.without(1)
-    run.serve(1)
-    last = max(run.roles[1].store.slices)
-    run.lost = lambda sender, header: header.kind == Kind.COPY and header.key == last
-    back = (run.view.servers[0], ServerInfo(1, "1", since=4))
-    run.follow(View(4, back, run.view.workers, begun=2))
-    for _ in range(3):
-        run.look(1.0)
-    assert run.versions(1) == {0, -1}
-    filled = "server 0 has filled server 1: its slices have all their copies again"
-    assert filled not in run.said
-    run.lost = lambda sender, header: False
-    for _ in range(3):
-        run.look(1.0)
-    assert run.versions(1) == {0}
-    assert run.said.count(filled) == 1
 
 
 def test_a_copy_counts_only_after_its_primary_has_sent_it() -> None:
@@ -163,7 +140,7 @@ def begins_to_lead(version: int, workers: int = 1) -> Servers:
 
 def begins(run: Servers) -> list[int]:
     """The steps that workers were told to begin with, by the server that leads."""
-    return [step for _, said, step in run.welcomes() if said.get("counted") and said["leader"]]
+    return [step for _, said, step in run.welcomes() if said.get("leader") and step]
 
 
 def test_a_newcomer_is_told_where_to_begin_once_all_have_spoken() -> None:

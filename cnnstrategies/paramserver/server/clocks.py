@@ -26,10 +26,6 @@ class SyncClock:
         """All workers that have joined."""
         return frozenset(self._first)
 
-    def counts(self, worker: int) -> bool:
-        """Whether a worker is waited for, now or from a later step on."""
-        return worker in self._first
-
     def _count(self) -> None:
         self.members = frozenset(worker for worker, first in self._first.items() if first <= self.step)
 
@@ -83,10 +79,6 @@ class StaleClock:
     def known(self) -> frozenset[int]:
         """All workers that have joined."""
         return frozenset(self._clocks)
-
-    def counts(self, worker: int) -> bool:
-        """Whether a worker is waited for."""
-        return worker in self._clocks
 
     @property
     def expects(self) -> bool:

@@ -35,7 +35,6 @@ class Copies:
         self._backups: dict[int, Sequence[int]] = {}  # of the slices that this server is the primary of
         self._since: dict[int, int] = {}
         self._acknowledged: dict[tuple[int, int], int] = {}
-        self._filling: dict[int, set[int]] = {}  # slices whose copies a server lacks that came after training began
         self._copied: dict[int, tuple[int, int]] = {}  # of which process in its primary's place a slice is a copy
 
     # Where they are
@@ -59,11 +58,6 @@ class Copies:
                 if not was_primary or backup not in before[key] or backup in renewed:
                     self._acknowledged.pop((key, backup), None)
                     needed.append((key, backup))
-        filled_before = {(key, server) for server, missing in self._filling.items() for key in missing}
-        self._filling = {}
-        for key, backup in {*needed, *filled_before}:
-            if backup in self._backups.get(key, ()) and 0 < view.begun < since[backup]:
-                self._filling.setdefault(backup, set()).add(key)
         self._copied = {key: life for key, life in self._copied.items() if self._life(key) == life}
         return needed
 
@@ -80,17 +74,9 @@ class Copies:
         primary = self._primary(key)
         return primary, self._since.get(primary, -1)
 
-    def acknowledged(self, key: int, backup: int, version: int) -> bool:
-        """A backup has the slice up to a version; whether it has come late, and has all its copies now."""
+    def acknowledged(self, key: int, backup: int, version: int) -> None:
+        """A backup has the slice up to a version."""
         self._acknowledged[key, backup] = max(version, self._acknowledged.get((key, backup), -1))
-        missing = self._filling.get(backup)
-        if missing is None:
-            return False
-        missing.discard(key)
-        if missing:
-            return False
-        del self._filling[backup]
-        return True
 
     def safe(self, key: int, version: int) -> bool:
         """Whether every copy of a slice has a version, so that workers may see it."""

@@ -25,7 +25,7 @@ from cnnstrategies.paramserver.messages import (
 PING_SECONDS = 0.2
 # Between two pings: what is told again may be lost, too, and that told again, which would be ever more.
 MOST = 8
-_FROM_WORKERS = frozenset({Kind.HELLO, Kind.LEAVE, Kind.VALUE, Kind.BEGIN, Kind.PUSH, Kind.PULL})
+_FROM_WORKERS = frozenset({Kind.HELLO, Kind.VALUE, Kind.BEGIN, Kind.PUSH, Kind.PULL})
 _FROM_SERVERS = frozenset(
     {
         Kind.STATUS, Kind.VOTE, Kind.DECIDE, Kind.NORM, Kind.SCALE, Kind.RELAY, Kind.ACKNOWLEDGE,

@@ -75,7 +75,6 @@ class Server:
         self._options: Options = []
         self._handlers: dict[Kind, Callable[[int, Header, memoryview], None]] = {
             Kind.HELLO: self._hello,
-            Kind.LEAVE: lambda worker, header, payload: mode.leave(worker),
             Kind.VALUE: self._initialise,
             Kind.BEGIN: self._begin,
             Kind.PUSH: self._push,
@@ -180,7 +179,7 @@ class Server:
         self.dropped[reason] += 1
         if self.dropped[reason] == 1:
             text = f"server {self.id} dropped a message: {reason}; further ones are only counted"
-            self._outbox.effects.append(Say(text, False))
+            self._outbox.effects.append(Say(text))
 
     def _take(self, route: bytes, user: str, header: Header) -> int:
         """Check who has sent a message, and note that it was heard; its sender's number."""
@@ -225,6 +224,8 @@ class Server:
         who, step = (worker, header.incarnation), None if header.step == NO_STEP else header.step
         joins, first, given = said.flag("joins"), said.integer("first"), said.flag("given")
         request = None if said.fields.get("request") is None else said.integer("request")
+        if said.flag("leaves"):
+            self.mode.leave(worker)
         lacks = False
         if step is not None:
             if not given and self._common is not None and self._common.is_missed(step - 1):
@@ -243,7 +244,6 @@ class Server:
             "lost": self._values_lost,
             "leader": self._common is None or self._common.leader == self.id,
             "asked": header.sequence,
-            "counted": self.mode.clock.counts(worker),
             "deaf": self._deaf(),
             "held": request is not None,
         }

@@ -131,10 +131,7 @@ class WorkerRole:
         """Wait for the pulls that are under way, and no longer be waited for."""
         yield self.all_here()
         self._joined = False
-        while True:
-            answers = yield from self._ask(self._servers, joins=False, leaves=True)
-            if not any(welcome.said["counted"] for welcome in answers.values()):
-                return  # Else one has not heard of it: the connection was cut just then.
+        yield from self._ask(self._servers, joins=False, leaves=True)
 
     def refresh(self) -> Generator[Wait]:
         """Take the servers' present values."""
@@ -335,9 +332,7 @@ class WorkerRole:
 
         def ask() -> None:
             for server in servers & self._servers:
-                if leaves:
-                    self.connections.send(server, Kind.LEAVE, step=self.step)
-                self._say_hello(server, NO_STEP, joins)
+                self._say_hello(server, NO_STEP, joins, leaves=leaves)
                 asked.add(self.connections.sequence)
 
         def answers() -> dict[int, Welcome]:
@@ -347,9 +342,12 @@ class WorkerRole:
         yield Wait(lambda: bool(servers & self._servers - answers().keys()), ask)
         return answers()
 
-    def _say_hello(self, server: int, step: int, joins: bool, answered: Sequence[int] = ()) -> None:
+    def _say_hello(
+        self, server: int, step: int, joins: bool, answered: Sequence[int] = (), leaves: bool = False
+    ) -> None:  # fmt: skip
         request = self.pulls.step if self.pulls.pending else None
-        said: dict[str, Any] = {"joins": joins, "first": self._first, "given": self._given, "request": request}
+        said: dict[str, Any] = {"joins": joins, "leaves": leaves, "first": self._first, "given": self._given}
+        said["request"] = request
         self.connections.send(
             server, Kind.HELLO, pack_keys(answered), json=said, step=step, base=self.view.number, encoding=Encoding.KEYS
         )
