@@ -62,16 +62,10 @@ def test_slices_are_updated_as_whole_parameters_are(name: str, options: dict[str
         if step in (0, 2, 5):
             parameters[1].grad = None
         gradients = [parameter.grad for parameter in parameters]
-        updates: dict[int, Tensor | None] = {}
-        absent: dict[int, int] = {}
         for slice_ in slices:
             there = [gradients[part.parameter] is not None for part in slice_.parts]
-            updates[slice_.key] = flat(slice_, gradients) if any(there) else None
-            if any(there) and not all(there):
-                absent[slice_.key] = sum(1 << place for place, one in enumerate(there) if not one)
-        first, *others = updates.items()
-        store.apply(dict([first]), hyper, absent)  # Some alone, others together: it is the same.
-        store.apply(dict(others), hyper, absent)
+            absent = sum(1 << place for place, one in enumerate(there) if not one)
+            store.apply(slice_.key, flat(slice_, gradients) if any(there) else None, hyper, absent)
         optimizer.step()
     for slice_ in slices:
         whole = flat(slice_, [parameter.detach() for parameter in parameters])

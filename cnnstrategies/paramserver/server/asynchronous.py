@@ -96,7 +96,7 @@ class Asynchronous:
         gradient = None
         if header.encoding != Encoding.NOTHING:
             gradient = decode(payload, header.encoding, slice_.numel, slice_.dtype)
-        self._shard.update({key: gradient}, begin.options, who, step, {key: header.base})
+        self._shard.update(key, gradient, begin.options, who, step, header.base)
         self.updates += 1
         return True
 

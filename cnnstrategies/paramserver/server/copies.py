@@ -153,7 +153,7 @@ class Copies:
             return
         if self._store.versions[header.key] == header.weight - 1:
             change = from_bytes(update, slice_.dtype) if header.encoding == Encoding.DENSE else None
-            self._store.apply({header.key: change}, options, {header.key: absent})
+            self._store.apply(header.key, change, options, absent)
             if changes is not None:
                 changes.apply(header.key, sent, known)
             self._store.seen[header.key][header.base & 0xFFFFFFFF, header.base >> 32] = header.step

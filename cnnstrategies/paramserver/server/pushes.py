@@ -15,7 +15,6 @@ from cnnstrategies.paramserver.server.store import Who, check_absent
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Options, Specification
 
-TOGETHER_BYTES = 1 << 18  # of small slices that are updated together
 EVERYBODY = (0xFFFFFFFF, 0)  # whose update the mean of a step is
 
 
@@ -230,48 +229,32 @@ class Updater:
         return bool(self._todo)
 
     def work(self, decision: Decision) -> bool:
-        """Form the means of one large slice or of some small ones, and apply them if the step's factor is known.
-
-        Whether there was a slice to be worked on.
-        """
-        pushes = self._backlog.of(decision.step)
-        keys = self._next(decision.step)
-        if not keys:
+        """Form the mean of a slice, and apply it if the step's factor is known; whether there was one."""
+        key = next((key for key in self._taken() if self._shard.store.versions[key] == decision.step), None)
+        if key is None:
             return False
-        means: dict[int, Tensor | None] = {}
-        start = 0
-        for key in keys:
-            means[key] = self._mean(pushes, key, decision.who, start)
-            start += self._shard.store.slices[key].numel
+        pushes = self._backlog.of(decision.step)
+        mean = self._mean(pushes, key, decision.who)
         if decision.scale is None:
             return True
-        for mean in means.values():
-            if mean is not None and self._clip_value is not None:
-                mean.clamp_(-self._clip_value, self._clip_value)
-            if mean is not None and decision.scale != 1.0:
-                mean.mul_(decision.scale)
-        absent = {key: lacking for key in keys if (lacking := pushes.absent(key, decision.who))}
+        if mean is not None and self._clip_value is not None:
+            mean.clamp_(-self._clip_value, self._clip_value)
+        if mean is not None and decision.scale != 1.0:
+            mean.mul_(decision.scale)
+        absent = pushes.absent(key, decision.who)
         chosen = [pushes.begun[one] for one in sorted(decision.who) if one in pushes.begun] if self._may_choose else []
         pulls, rung = frozenset(begin.pulls for begin in chosen), chosen[0].rung if chosen else 0
-        self._shard.update(means, decision.options, EVERYBODY, decision.step, absent, pulls, rung)
-        for key in keys:
-            pushes.drop(key)
+        self._shard.update(key, mean, decision.options, EVERYBODY, decision.step, absent, pulls, rung)
+        pushes.drop(key)
         if not self._todo and not self._waiting:
             self.finished = self._backlog.lowest(decision.step)
             self._backlog.compare()
         return True
 
-    def _next(self, step: int) -> list[int]:
-        """The next slices that are there to be worked on."""
-        store = self._shard.store
-        keys: list[int] = []
-        size = 0
-        while self._todo and (not keys or size + store.slices[self._todo[0]].nbytes <= TOGETHER_BYTES):
-            key = self._todo.popleft()
-            if store.versions[key] == step:
-                keys.append(key)
-                size += store.slices[key].nbytes
-        return keys
+    def _taken(self) -> Iterator[int]:
+        """The slices that are listed, which are so no more."""
+        while self._todo:
+            yield self._todo.popleft()
 
     def squared_norm(self, decision: Decision) -> float | None:
         """The squared norm, in float64, of this server's part of the mean; None while a push is missing."""
@@ -279,19 +262,18 @@ class Updater:
         keys = [key for key in self._shard.own if self._shard.store.versions[key] == decision.step]
         if not all(pushes.has(key, self._present) for key in keys):
             return None
-        means = [self._mean(pushes, key, decision.who, 0) for key in keys]
+        means = [self._mean(pushes, key, decision.who) for key in keys]
         norms = [torch.linalg.vector_norm(one, dtype=torch.float64).item() for one in means if one is not None]
         return float(sum(norm * norm for norm in norms))
 
-    def _mean(self, pushes: Pushes, key: int, members: list[Who], start: int) -> Tensor | None:
+    def _mean(self, pushes: Pushes, key: int, members: list[Who]) -> Tensor | None:
         """The mean of a slice: of all its workers' pushes at once, while it is in the processor's cache.
 
-        Slices share one buffer, in which it goes to `start`, unless the means are needed again, to be clipped.
+        Slices of a type share one buffer, unless the means are needed again, to be clipped.
         """
         slice_ = self._shard.store.slices[key]
         place = key if self._keeps_means else slice_.dtype
-        start = 0 if self._keeps_means else start
         buffer = self._buffers.get(place)
-        if buffer is None or buffer.numel() < start + slice_.numel:
-            buffer = self._buffers[place] = torch.empty(start + slice_.numel, dtype=slice_.dtype)
-        return pushes.mean(slice_, members, buffer[start : start + slice_.numel])
+        if buffer is None or buffer.numel() < slice_.numel:
+            buffer = self._buffers[place] = torch.empty(slice_.numel, dtype=slice_.dtype)
+        return pushes.mean(slice_, members, buffer[: slice_.numel])

@@ -1,6 +1,6 @@
 """The slices of one server towards the workers: answers pulls, makes updates, takes first values."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,27 +144,27 @@ class Shard:
 
     def update(
         self,
-        changes: Mapping[int, Tensor | None],
+        key: int,
+        change: Tensor | None,
         options: Options,
         who: Who,
         step: int,
-        absent: Mapping[int, int],
+        absent: int,
         pulls: Collection[Encoding] = (),
         rung: int = 0,
     ) -> None:
-        """Apply an update of some slices here, send it to the backups, and answer the pulls that it makes possible.
+        """Apply an update of a slice here, send it to the backups, and answer the pulls that it makes possible.
 
-        A change of None leaves a slice's values alone, and `absent` are the parts of slices that have no gradient, as
-        bits. Where workers may choose, `pulls` are the encodings in which they will pull what comes of it, and `rung`
-        is what the first of them has chosen; see :attr:`~cnnstrategies.paramserver.messages.Header.rung`.
+        A change of None leaves the values alone, and `absent` are the parts that have no gradient, as bits. Where
+        workers may choose, `pulls` are the encodings in which they will pull what comes of it, and `rung` is what the
+        first of them has chosen; see :attr:`~cnnstrategies.paramserver.messages.Header.rung`.
         """
         self._rung = rung
-        self.store.apply(changes, options, absent)
-        for key, change in changes.items():
-            self.store.seen[key][who] = step
-            sent = b"" if self.store.changes is None else self.store.changes.make(key, pulls)
-            self.copies.relay(key, change, options, who, step, sent, absent.get(key, 0))
-            self.answer(key)
+        self.store.apply(key, change, options, absent)
+        self.store.seen[key][who] = step
+        sent = b"" if self.store.changes is None else self.store.changes.make(key, pulls)
+        self.copies.relay(key, change, options, who, step, sent, absent)
+        self.answer(key)
 
     def acknowledged(self, backup: int, key: int, version: int) -> None:
         """A backup has a slice up to a version."""

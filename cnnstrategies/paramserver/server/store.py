@@ -165,7 +165,6 @@ class Changes:
 
 Who = tuple[int, int]
 """Id and incarnation of a worker."""
-SHARED_BY = 64  # parts of slices that share an optimizer; each of its steps looks at all of them
 
 
 def check_absent(absent: int, slice_: Slice) -> None:
@@ -206,26 +205,11 @@ class Store:
             key: [nn.Parameter(part, part.is_floating_point()) for part in slice_.views(self.values[key])]
             for key, slice_ in self.slices.items()
         }
-        self._optimizers: dict[int, FusedOptimizer] = {}
         kind = load_optimizer(specification.optimizer)
-        for number, group in enumerate(specification.groups):
-            for keys in self._shared(number):
-                parts = [part for key in keys for part in self._parts[key]]
-                self._optimizers.update(dict.fromkeys(keys, FusedOptimizer(kind, parts, group.options)))
-
-    def _shared(self, group: int) -> list[list[int]]:
-        """The slices of a parameter group, by the optimizer that they share."""
-        shared: list[list[int]] = []
-        count = SHARED_BY
-        for key, parts in self._parts.items():
-            if self._group[key] != group:
-                continue
-            if count + len(parts) > SHARED_BY:
-                shared.append([])
-                count = 0
-            shared[-1].append(key)
-            count += len(parts)
-        return shared
+        self._optimizers = {
+            key: FusedOptimizer(kind, parts, specification.groups[self._group[key]].options)
+            for key, parts in self._parts.items()
+        }
 
     def put(self, key: int, value: Tensor, version: int) -> None:
         """Replace a slice's values."""
@@ -234,24 +218,17 @@ class Store:
         if self.changes is not None:
             self.changes.begin(key)
 
-    def apply(self, updates: Mapping[int, Tensor | None], options: Options, absent: Mapping[int, int]) -> None:
-        """One update of some slices.
+    def apply(self, key: int, update: Tensor | None, options: Options, absent: int = 0) -> None:
+        """One update of a slice.
 
-        By slice the gradient, which in mode local is the mean difference; None leaves the values alone. So are those of
-        the parts of slices that have no gradient, `absent`, as bits.
+        By its gradient, which in mode local is the mean difference; None leaves the values alone. So are those of the
+        parts that have no gradient, `absent`, as bits.
         """
-        together: dict[tuple[FusedOptimizer, int], list[tuple[nn.Parameter, Tensor]]] = {}
-        for key, update in updates.items():
-            self.versions[key] += 1
-            if update is None:
-                continue
-            lacking = absent.get(key, 0)
-            gradients = together.setdefault((self._optimizers[key], self._group[key]), [])
-            for place, own in enumerate(zip(self._parts[key], self.slices[key].views(update), strict=True)):
-                if not lacking >> place & 1:
-                    gradients.append(own)
-        for (optimizer, group), gradients in together.items():
-            optimizer.step(gradients, options[group])
+        self.versions[key] += 1
+        if update is not None:
+            parts = zip(self._parts[key], self.slices[key].views(update), strict=True)
+            gradients = [own for place, own in enumerate(parts) if not absent >> place & 1]
+            self._optimizers[key].step(gradients, options[self._group[key]])
 
     def state(self, key: int) -> SliceState:
         """A slice's optimizer state."""

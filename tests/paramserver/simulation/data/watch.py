@@ -248,18 +248,15 @@ class WatchedStore(Store):
         if version or not self._late:
             self.look((key,))
 
-    def apply(self, updates: Mapping[int, Tensor | None], options: Options, absent: Mapping[int, int]) -> None:
-        """Look at an update of some slices, and apply it."""
-        made = {}
-        for key, update in updates.items():
-            version = self.versions[key]
-            before = self._watch.made_of(key, self.values[key])
-            self._watch.based_on(key, version, self.values[key], self._momentum(key))
-            made[key] = self._watch.applied(key, version, before, update, options)
-        super().apply(updates, options, absent)
-        for key, made_of in made.items():
-            self._watch.became(key, self.values[key], made_of, self._momentum(key))
-        self.look(updates)
+    def apply(self, key: int, update: Tensor | None, options: Options, absent: int = 0) -> None:
+        """Look at an update of a slice, and apply it."""
+        version = self.versions[key]
+        before = self._watch.made_of(key, self.values[key])
+        self._watch.based_on(key, version, self.values[key], self._momentum(key))
+        made_of = self._watch.applied(key, version, before, update, options)
+        super().apply(key, update, options, absent)
+        self._watch.became(key, self.values[key], made_of, self._momentum(key))
+        self.look((key,))
 
     def _momentum(self, key: int) -> Tensor | None:
         momentum = self.state(key)[0].get("momentum_buffer")
