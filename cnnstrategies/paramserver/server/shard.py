@@ -179,20 +179,15 @@ class Shard:
         """Take a slice's first value, with the optimizer's state; later ones change nothing.
 
         Raises:
-            InvalidMessageError: The slice is not held here, or the payload does not fit.
+            InvalidMessageError: Another server is the slice's primary, or the payload does not fit.
         """
         key = header.key
-        if key not in self.store.slices:
+        if key not in self.owned:
             raise InvalidMessageError("a slice of another server")
         slice_ = self.store.slices[key]
         state, values = split_state(payload, slice_)
         if self.store.versions[key] < 0:
             self.store.set_state(key, state)
             self.store.put(key, from_bytes(values, slice_.dtype), 0)
-            if key in self.owned:
-                # One that came while there was nothing to copy may not be among those whom the worker gives them.
-                self.copies.send(key)
-        if key in self.owned:
+            self.copies.send(key)
             self.answer(key)
-        else:
-            self.copies.acknowledge(key)

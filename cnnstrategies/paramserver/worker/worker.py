@@ -281,18 +281,17 @@ class WorkerRole:
             self._send_first_values(server)
 
     def _send_first_values(self, server: int) -> None:
-        """Send a server its slices of the first values, unless another worker does; what it has, it ignores."""
+        """Send a server the first values of its own slices, unless another worker does; what it has, it ignores."""
         # One that takes another's place mostly has none.
         gives = min(((one.incarnation > 0, one.id) for one in self.view.workers), default=None)
         if self._first_values is not None and gives == (self._replaces, self._id):
             values, states = self._first_values
-            for slice_ in self._slices:
-                if server in slice_.servers:
-                    flat = [values[part.parameter].detach().cpu().reshape(-1) for part in slice_.parts]
-                    own = [one[part.start : part.stop] for one, part in zip(flat, slice_.parts, strict=True)]
-                    # A copy: the values are pulled into the same memory, maybe before they have left.
-                    payload = pack_state(states.get(slice_.key, [])) + bytes(as_bytes(torch.cat(own)))
-                    self.connections.send(server, Kind.VALUE, payload, key=slice_.key, encoding=Encoding.DENSE)
+            for key in self.connections.of(server):
+                parts = self._slices[key].parts
+                own = [values[part.parameter].detach().cpu().reshape(-1)[part.start : part.stop] for part in parts]
+                # A copy: the values are pulled into the same memory, maybe before they have left.
+                payload = pack_state(states.get(key, [])) + bytes(as_bytes(torch.cat(own)))
+                self.connections.send(server, Kind.VALUE, payload, key=key, encoding=Encoding.DENSE)
 
     def _waits_in_vain(self, server: int) -> bool:
         """Whether a worker that takes another's place has waited for values for long: those who had some are gone."""
