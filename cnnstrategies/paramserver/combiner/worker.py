@@ -46,7 +46,6 @@ class CombinedWorker:
         self._rank = rank
         self._own = boards[rank]
         self._boards = boards
-        self._others = {other: board for other, board in boards.items() if other != rank}
         self._parameters = parameters
         self._connect = connect
         self._alive = alive
@@ -59,12 +58,8 @@ class CombinedWorker:
         self._first_state: tuple[Mapping[str, Any] | None] | None = None
         self._left_out = 0  # batches, of steps that were made without this node
         self._groups: Sequence[Mapping[str, Any]] = ()
-        self._samples = 0.0  # that the own gradients are means of
-        self._given: set[int] = set()
-        self._summed = NEVER  # the step whose sum one that leads pushes
-        self._gradients: dict[int, Tensor] = {}  # its own ones
-        self._weights: dict[int, float] | None = None  # of the others in its step, once all have begun it
-        self._open: dict[int, None] = {}  # what is to be pushed, in the order in which it came
+        self._weights: dict[int, float] | None = None  # of all in the step that is summed, once they have begun it
+        self._open: dict[int, None] = {}  # what one that leads is to push, in the order in which it came
         self._sums: list[Tensor | None] = [None] * len(parameters)  # memory, kept from step to step
         self._staging = staging_for(parameters)
         self._counters = Counters()
@@ -133,14 +128,13 @@ class CombinedWorker:
         self.wait_all()
         if self._left_out:
             return
-        self._groups, self._samples = groups, samples
-        self._given.clear()
+        self._groups = groups
         self._counters.samples += samples
+        self._own.begin(self.step, samples)
+        self._weights = None
+        self._open.clear()
         if self._engine is not None:
-            self._begin_sum(self.step, {})
             self._push_sums(self._engine)
-        else:
-            self._own.begin(self.step, samples)
 
     def push(self, index: int, gradient: Tensor) -> None:
         """Give a parameter's gradient."""
@@ -153,13 +147,10 @@ class CombinedWorker:
             self._give_fetched()
 
     def _give(self, index: int, gradient: Tensor) -> None:
-        if self._engine is None:
-            self._own.give(index, gradient, self.step)
-            self._given.add(index)
-            return
-        self._gradients[index] = gradient
-        self._open[index] = None
-        self._push_sums(self._engine)
+        self._own.give(index, gradient, self.step)
+        if self._engine is not None:
+            self._open[index] = None
+            self._push_sums(self._engine)
 
     def _give_fetched(self, wait: bool = False) -> None:
         """Give the gradients that have come from the device."""
@@ -175,55 +166,48 @@ class CombinedWorker:
             self._counters.dropped += 1
             return
         self._give_fetched(wait=True)
-        if self._engine is None:
-            self._own.end(self.step)
-        else:
+        self._own.end(self.step)
+        if self._engine is not None:
             self._finish(self._engine)
         self.step += 1
         self._exact = False
 
     # The sum of a step, of one that leads
 
-    def _begin_sum(self, step: int, own: dict[int, Tensor]) -> None:
-        """Begin a step's sum, of which some own gradients are there."""
-        self._summed, self._gradients = step, own
-        self._weights = None
-        self._open = dict.fromkeys(own)
-
     def _push_sums(self, engine: Worker) -> bool:
         """Push what all have given by now; whether nothing is open."""
-        others = {rank: self._others[rank] for rank in self._alive() if rank in self._others}
+        step = self._own.begun
+        boards = {rank: self._boards[rank] for rank in self._alive() if rank in self._boards}
         if self._weights is None:
-            if any(board.begun < self._summed for board in others.values()):
+            if any(board.begun < step for board in boards.values()):
                 return False
-            self._weights = {rank: board.samples for rank, board in others.items()}
-            engine.begin_step(self._groups, self._samples + sum(self._weights.values()))
-        give_more = [board for board in others.values() if board.ended < self._summed]
+            self._weights = {rank: board.samples for rank, board in boards.items()}
+            engine.begin_step(self._groups, sum(self._weights.values()))
+        give_more = [board for board in boards.values() if board.ended < step]
         for index in list(self._open):
-            if all(board.has_given(index, self._summed) for board in give_more):
+            if all(board.has_given(index, step) for board in give_more):
                 del self._open[index]
-                mean = self._mean(index, others.keys(), self._weights)
+                mean = self._mean(index, step, boards.keys(), self._weights)
                 if mean is not None:
                     engine.push(index, mean)
         return not self._open
 
-    def _mean(self, index: int, alive: Collection[int], weights: Mapping[int, float]) -> Tensor | None:
+    def _mean(self, index: int, step: int, alive: Collection[int], weights: Mapping[int, float]) -> Tensor | None:
         """The mean gradient of a parameter, weighted by samples; None if nobody has one.
 
         A worker that dies in the step takes part with the gradients that it has given.
         """
-        given = {rank: own for rank, own in weights.items() if self._others[rank].has_given(index, self._summed)}
-        # Who lives and has no gradient counts as one of zeros, as in the mean over the workers of a run.
-        total = self._samples + sum(weight for rank, weight in weights.items() if rank in alive or rank in given)
-        parts = [(self._samples, self._gradients[index].to("cpu"))] if index in self._gradients else []
-        parts += [(weight, self._others[rank].gradients[index]) for rank, weight in sorted(given.items())]
-        if not parts:
+        given = {rank: own for rank, own in weights.items() if self._boards[rank].has_given(index, step)}
+        if not given:
             return None
+        # Who lives and has no gradient counts as one of zeros, as in the mean over the workers of a run.
+        total = sum(weight for rank, weight in weights.items() if rank in alive or rank in given)
+        parts = [(weight, self._boards[rank].gradients[index]) for rank, weight in sorted(given.items())]
         if parts[0][0] == total:
             return parts[0][1]
         mean = self._sums[index]
         if mean is None:
-            mean = self._sums[index] = torch.empty_like(parts[0][1], memory_format=torch.contiguous_format)
+            mean = self._sums[index] = torch.empty_like(parts[0][1])
         torch.mul(parts[0][1], parts[0][0] / total, out=mean)
         for weight, gradient in parts[1:]:
             mean.add_(gradient, alpha=weight / total)
@@ -231,12 +215,12 @@ class CombinedWorker:
 
     def _finish(self, engine: Worker) -> None:
         """Wait for the others' gradients, and push the rest: also those that only others have."""
-        self._open.update(dict.fromkeys(index for index in range(len(self._sums)) if index not in self._gradients))
+        step = self._own.begun
+        self._open.update((index, None) for index in range(len(self._sums)) if not self._own.has_given(index, step))
         while not self._push_sums(engine):
             self._look()
             self._rest()
         engine.end_step()
-        self._gradients = {}
 
     # Waiting
 
@@ -332,8 +316,7 @@ class CombinedWorker:
         self._own.lead(step)
         if self.step == step + 1:
             # The servers have not made the step whose gradients all workers of the node have given, or will.
-            own = {index: self._own.gradients[index] for index in self._given}
-            self._begin_sum(step, own)
+            self._weights, self._open = None, dict.fromkeys(range(len(self._sums)))
             self._finish(self._engine)
             self._exact = False
         else:
