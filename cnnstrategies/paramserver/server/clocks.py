@@ -73,7 +73,6 @@ class StaleClock:
         self._seen: set[int] = set()
         self._last = 0
         self._clocks: dict[int, int] = {}
-        self._least: int | None = None  # of the clocks, until it changes
 
     @property
     def known(self) -> frozenset[int]:
@@ -90,9 +89,7 @@ class StaleClock:
         """The smallest clock; without workers that of the last one to leave."""
         if self.expects:
             return 0
-        if self._least is None:
-            self._least = min(self._clocks.values(), default=self._last)
-        return self._least
+        return min(self._clocks.values(), default=self._last)
 
     def join(self, worker: int, clock: int | None = None) -> int:
         """Count a worker, by default from where the slowest is; a clock only ever moves forward."""
@@ -101,18 +98,14 @@ class StaleClock:
         if worker not in self._clocks:
             self._clocks[worker] = self.slowest if clock is None else clock
             self._note(worker)
-            self._least = None
         elif clock is not None:
             self.finished(worker, clock)
         return self._clocks[worker]
 
     def finished(self, worker: int, clock: int) -> None:
         """A worker has finished `clock` steps."""
-        before = self._clocks.get(worker, clock)
-        if clock > before:
-            if before == self._least:
-                self._least = None
-            self._clocks[worker] = clock
+        if worker in self._clocks:
+            self._clocks[worker] = max(clock, self._clocks[worker])
 
     def leave(self, worker: int) -> None:
         """Wait for a worker no longer, even if it has not come yet."""
@@ -120,7 +113,6 @@ class StaleClock:
         clock = self._clocks.pop(worker, None)
         if clock is not None:
             self._last = max(self._last, clock)
-            self._least = None
 
     def _note(self, worker: int) -> None:
         if worker < self._expected:  # Others join the run, and stand for none of its own.
