@@ -49,7 +49,6 @@ class Kind(IntEnum):
     VOTE = 13  # server to leader: it has all of a worker's pushes of a step
     DECIDE = 14  # leader: these workers make up the step
     NORM = 15  # server to leader: squared norm of its part of the mean gradient
-    SCALE = 16  # leader: factor that clips the mean gradient
     RELAY = 18  # primary to backup: an update that it has applied, with its hyper-parameters or who makes up the step
     ACKNOWLEDGE = 19  # backup: it has the slice up to this version
     COPY = 21  # primary to a new backup

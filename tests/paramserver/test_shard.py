@@ -133,7 +133,7 @@ def begins_to_lead(version: int, workers: int = 1) -> Servers:
         run.serve(number, run.store(number, version))
         mode = run.roles[number].mode
         assert isinstance(mode, Synchronous)
-        mode.adopt(Decision(version - 1, (0,), (0,), run.options, 1.0))
+        mode.adopt(Decision(version - 1, ((0, 0),), run.options, 1.0))
     run.follow(View(6, SERVERS, run.view.workers))
     return run
 

@@ -18,15 +18,9 @@ class Decision:
     """
 
     step: int
-    members: tuple[int, ...]
-    lives: tuple[int, ...]
+    who: tuple[Who, ...]
     options: Options
     scale: float | None
-
-    @property
-    def who(self) -> list[Who]:
-        """The members with their lives."""
-        return list(zip(self.members, self.lives, strict=True))
 
     def as_dict(self) -> dict[str, Any]:
         """This decision as what JSON can hold."""
@@ -35,14 +29,12 @@ class Decision:
     @classmethod
     def of(cls, said: Message, specification: Specification) -> "Decision":
         """The one that another server tells."""
-        members, lives = (tuple(said.integers(name)) for name in ("members", "lives"))
-        if len(lives) != len(members):
-            raise InvalidMessageError("members without a life")
+        who = tuple((worker, life) for worker, life in said.table("who", int, int))
         scale = None if said.fields.get("scale") is None else said.real("scale")
         if scale is None and specification.clip_norm is None:
             raise InvalidMessageError("a step that waits for a factor although nothing is clipped")
         options = check_options(said.fields.get("options"), specification.groups)
-        return cls(said.integer("step"), members, lives, options, scale)
+        return cls(said.integer("step"), who, options, scale)
 
 
 Entry = tuple[int, int]

@@ -1,7 +1,7 @@
 """What workers have pushed of steps that are not applied yet, its mean over all samples, and how that is applied."""
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -242,7 +242,7 @@ class Updater:
         if mean is not None and decision.scale != 1.0:
             mean.mul_(decision.scale)
         absent = pushes.absent(key, decision.who)
-        chosen = [pushes.begun[one] for one in sorted(decision.who) if one in pushes.begun] if self._may_choose else []
+        chosen = [pushes.begun[one] for one in decision.who if one in pushes.begun] if self._may_choose else []
         pulls, rung = frozenset(begin.pulls for begin in chosen), chosen[0].rung if chosen else 0
         self._shard.update(key, mean, decision.options, EVERYBODY, decision.step, absent, pulls, rung)
         pushes.drop(key)
@@ -266,7 +266,7 @@ class Updater:
         norms = [torch.linalg.vector_norm(one, dtype=torch.float64).item() for one in means if one is not None]
         return float(sum(norm * norm for norm in norms))
 
-    def _mean(self, pushes: Pushes, key: int, members: list[Who]) -> Tensor | None:
+    def _mean(self, pushes: Pushes, key: int, members: Sequence[Who]) -> Tensor | None:
         """The mean of a slice: of all its workers' pushes at once, while it is in the processor's cache.
 
         Slices of a type share one buffer, unless the means are needed again, to be clipped.

@@ -28,7 +28,7 @@ MOST = 8
 _FROM_WORKERS = frozenset({Kind.HELLO, Kind.VALUE, Kind.BEGIN, Kind.PUSH, Kind.PULL})
 _FROM_SERVERS = frozenset(
     {
-        Kind.STATUS, Kind.VOTE, Kind.DECIDE, Kind.NORM, Kind.SCALE, Kind.RELAY, Kind.ACKNOWLEDGE,
+        Kind.STATUS, Kind.VOTE, Kind.DECIDE, Kind.NORM, Kind.RELAY, Kind.ACKNOWLEDGE,
         Kind.COPY, Kind.PING,
     }
 )  # fmt: skip
@@ -121,7 +121,6 @@ class Outbox:
     def __init__(self, server: int, session: int) -> None:
         self.routes: dict[int, bytes] = {}
         self.effects: Effects = []
-        self._answered: set[int] = set()
         self._server = server
         self._compose = partial(compose, SERVER + server, session)
         self._sequence = 0
@@ -158,7 +157,6 @@ class Outbox:
         """
         route = self.routes.get(worker)
         if route is not None:
-            self._answered.add(worker)
             self._sequence += 1
             header, body = self._compose(kind, self._sequence, payload, **fields)
             wait = kind == Kind.PULLED and len(body) <= SMALL_BYTES
@@ -170,10 +168,9 @@ class Outbox:
         self.to_worker(worker, Kind.WELCOME, json={"again": True})
 
     def sign(self, heard: Collection[int]) -> None:
-        """Give a sign of life to workers that were heard and not answered: who sends much is answered late."""
-        for worker in set(heard) - self._answered:
+        """Give a sign of life to workers that were heard: who sends much is answered late."""
+        for worker in heard:
             self.to_worker(worker, Kind.PING)
-        self._answered.clear()
 
     def to_server(self, server: int, kind: Kind, payload: Any = b"", **fields: Any) -> None:
         """Send to another server; nothing happens if it is not in the view."""

@@ -12,7 +12,6 @@ come takes part: it may be in some slices of that step, and not in others.
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.core.view import View
@@ -90,7 +89,7 @@ class Synchronous:
         if self.leader == self._server:
             self._reports.add(self._server, self._voted)
             if self._decision is not None:
-                self._tell_all(Kind.DECIDE, self._decision.as_dict())
+                self._tell_all(self._decision)
         else:
             self._send_status()
         self._plan()
@@ -226,18 +225,15 @@ class Synchronous:
         ready = None if complete is None else self.clock.ready(complete)
         if ready is None:
             return
-        members = tuple(sorted(ready))
-        lives = tuple(self.roll.lives[worker] for worker in members)
-        options = self._backlog.of(step).begun[members[0], lives[0]].options
+        who = tuple((worker, self.roll.lives[worker]) for worker in sorted(ready))
         scale = 1.0 if self._specification.clip_norm is None else None
-        decision = Decision(step, members, lives, options, scale)
-        self._tell_all(Kind.DECIDE, decision.as_dict())
+        decision = Decision(step, who, self._backlog.of(step).begun[who[0]].options, scale)
+        self._tell_all(decision)
         self._decide(decision)
 
-    def _tell_all(self, kind: Kind, values: dict[str, Any], **fields: Any) -> None:
-        for server in self._view.servers:
-            if server.id != self._server:
-                self._outbox.to_server(server.id, kind, json=values, **fields)
+    def _tell_all(self, decision: Decision) -> None:
+        for server in self._servers - {self._server}:
+            self._outbox.to_server(server, Kind.DECIDE, json=decision.as_dict())
 
     def _decide(self, decision: Decision) -> None:
         known = self._decision
@@ -265,7 +261,7 @@ class Synchronous:
 
     def from_server(self, server: int, header: Header, said: Message) -> None:
         """Another server's message."""
-        if header.kind in (Kind.DECIDE, Kind.SCALE) and server != self.leader:
+        if header.kind == Kind.DECIDE and server != self.leader:
             raise InvalidMessageError("a decision of a server that is not the leader")
         is_present = header.incarnation == self._view.number
         if header.kind in (Kind.VOTE, Kind.STATUS):
@@ -285,8 +281,6 @@ class Synchronous:
                 self._send_norm()
         elif header.kind == Kind.NORM and is_present:
             self._add_norm(server, header.step, said.real("square"))
-        elif header.kind == Kind.SCALE:
-            self._scale(header.step, said.real("factor"))
 
     def _entries(self, said: Message) -> set[Entry]:
         complete = {(step, worker) for step, worker in said.table("complete", int, int)}
@@ -302,7 +296,7 @@ class Synchronous:
         before = self._decision
         self._decide(decision)
         if self._decision is not before and self.leader == self._server:
-            self._tell_all(Kind.DECIDE, decision.as_dict())
+            self._tell_all(decision)
 
     # Application
 
@@ -352,10 +346,6 @@ class Synchronous:
             # As torch.nn.utils.clip_grad_norm_ does it; a norm that is not a number stays one.
             factor = self._specification.clip_norm / (math.sqrt(sum(self._squares.values())) + 1e-6)
             factor = 1.0 if factor > 1 else factor
-            self._tell_all(Kind.SCALE, {"factor": factor}, step=step)
-            self._scale(step, factor)
-
-    def _scale(self, step: int, factor: float) -> None:
-        decision = self._decision
-        if decision is not None and decision.step == step and decision.scale is None:
-            self._decide(replace(decision, scale=factor))
+            scaled = replace(decision, scale=factor)
+            self._tell_all(scaled)
+            self._decide(scaled)

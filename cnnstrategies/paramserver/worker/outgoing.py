@@ -111,10 +111,6 @@ class Outgoing:
                 self.unanswered[slice_.key] = b"", Encoding.NOTHING, 0
                 self._send(slice_.key)
 
-    def answered(self, key: int) -> None:
-        """A slice was pulled with its push in it."""
-        self.unanswered.pop(key, None)
-
     def send_again(self, keys: Collection[int], step: int) -> None:
         """Send the pushes of some slices that have not been answered; `step` is or will be worked on next."""
         self.begin_again([server.id for server in self._connections.view.servers], step)
