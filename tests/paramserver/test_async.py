@@ -1,6 +1,5 @@
-"""Modes in which workers run on their own: async, ssp; compression."""
+"""Modes in which workers run on their own: async, ssp."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,9 @@ from ranks import run_apart
 from roles import Roles, join
 from test_sync import train
 from torch import Tensor, nn
-from training import SGD, Replica, assert_same, batches, specify, train_alone
+from training import SGD, assert_same, batches, specify, train_alone
 
 from cnnstrategies.paramserver.specification import Specification
-
-PLAIN = {"name": "SGD", "lr": 0.3}
 
 
 @pytest.mark.parametrize(
@@ -35,32 +32,6 @@ def test_one_worker_alone_trains_as_one_process(options: dict[str, Any], tmp_pat
     with Roles(tmp_path, specify(SGD, 1, servers=2, **options)) as run:
         ((network, _),) = run.train(train, SGD, [slice(0, 12)], 12)
     assert_same(network, expected)
-
-
-@pytest.mark.parametrize(
-    ("mode", "pushes", "pulls"), [("sync", "topk", "fp16"), ("async", "none", "bf16")], ids=["sync", "async"]
-)
-def test_compressed_messages_are_smaller_and_still_train(mode: str, pushes: str, pulls: str, tmp_path: Path) -> None:
-    """The servers' own values stay precise."""
-    more: dict[str, Any] = {"mode": mode, "compression": pushes, "compression_ratio": 0.05, "pull_compression": pulls}
-    with Roles(tmp_path, specify(PLAIN, 1, servers=2, slice_bytes=1 << 16, **more)) as run:
-        replica = Replica(partial(run.connect, 0), PLAIN)
-        replica.scheduler.step_size = 10**6
-        join([replica.worker])
-        losses = [replica.step(*batch) for batch in batches(1, 12) * 40]
-        replica.worker.wait_all()
-        sent, received = replica.worker.counters.bytes_sent, replica.worker.counters.bytes_received
-        rounded = [p.detach().clone() for p in replica.parameters]
-        replica.worker.refresh()
-    whole = [p.detach() for p in replica.parameters]
-    elements = sum(p.numel() for p in whole)
-    assert losses[-1] < 0.6 * losses[0]
-    assert pushes == "none" or sent < 40 * (8 * elements + 6 * 72) / 3.75
-    assert received == (8 + 40 * 2) * elements
-    half = {"fp16": torch.float16, "bf16": torch.bfloat16}[pulls]
-    for lesser, parameter in zip(rounded, whole, strict=True):
-        assert torch.equal(lesser, parameter.to(half).double())
-        assert not torch.equal(lesser, parameter)
 
 
 @pytest.mark.light

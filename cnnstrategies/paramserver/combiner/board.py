@@ -36,18 +36,19 @@ class Board:
 
     def __init__(self, memory: memoryview, parameters: Sequence[Tensor]) -> None:
         count = len(parameters)
-        places = _places(parameters)
         # Marks are kept one higher, so that memory of zeros says: never.
         self._head = np.frombuffer(memory, np.int64, _HEAD)
         self._samples = np.frombuffer(memory, np.float64, 1, offset=8 * _HEAD)
         self._given = np.frombuffer(memory, np.int64, count, offset=_ALIGNED)
         self._there = np.frombuffer(memory, np.int64, count, offset=_ALIGNED + 8 * count)
-        areas: list[list[Tensor]] = [[], []]
-        for area, starts in zip(areas, places, strict=True):
-            for parameter, start in zip(parameters, starts, strict=True):
-                flat = torch.frombuffer(memory, dtype=parameter.dtype, count=parameter.numel(), offset=start)
+        self.gradients: list[Tensor] = []
+        self.values: list[Tensor] = []
+        place = _first_place(parameters)
+        for area in (self.gradients, self.values):
+            for parameter in parameters:
+                flat = torch.frombuffer(memory, dtype=parameter.dtype, count=parameter.numel(), offset=place)
                 area.append(flat.view(parameter.shape))
-        self.gradients, self.values = areas
+                place += _padded(parameter.nbytes)
 
     # Of one that gives gradients
 
@@ -124,18 +125,12 @@ class Board:
 
 def size_of(parameters: Sequence[Tensor]) -> int:
     """Bytes of a board."""
-    return _places(parameters)[1][-1] + _padded(parameters[-1].nbytes) if parameters else _ALIGNED
+    return _first_place(parameters) + 2 * sum(_padded(parameter.nbytes) for parameter in parameters)
 
 
-def _places(parameters: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """Where each gradient and each value begins."""
-    place = _ALIGNED + _padded(16 * len(parameters))
-    areas: tuple[list[int], list[int]] = ([], [])
-    for area in areas:
-        for parameter in parameters:
-            area.append(place)
-            place += _padded(parameter.nbytes)
-    return areas
+def _first_place(parameters: Sequence[Tensor]) -> int:
+    """Where the first gradient begins."""
+    return _ALIGNED + _padded(16 * len(parameters))
 
 
 def _padded(size: int) -> int:

@@ -66,11 +66,6 @@ class CombinedWorker:
         self._waited = 0.0  # seconds, for the node's other workers
 
     @property
-    def leads(self) -> bool:
-        """Whether this worker pushes for its node."""
-        return self._engine is not None
-
-    @property
     def leader(self) -> int | None:
         """The rank of the worker whose values are taken; with another one they may be those of a later step."""
         return self._leader

@@ -187,14 +187,12 @@ class Target:
     def __init__(self, parameter: Tensor) -> None:
         self._parameter = parameter.detach()
         self._direct = parameter.device.type == "cpu" and parameter.is_contiguous()
-        self._flat = self._parameter.view(-1) if self._direct else torch.empty(0)
+        buffer = self._parameter if self._direct else torch.empty(parameter.shape, dtype=parameter.dtype)
+        self._flat = buffer.view(-1)
 
     def write(self, start: int, values: Tensor) -> None:
         """Write a slice."""
-        if not self._direct and not self._flat.numel():
-            self._flat = torch.empty(self._parameter.numel(), dtype=self._parameter.dtype)
-        whole = values.numel() == self._flat.numel()
-        (self._flat if whole else self._flat[start : start + values.numel()]).copy_(values)
+        self._flat[start : start + values.numel()].copy_(values)
 
     def finish(self) -> None:
         """All slices are written."""
