@@ -1,4 +1,4 @@
-"""A worker's side: pushes overlap with backward, each layer waits for its own values, and none waits for ever."""
+"""A worker's side: each layer waits for its own values, in the order of their use, and none waits for ever."""
 
 import random
 import threading
@@ -8,77 +8,35 @@ from pathlib import Path
 
 import pytest
 import torch
-from roles import PlainRoles, Roles, join
-from torch import Tensor, nn
+from roles import PlainRoles, Roles
+from test_questions import Pair
+from training import specify
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.api import Worker
-from cnnstrategies.paramserver.messages import SERVER, Header, Kind
-from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.messages import SERVER, Header, Kind, unpack_keys
+from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.worker import worker as worker_role
 from cnnstrategies.paramserver.worker.worker import Wait
 
-WIDTH, DEPTH = 512, 6
 
-
-class Reversed(nn.Module):
-    """Its layers are used in the reverse order of their definition."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in reversed(self.layers):
-            x = torch.tanh(layer(x))
-        return x
-
-
-def test_a_forward_waits_for_its_layer_and_pulls_follow_use(tmp_path: Path) -> None:
-    network = Reversed()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-    specification = Specification.of(network.named_parameters(), optimizer, 1, slice_bytes=1 << 18, servers=2)
-    with Roles(tmp_path, specification) as run:
-        events: list[tuple[str, int, float]] = []
-
-        def note(what: str, index: int) -> None:
-            events.append((what, index, time.perf_counter()))
-
-        def wait(index: int) -> None:
-            worker.wait(index)
-            note("wait", index)
-
-        def push(index: int, parameter: Tensor) -> None:
-            note("push", index)
-            worker.push(index, parameter.grad)
-
-        values = [p.data for p in network.parameters()]
-        worker = run.connect(0, values, came=lambda index, value: note("arrived", index))
-        for index, layer in enumerate(network.layers):
-            layer.register_forward_pre_hook(lambda _module, _input, index=index: wait(index))
-            layer.weight.register_post_accumulate_grad_hook(lambda p, index=index: push(index, p))
-        join([worker])
-        for _ in range(4):
-            events.clear()
-            optimizer.zero_grad()
-            loss = network(torch.randn(256, WIDTH)).square().mean()
-            worker.begin_step(run.options, 256)
-            loss.backward()
-            worker.end_step()
-        step = list(events)
-        worker.wait_all()
-    counters = worker.counters
-    use = list(reversed(range(DEPTH)))
-    assert [index for what, index, _ in step if what == "wait"] == use
-    assert [index for what, index, _ in step if what == "push"] == use[::-1], "pushed as backward gets to them"
-    arrived = [index for what, index, _ in step if what == "arrived"]
-    assert arrived[0] == use[0]
-    misplaced = sum(abs(use.index(index) - place) for place, index in enumerate(arrived))
-    assert misplaced <= 4, f"{arrived}: two servers may swap neighbours"
-    at = {(what, index): time for what, index, time in step}
-    assert at["wait", use[0]] < at["arrived", use[-1]], "the first layer ran while the last was on its way"
-    assert counters.seconds_waited > 0
-    assert counters.bytes_received > counters.steps * DEPTH * WIDTH * WIDTH * 4
+def test_a_parameter_is_waited_for_alone_and_pulls_follow_use() -> None:
+    """A forward in the reverse order of the parameters asks for them in that order from the next step on."""
+    pair = Pair()
+    role, count = pair.role, len(pair.values)
+    slices = cut(specify({"name": "SGD", "lr": 0.5}, 1))
+    first, *others = pair.answers()
+    pair.deliver([first])
+    come = {part.parameter for part in slices[first.header.key].parts}
+    assert [role.pulls.waits_for(index) for index in range(count)] == [index not in come for index in range(count)]
+    pair.deliver(others)
+    for index in reversed(range(count)):
+        assert not role.here(index).waiting()
+    role.begin_step([group.options for group in specify({"name": "SGD", "lr": 0.5}, 1).groups], 1.0)
+    role.end_step()
+    (asked,) = [one for one in role.connections.take() if one.header.kind == Kind.PULL]
+    order = [part.parameter for key in unpack_keys(memoryview(asked.payload)) for part in slices[key].parts[-1:]]
+    assert order == sorted(order, reverse=True)
 
 
 def test_what_servers_would_drop_is_an_error_at_its_worker(tmp_path: Path) -> None:
