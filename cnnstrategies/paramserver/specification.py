@@ -313,11 +313,9 @@ def check_before_sending(options: Sequence[Mapping[str, Any]], groups: Sequence[
         for name, first in group.options.items():
             option = list(given[name]) if isinstance(given[name], tuple) else given[name]
             if not _alike(option, first):
-                what = f"step {step}: {name}={given[name]} of parameter group {number}"
-                if isinstance(option, float) and not math.isfinite(option):
-                    raise ConfigurationError(f"{what} is no finite number: look at the learning rate's schedule")
                 raise ConfigurationError(
-                    f"{what} was {first} at the start, and the servers take only other numbers: leave it as it was"
+                    f"step {step}: {name}={given[name]} of parameter group {number} was {first} at the start, and the "
+                    "servers take only other finite numbers: look at its schedule, or leave it as it was"
                 )
 
 

@@ -228,15 +228,13 @@ class Updater:
         """Whether slices are left to be worked on."""
         return bool(self._todo)
 
-    def work(self, decision: Decision) -> bool:
-        """Form the mean of a slice, and apply it if the step's factor is known; whether there was one."""
-        key = next((key for key in self._taken() if self._shard.store.versions[key] == decision.step), None)
-        if key is None:
-            return False
+    def work(self, decision: Decision) -> None:
+        """Form the mean of the next slice, and apply it if the step's factor is known."""
+        key = self._todo.popleft()
         pushes = self._backlog.of(decision.step)
         mean = self._mean(pushes, key, decision.who)
         if decision.scale is None:
-            return True
+            return
         if mean is not None and self._clip_value is not None:
             mean.clamp_(-self._clip_value, self._clip_value)
         if mean is not None and decision.scale != 1.0:
@@ -249,12 +247,6 @@ class Updater:
         if not self._todo and not self._waiting:
             self.finished = self._backlog.lowest(decision.step)
             self._backlog.compare()
-        return True
-
-    def _taken(self) -> Iterator[int]:
-        """The slices that are listed, which are so no more."""
-        while self._todo:
-            yield self._todo.popleft()
 
     def squared_norm(self, decision: Decision) -> float | None:
         """The squared norm, in float64, of this server's part of the mean; None while a push is missing."""

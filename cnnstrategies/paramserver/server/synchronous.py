@@ -310,10 +310,10 @@ class Synchronous:
         return self._updater.busy
 
     def work(self) -> None:
-        """Form the mean of one slice, or apply it."""
+        """Form the mean of one slice, or apply it, while :attr:`busy`."""
         assert self._decision is not None
-        if self._updater.work(self._decision):
-            self._send_norm()
+        self._updater.work(self._decision)
+        self._send_norm()
 
     # Clipping by the global norm
 
