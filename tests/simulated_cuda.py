@@ -48,10 +48,6 @@ class Event:
         self._asked = 2
         self.stream.go_on(self.told)
 
-    def elapsed_time(self, other: object) -> float:
-        """Milliseconds."""
-        return 0.0
-
 
 def simulate(index: int = 0, devices: int = 1) -> GpuMode:
     """Give this process a simulated GPU, for good.
