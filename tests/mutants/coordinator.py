@@ -16,7 +16,7 @@ from cnnstrategies.paramserver.coordinator.journal import HEAD, Journaled, _reco
 from cnnstrategies.paramserver.coordinator.meetings import Rounds
 from cnnstrategies.paramserver.coordinator.roster import Roster
 from cnnstrategies.paramserver.core.node import Send
-from cnnstrategies.paramserver.core.requests import UNKNOWN, Answering, Asking
+from cnnstrategies.paramserver.core.requests import UNKNOWN, Asking
 from cnnstrategies.paramserver.drivers.coordinator import JournalFile
 
 GONE = test_dispatch.test_what_one_that_is_gone_had_not_processed_is_anothers
@@ -27,15 +27,9 @@ _new = itertools.count(1 << 20)
 
 
 @replaces(Asking.on_reply, killed_by=HUNDRED_RUNS)
-def a_request_that_never_came_is_not_sent_again(right, self, now, message):
+def a_request_that_never_came_or_whose_answer_was_lost_is_not_sent_again(right, self, now, message):
     request, effects = right(self, now, message)
     return request, [] if message.kind == UNKNOWN else effects
-
-
-@replaces(Answering.probe, killed_by=HUNDRED_RUNS)
-def an_answer_that_was_lost_is_not_sent_again(right, self, sender, message):
-    effects = right(self, sender, message)
-    return [one for one in effects if isinstance(one, Send) and one.message.kind == UNKNOWN]
 
 
 @replaces(Coordinator.on_message, killed_by=HUNDRED_RUNS)

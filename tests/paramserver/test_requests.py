@@ -20,13 +20,9 @@ def probes_at_which_it_is_sent(size: int, probes: int) -> list[int]:
                 continue
             if effect.message.kind == "probe":
                 for told in answering.probe(HERE, effect.message):
-                    if told.message.kind == DONE:
-                        sent.append(number)
-                    else:
-                        hand_over(number, asking.on_reply(0.0, told.message)[1])
+                    hand_over(number, asking.on_reply(0.0, told.message)[1])
                 continue
-            new, _ = answering.take(HERE, effect.message)
-            assert new
+            assert answering.take(HERE, effect.message)
             answering.answer(HERE, Message(DONE, {}, [bytes(size)], effect.message.request))
             sent.append(number)
 
@@ -36,13 +32,12 @@ def probes_at_which_it_is_sent(size: int, probes: int) -> list[int]:
     return sent
 
 
-def test_a_large_answer_is_sent_again_more_and_more_seldom() -> None:
+@pytest.mark.parametrize(
+    ("size", "sent"), [(SMALL, [*range(65)]), (SMALL + 1, [0, 5, 14, 31, 64])], ids=["small", "large"]
+)
+def test_a_large_answer_is_sent_again_more_and_more_seldom(size: int, sent: list[int]) -> None:
     """A probe comes every second: one that takes a minute to come is sent four times more, and not sixty times."""
-    assert probes_at_which_it_is_sent(SMALL + 1, 64) == [0, 5, 14, 31, 64]
-
-
-def test_a_small_one_is_kept_and_sent_again_for_each_probe() -> None:
-    assert probes_at_which_it_is_sent(SMALL, 4) == [0, 1, 2, 3, 4]
+    assert probes_at_which_it_is_sent(size, 64) == sent
 
 
 def test_what_is_known_of_large_answers_ends_with_them() -> None:
@@ -56,25 +51,19 @@ def test_what_is_known_of_large_answers_ends_with_them() -> None:
 
 
 @pytest.mark.parametrize("answered", [False, True])
-@pytest.mark.parametrize("size", [0, SMALL + 1])
-def test_the_oldest_open_request_is_handled_once_and_kept(answered: bool, size: int) -> None:
+def test_the_oldest_open_request_is_handled_again_if_its_answer_is_lost(answered: bool) -> None:
     asking, answering = Asking(THERE, {}), Answering()
     first, second = (asking.ask(0.0, "values", {})[0].message for _ in range(2))
-    assert all(answering.take(HERE, message)[0] for message in (first, second))
-    answer = Message(DONE, {}, [bytes(size)], second.request)
+    assert all(answering.take(HERE, message) for message in (first, second))
     if answered:
-        answering.answer(HERE, answer)  # It is lost.
+        answering.answer(HERE, Message(DONE, {}, [], second.request))  # It is lost.
     (done,) = answering.answer(HERE, Message(DONE, {}, [], first.request))
     asking.on_reply(0.0, done.message)
     (third, *_) = asking.ask(0.0, "values", {})
     assert third.message.fields["floor"] == second.request
     answering.take(HERE, third.message)
+    assert not answering.take(HERE, first), "it is over"
     (probe, *_) = asking.on_timer(0.0)
-    told = [effect.message for effect in answering.probe(HERE, probe.message)]
-    if answered and not size:
-        assert answering.take(HERE, second) == (False, [Send(HERE, answer)])
-        assert told == [answer]
-    else:
-        assert not told
-        if not answered:
-            assert answering.take(HERE, second) == (False, [])
+    told = [effect.message.fields["ids"] for effect in answering.probe(HERE, probe.message)]
+    assert told == [[second.request]] * answered
+    assert answering.take(HERE, second) == answered

@@ -23,7 +23,7 @@ from cnnstrategies.paramserver.coordinator.meetings import UNEVEN, Rounds, Wait
 from cnnstrategies.paramserver.coordinator.roster import Member, Roster
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Buffer, ControlError, Effects, End, Message, Peer, Send, Timer
-from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, UNKNOWN, Answering
+from cnnstrategies.paramserver.core.requests import DONE, PROBE, REFUSED, UNKNOWN, Answering
 
 TICK = "tick"
 # The fields of the answer; None if it comes later.
@@ -40,13 +40,13 @@ class Coordinator:
         specification: As the first worker has told it; None before.
     """
 
-    def __init__(self, settings: CoordinatorSettings, kept: int = KEPT) -> None:
+    def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
         self._tick = max(0.02, settings.timeout / 20)
         self._looked: float | None = None
         self._asleep = 0.0
         self._effects: Effects = []
-        self.answering = Answering(kept)
+        self.answering = Answering()
         self.roster = Roster(settings, self._send, self._forget, self._finish)
         self.dispatcher = Dispatcher()
         self.rounds = Rounds(self.roster, self.dispatcher, self._answer)
@@ -165,9 +165,7 @@ class Coordinator:
         if self.ended is not None and message.kind != "leave":
             self._send(member.peer, self.ended)
             return
-        new, effects = self.answering.take(member.peer, message)
-        self._effects += effects
-        if not new:
+        if not self.answering.take(member.peer, message):
             return
         try:
             fields = handler(now, member, message)

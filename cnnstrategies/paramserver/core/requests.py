@@ -1,9 +1,8 @@
 """Requests between two processes whose messages may be lost, doubled, late or in another order.
 
 The asking end numbers its requests and keeps each until it is answered. A timer sends a ``probe`` with the numbers of
-the open ones and no payload; the answering end sends again the answers it has, and asks for those requests that never
-came. Handlers must be right without what is kept here: the end that answers may forget any answer, and is then asked
-anew.
+the open ones and no payload; the answering end asks anew for those whose requests never came, or whose answers may not
+have come. It keeps no answer: handlers must give the same again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +16,7 @@ REPLIES = frozenset((DONE, REFUSED, UNKNOWN))
 TIMER = "requests"
 LEAST, MOST = 0.05, 1.0  # seconds between two probes
 ROUND_TRIPS = 4
-KEPT = 4096  # answers to one peer
-SMALL = 1 << 16  # bytes; a larger answer is made again
+SMALL = 1 << 16  # bytes
 PATIENCE = 4  # probes in which a large answer may be on its way; then twice as many, and so on
 
 
@@ -94,7 +92,7 @@ class Asking:
 
 @dataclass
 class Large:
-    """An answer that is not kept, for how many probes it may be on its way, and how many of these are to come.
+    """A large answer, for how many probes it may be on its way, and how many of these are to come.
 
     On a link that it takes longer to cross than from one probe to the next, it would be sent again for each of them.
     """
@@ -106,14 +104,12 @@ class Large:
 @dataclass
 class _Side:
     floor: int = 0
-    kept: dict[int, Message] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
     large: dict[int, Large] = field(default_factory=dict)
 
     def rise(self, floor: int) -> None:
         if floor > self.floor:
             self.floor = floor
-            self.kept = {number: message for number, message in self.kept.items() if number >= floor}
             self.held = {number for number in self.held if number >= floor}
             self.large = {number: one for number, one in self.large.items() if number >= floor}
 
@@ -129,37 +125,29 @@ class _Side:
 class Answering:
     """The answering end, for any number of peers; what is kept of one ends with its life."""
 
-    def __init__(self, kept: int = KEPT) -> None:
-        self._kept = kept
+    def __init__(self) -> None:
         self._sides: dict[Peer, _Side] = {}
 
-    def take(self, sender: Peer, message: Message) -> tuple[bool, Effects]:
-        """Whether a request is new and to be handled, and what is to be done if it is not."""
+    def take(self, sender: Peer, message: Message) -> bool:
+        """Whether a request is to be handled, and is neither over nor handled already."""
         floor = message.integer("floor")
         side = self._sides.setdefault(sender, _Side())
         side.rise(floor)
         number = message.request
         if number < side.floor or number in side.held:
-            return False, []
-        if number in side.kept:
-            return False, [Send(sender, side.kept[number])]
+            return False
         side.held.add(number)
-        return True, []
+        return True
 
     def answer(self, peer: Peer, reply: Message) -> Effects:
         """Send the answer to a request that was held."""
         side = self._sides.get(peer)
         if side is not None:
             side.held.discard(reply.request)
-            small = sum(len(frame) for frame in reply.frames) <= SMALL
-            if not small and reply.request >= side.floor:
+            if sum(len(frame) for frame in reply.frames) > SMALL and reply.request >= side.floor:
                 before = side.large.get(reply.request)
                 patience = PATIENCE if before is None else 2 * before.patience
                 side.large[reply.request] = Large(patience, patience)
-            elif reply.request >= side.floor:
-                side.kept[reply.request] = reply
-                while len(side.kept) > self._kept:
-                    del side.kept[min(side.kept)]
         return [Send(peer, reply)]
 
     def probe(self, sender: Peer, message: Message) -> Effects:
@@ -167,12 +155,9 @@ class Answering:
         numbers, floor = message.integers("ids"), message.integer("floor")
         side = self._sides.get(sender, _Side())
         side.rise(floor)
-        effects: Effects = [Send(sender, side.kept[number]) for number in numbers if number in side.kept]
         held = [number for number in numbers if number in side.held or side.is_on_its_way(number)]
-        unknown = [one for one in numbers if one >= side.floor and one not in held and one not in side.kept]
-        if unknown:
-            effects.append(Send(sender, Message(UNKNOWN, {"ids": unknown})))
-        return effects
+        unknown = [one for one in numbers if one >= side.floor and one not in held]
+        return [Send(sender, Message(UNKNOWN, {"ids": unknown}))] if unknown else []
 
     def forget(self, peer: Peer) -> None:
         """Drop what is kept of a peer."""
@@ -181,4 +166,4 @@ class Answering:
     @property
     def entries(self) -> int:
         """How much is kept."""
-        return sum(1 + len(side.kept) + len(side.held) + len(side.large) for side in self._sides.values())
+        return sum(1 + len(side.held) + len(side.large) for side in self._sides.values())

@@ -10,7 +10,6 @@ from cnnstrategies.paramserver.coordinator.meetings import MIDWAY
 from cnnstrategies.paramserver.coordinator.participant import Participant, Reporter
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Message, Peer
-from cnnstrategies.paramserver.core.requests import KEPT
 from cnnstrategies.paramserver.core.view import View
 from simulation.faults import draw
 from simulation.sameness import differing
@@ -105,8 +104,7 @@ class Toys:
 
     def _coordinate(self, life: int) -> None:
         """Start the coordinator, or the one that follows it; where none does, there is no journal."""
-        # The handlers must be right without the answers that are kept.
-        coordinator = Coordinator(self._settings, kept=0 if draw(self._seed, 32) < 0.5 else KEPT)
+        coordinator = Coordinator(self._settings)
         role: Coordinator | Journaled = coordinator
         if self.plan.restarts:
             if life and draw(self._seed, WRITTEN, life) < 0.5:
