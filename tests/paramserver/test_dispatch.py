@@ -5,7 +5,7 @@ import random
 import pytest
 
 from cnnstrategies.paramserver.coordinator import dispatch
-from cnnstrategies.paramserver.coordinator.dispatch import Chunk, digits, places
+from cnnstrategies.paramserver.coordinator.dispatch import Chunk
 from cnnstrategies.paramserver.core.node import ControlError
 
 pytestmark = pytest.mark.light
@@ -95,7 +95,6 @@ def test_an_epoch_goes_on_without_what_was_done_before_its_save():
     assert after.progress(4) == ""
     with pytest.raises(ControlError, match="hexadecimal digits, not as 'zz'"):
         after.begin(4, 4, 1, "zz")
-    assert places(digits([0, 9, 70])) == [0, 9, 70]
 
 
 # Who comes while others train

@@ -5,7 +5,7 @@ and not processed is given out again: every sample is processed exactly once, or
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from cnnstrategies.paramserver.core.node import ControlError
@@ -49,17 +49,8 @@ class Epoch:
     shares: dict[int, Share] = field(default_factory=dict)
 
 
-def digits(marked: Iterable[int]) -> str:
-    """Numbers as bits, in hexadecimal digits."""
-    bits = bytearray()
-    for number in marked:
-        bits.extend(bytes(max(0, number // 8 + 1 - len(bits))))
-        bits[number // 8] |= 1 << number % 8
-    return f"{int.from_bytes(bits, 'little'):x}"
-
-
 def places(text: str) -> list[int]:
-    """The numbers that :func:`digits` has made a text of; none of an empty one."""
+    """The chunks that :meth:`Dispatcher.progress` has made a text of; none of an empty one."""
     try:
         bits = bin(int(text or "0", 16))
     except ValueError as error:
@@ -145,7 +136,9 @@ class Dispatcher:
         left = {one for other in self._epochs.values() for one in other.waiting}
         left |= {one for other in self._epochs.values() for share in other.shares.values() for one in share.held}
         open_places = {one.start // epoch.chunk for one in left if one.epoch == number}
-        return digits(place for place in range(-(-epoch.samples // epoch.chunk)) if place not in open_places)
+        chunks = range(-(-epoch.samples // epoch.chunk))
+        bits = "".join("0" if place in open_places else "1" for place in reversed(chunks))
+        return f"{int(bits or '0', 2):x}"
 
     def samples(self, number: int) -> int:
         """How many an epoch has; 0 of one that is forgotten."""

@@ -64,15 +64,6 @@ class _Result:
         return Message(DONE, {**fields, "view": self.view, "admitted": self.admitted}, self.frames, request)
 
 
-class _Answer(NamedTuple):
-    """What a worker was told last; it is told the same if it asks again."""
-
-    peer: Peer
-    asked: int
-    result: _Result
-    joined: bool
-
-
 class Rounds:
     """The collectives of a run, one after the other.
 
@@ -100,7 +91,8 @@ class Rounds:
         self._boundary: _Result | None = None  # the last one
         self._operation = ""  # the last one
         self._held: list[tuple[_Result, list[tuple[_Contribution, bool]]]] = []
-        self._answers: dict[int, _Answer] = {}
+        # What each worker was told last; it is told the same if it asks again.
+        self._told: dict[int, tuple[_Contribution, _Result, bool]] = {}
 
     def collect(self, member: Member, message: Message) -> str | None:
         """Take a worker's contribution; why the run cannot go on, if it cannot."""
@@ -112,10 +104,11 @@ class Rounds:
         if sequence < member.asked:
             return None  # It came late: its sender knows that result.
         member.asked = sequence
-        told = self._answers.get(identity)
-        if told is not None and told.peer == peer and told.asked == sequence:
-            self._hold(told.result, [(contribution, told.joined)])
-            return None
+        if identity in self._told:
+            last, result, joined = self._told[identity]
+            if (last.peer, last.asked) == (peer, sequence):
+                self._hold(result, [(contribution, joined)])
+                return None
         if seal and (self._roster.sealed or self._roster.is_elastic(WORKER, identity)):
             self._joiners[identity] = contribution
             return self.over
@@ -155,7 +148,7 @@ class Rounds:
         """Take out what a worker that is gone has contributed to the present round."""
         self._joiners.pop(worker, None)
         self._pending.pop(worker, None)
-        self._answers.pop(worker, None)
+        self._told.pop(worker, None)
 
     def _complete(self) -> None:
         """End the present round if nobody is waited for."""
@@ -220,10 +213,10 @@ class Rounds:
             self._tell(one, result, joined)
 
     def _tell(self, one: _Contribution, result: _Result, joined: bool) -> None:
-        last = self._answers.get(one.peer.id)
+        last, *_ = self._told.get(one.peer.id, (one,))
         # A question that was held may be answered when the worker has been told and has gone on to the next.
-        if last is None or last.peer != one.peer or last.asked <= one.asked:
-            self._answers[one.peer.id] = _Answer(one.peer, one.asked, result, joined)
+        if last.peer != one.peer or last.asked <= one.asked:
+            self._told[one.peer.id] = one, result, joined
         self._answer(one.peer, result.message(one.request, joined))
 
     # Who waits for whom

@@ -4,7 +4,6 @@ import os
 import socket
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -22,7 +21,6 @@ from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 
 BIND_SECONDS = 60.0  # for a coordinator of an earlier session to make room
 LONGEST_WAIT = 0.1  # seconds between two looks at whether the process that started this one is there
-ROUTES = 1 << 16  # connections that are known at a time
 AT_ONCE = 200  # messages between two looks at the timers
 
 
@@ -61,7 +59,7 @@ class CoordinatorService:
         self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
         self.dropped = 0
         self._stopped = False
-        self.routes: OrderedDict[Peer, bytes] = OrderedDict()
+        self.routes: dict[Peer, bytes] = {}
         self._encoded: tuple[Message | None, bytes] = None, b""
         self.loop = Loop(role if journal is None else Journaled(role, journal, follows), self.send, on_end=self._end)
         self.loop.start()
@@ -119,9 +117,6 @@ class CoordinatorService:
             else:
                 sender, message = parse_checked(frame.buffer, key_of(frame), self._keys)
             self.routes[sender] = route  # Another one after a cut.
-            self.routes.move_to_end(sender)
-            if len(self.routes) > ROUTES:
-                self.routes.popitem(last=False)
             try:
                 self.loop.message(sender, message)
             finally:
