@@ -10,7 +10,7 @@ from torch import Tensor
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import ViewSource
 from cnnstrategies.paramserver.drivers.links import POLL_SECONDS, Links
-from cnnstrategies.paramserver.drivers.sockets import allow_files, files_of_worker
+from cnnstrategies.paramserver.drivers.sockets import allow_files
 from cnnstrategies.paramserver.drivers.staging import staging_for
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.slicing import cut
@@ -77,7 +77,7 @@ class Worker:
                 f"the parameters have the shapes and types {given}, the specification's are {expected}: give the "
                 "parameters that it was made from, in its order"
             )
-        allow_files(files_of_worker(specification.servers), f"worker {id}")
+        allow_files(4 * specification.servers, f"worker {id}")
         reuse_freed_memory()
         self._specification = specification
         self._parameters = parameters

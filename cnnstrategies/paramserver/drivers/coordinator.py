@@ -16,7 +16,7 @@ from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.window import WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
 from cnnstrategies.paramserver.drivers.control import DESK, LARGEST_MESSAGE, Loop, encode, parse, parse_checked
-from cnnstrategies.paramserver.drivers.sockets import allow_files, files_of_coordinator, key_of, secure, take
+from cnnstrategies.paramserver.drivers.sockets import allow_files, key_of, secure, take
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 
 BIND_SECONDS = 60.0  # for a coordinator of an earlier session to make room
@@ -44,7 +44,7 @@ class CoordinatorService:
         journal: Store | None = None,
         follows: bool = False,
     ) -> None:
-        allow_files(files_of_coordinator(settings.workers + settings.elastic, settings.servers), "the coordinator")
+        allow_files(2 * (settings.workers + settings.elastic + settings.servers), "the coordinator")
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)

@@ -20,7 +20,6 @@ from cnnstrategies.paramserver.drivers.sockets import (
     Socket,
     allow_files,
     client_socket,
-    files_of_server,
     largest_frame,
     server_socket,
 )
@@ -82,7 +81,7 @@ class ServerService:
         insecure: bool = False,
     ) -> None:
         keep_freed_memory()
-        allow_files(files_of_server(specification.most_workers, specification.servers), f"server {id}")
+        allow_files(2 * specification.most_workers + 4 * specification.servers, f"server {id}")
         listener = Listener(endpoint, keys is not None, insecure) if isinstance(endpoint, str) else endpoint
         self.endpoint = listener.endpoint
         self._specification = specification

@@ -264,23 +264,17 @@ class Inbox:
         return [Received(route, bytes(rest[:HEADER_BYTES]), rest[HEADER_BYTES:], user)]  # The checks refuse it.
 
 
-def files_of_coordinator(workers: int, servers: int) -> int:
-    """Files of a coordinator: a connection of each member, and one for each supervision's question."""
-    return OWN_FILES + 2 * workers + 2 * servers
+def allow_files(connections: int, who: str) -> None:
+    """Raise this process's limit of open files as far as it may, so that strangers who connect keep no member out.
 
+    Args:
+        connections: How many it has at least, and sockets, each of which is a file, too.
+        who: It is.
 
-def files_of_server(workers: int, servers: int) -> int:
-    """Files of a server: a connection of each worker, and one in each direction with a socket for each server."""
-    return OWN_FILES + 2 * workers + 4 * servers
-
-
-def files_of_worker(servers: int) -> int:
-    """Files of a worker, beside what training opens: a connection and a socket for each server."""
-    return OWN_FILES + 4 * servers
-
-
-def allow_files(count: int, who: str) -> None:
-    """Raise this process's limit of open files as far as it may, so that strangers who connect keep no member out."""
+    Raises:
+        ConfigurationError: It may not have so many.
+    """
+    count = OWN_FILES + connections
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < count:
         raise ConfigurationError(

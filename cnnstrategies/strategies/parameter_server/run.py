@@ -14,7 +14,6 @@ from cnnstrategies.cluster.stores import own_store
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.paramserver.drivers.sockets import allow_files, files_of_coordinator, files_of_server
 from cnnstrategies.paramserver.private_directory import keys_in, let_go, make_run_directory, shared_directory
 from cnnstrategies.paramserver.security import is_local
 from cnnstrategies.paramserver.services import (
@@ -128,10 +127,6 @@ def open_supervision(
     supervision = Supervision(address, load_keys(place.key_file))
     workers = layout.nodes * layout.processes
     elastic = options.elastic if training else 0
-    if layout.node == 0:
-        allow_files(files_of_coordinator(workers + elastic, servers), "the coordinator")
-    if servers and not options.endpoints:
-        allow_files(files_of_server(workers + elastic, servers), "a server")
     if layout.node == 0:
         again = options.max_restarts if place.supervised else 0
         settings = CoordinatorSettings(
