@@ -68,11 +68,9 @@ class Run:
         self.links = Links()
         self.sheet = Sheet()
         self.world = World(0, self.links)
-        self.told: list[tuple[Peer, Message]] = []  # by coordinators
         self.figures: Callable[[Peer], dict[str, float]] = lambda peer: {}
         self._answers: dict[tuple[Peer, int], Answer] = {}
         self.world.on_return = lambda process, call, value: self._returned(process.peer, call, value)
-        self.world.on_send = lambda process, send: self._sent(process.peer, send)
         self.coordinate()
         self.supervision = self._spawn(Peer("supervision", 0), Reporter(0), _idle())
 
@@ -160,10 +158,6 @@ class Run:
     def _returned(self, peer: Peer, call: int, value: Message | str | None) -> None:
         if (peer, call) in self._answers:
             self._answers[peer, call].value = value
-
-    def _sent(self, peer: Peer, send: Send) -> None:
-        if peer.role == "coordinator":
-            self.told.append((send.to, send.message))
 
 
 def trained(workers: int, servers: int = 0, **settings: Any) -> tuple[Run, list[Peer]]:

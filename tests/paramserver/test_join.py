@@ -81,15 +81,6 @@ def test_one_is_not_let_in_when_others_met_since_the_boundary():
     assert (started.fields["sequence"], started.fields["midway"]) == (4, 3)
 
 
-def test_one_is_not_let_in_for_chunks_that_the_others_need():
-    run, zero, _ = in_epoch(elastic=2)
-    for _ in range(8):
-        run.call(zero, "take", epoch=0, processed=0)
-    _, started = run.joins()
-    run.passes(2.0)
-    assert started.value is None
-
-
 def test_who_waits_to_join_is_told_of_the_end():
     run, zero, one = in_epoch(elastic=2)
     for who in (zero, one):
@@ -125,9 +116,12 @@ def comes_back(run: Run, one: Peer, midway: bool = True) -> Answer:
     return answer
 
 
-def test_one_waits_for_the_next_boundary_if_it_says_nothing():
+@pytest.mark.parametrize("why", ["it says nothing", "the others' next epoch has begun"])
+def test_one_waits_for_the_next_boundary(why: str) -> None:
     run, zero, one = in_epoch()
-    start = comes_back(run, one, midway=False)
+    if why != "it says nothing":
+        run.call(zero, "epoch", epoch=1, samples=10, chunk=1)
+    start = comes_back(run, one, midway=why != "it says nothing")
     assert start.value is None
     run.collect(zero, "boundary", boundary=True)
     run.passes(2.0)
@@ -147,12 +141,6 @@ def test_one_waits_for_a_boundary_if_the_last_let_one_in():
     for peer in (zero, one, joined):
         run.collect(peer, "admitted")
     assert run.coordinator.dispatcher.may_come(1)
-    assert comes_back(run, one).value is None
-
-
-def test_one_waits_for_a_boundary_if_an_epoch_has_begun():
-    run, zero, one = in_epoch()
-    run.call(zero, "epoch", epoch=1, samples=10, chunk=1)
     assert comes_back(run, one).value is None
 
 
