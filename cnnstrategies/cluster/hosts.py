@@ -58,12 +58,12 @@ def meet(
     """
     me = socket.gethostname()
     if node == 0:
-        _wait_for(store, ["source"], node, nodes, seconds)
+        wait_for(store, ["source"], node, nodes, seconds)
     mine = own_interface(store, node, main_address, interface)
     probe = Probe(mine.address)
     store.set(f"host/{node}", json.dumps([me, mine.address, probe.port]))
     keys = [f"host/{number}" for number in range(nodes)]
-    _wait_for(store, keys, node, nodes, seconds)
+    wait_for(store, keys, node, nodes, seconds)
     everyone = [Peer(number, *json.loads(store.get(key))) for number, key in enumerate(keys)]
     others = [peer for peer in everyone if peer.node != node]
     failures = []
@@ -73,7 +73,7 @@ def meet(
             failures.append(f"{me} ({mine.address} on {mine.name}) cannot reach {peer} on port {peer.port}: {reason}")
     store.set(f"failures/{node}", json.dumps(failures))
     keys = [f"failures/{number}" for number in range(nodes)]
-    _wait_for(store, keys, node, nodes, seconds + nodes * PING_SECONDS)
+    wait_for(store, keys, node, nodes, seconds + nodes * PING_SECONDS)
     failures = [failure for key in keys for failure in json.loads(store.get(key))]
     if failures:
         store.set(f"told/{node}", "")
@@ -100,21 +100,23 @@ def own_interface(store: Store, node: int, main_address: str, wanted: str | None
 
 def interface_of(store: Store, node: int, nodes: int, seconds: float) -> str:
     """The name of the interface that this host's first process has chosen."""
-    _wait_for(store, [f"interface/{node}"], node, nodes, seconds)
+    wait_for(store, [f"interface/{node}"], node, nodes, seconds)
     return store.get(f"interface/{node}").decode()
 
 
-def _wait_for(store: Store, keys: list[str], node: int, nodes: int, seconds: float) -> None:
+def wait_for(store: Store, keys: list[str], node: int, nodes: int, seconds: float) -> None:
     """Wait until the hosts have written these keys; a missing host is named by its number, those present by name."""
-    if not missing_after(store, keys, seconds):
+    late = missing_after(store, keys, seconds)
+    if not late:
         return
     come = {number: store.get(f"host/{number}") for number in range(nodes) if store.check([f"host/{number}"])}
     known = [f"{Peer(number, *json.loads(record))}" for number, record in come.items()]
-    missing = [f"node {number}" for number in range(nodes) if number not in (node, *come)]
+    missing = [f"node {number}" for number in range(nodes) if any(key.endswith(f"/{number}") for key in late)]
     raise ConfigurationError(
         f"{socket.gethostname()} has waited {seconds:g} s for {', '.join(missing) or 'the other hosts'}"
-        f"{'; here are ' + ', '.join(known) if known else ''}: start the run on all {nodes} machines with the "
-        "same MASTER_ADDR and MASTER_PORT; --network.wait sets how long to wait"
+        f"{'; here are ' + ', '.join(known) if known else ''}: start it on all {nodes} machines with the same "
+        "MASTER_ADDR and MASTER_PORT, and look at the others' output; --network.wait (--wait of doctor) sets how long "
+        "to wait"
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Answer = Literal["here", "refused", "silent"]
-CLOCK, ECHO, COUNT = b"C", b"E", b"N"
+ECHO, COUNT = b"E", b"N"
 ROUNDS = 30
 SEND_SECONDS = 0.3
 CHUNK = bytes(2**18)
@@ -43,9 +43,7 @@ class Probe:
         with connection, contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while request := connection.recv(1):
-                if request == CLOCK:
-                    connection.sendall(struct.pack("!d", time.time()))
-                elif request == ECHO:
+                if request == ECHO:
                     connection.sendall(ECHO)
                 elif request == COUNT:
                     buffer, received = bytearray(2**20), 0
@@ -88,28 +86,21 @@ def ping(peer: Peer, seconds: float) -> tuple[Answer, str]:
         return "silent", str(error.strerror)
 
 
-def measure(address: str, port: int, timeout: float) -> tuple[float, float, float]:
+def measure(address: str, port: int, timeout: float) -> tuple[float, float]:
     """Measure the connection to another host's :class:`Probe`; takes about half a second.
 
     Returns:
-        The median of the round trip in seconds, the bandwidth from here to there over one TCP connection in bytes per
-        second, and the seconds by which the other's clock is ahead, to about half a round trip.
-
-    Raises:
-        OSError: There is no connection, or no answer within ``timeout`` seconds.
+        The median of the round trip in seconds, and the bandwidth from here to there over one TCP connection in bytes
+        per second.
     """
     with socket.create_connection((address, port), timeout=timeout) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        times, offsets = [], []
+        times = []
         for _ in range(ROUNDS):
             start = time.perf_counter()
             connection.sendall(ECHO)
             _receive(connection, 1)
             times.append(time.perf_counter() - start)
-            before = time.time()
-            connection.sendall(CLOCK)
-            there = struct.unpack("!d", _receive(connection, 8))[0]
-            offsets.append(there - (before + time.time()) / 2)
         start = time.perf_counter()
         connection.sendall(COUNT)
         while time.perf_counter() - start < SEND_SECONDS:
@@ -117,7 +108,7 @@ def measure(address: str, port: int, timeout: float) -> tuple[float, float, floa
         connection.shutdown(socket.SHUT_WR)
         received = struct.unpack("!Q", _receive(connection, 8))[0]
         seconds = time.perf_counter() - start
-    return statistics.median(times), received / seconds, statistics.median(offsets)
+    return statistics.median(times), received / seconds
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

@@ -13,7 +13,7 @@ def doctor_parser() -> argparse.ArgumentParser:
     """The parser of ``doctor``."""
     result = argparse.ArgumentParser(
         prog="cnnstrategies doctor",
-        description="Check a cluster before training: versions, connections, shared directory, clocks. Start it as the "
+        description="Check a cluster before training: versions, connections, shared directory. Start it as the "
         "training will be, with srun, torchrun or mpirun, one process on each machine.",
         allow_abbrev=False,
     )
