@@ -128,25 +128,14 @@ def _job(run: Run, role: str) -> Object:
 
 
 def _pod(run: Run, role: str) -> Object:
-    options = run.options
-    spec: Object = {
+    return {
         "subdomain": run.name,
         "restartPolicy": "Never",  # The Job starts it again, on another node if need be.
-        "terminationGracePeriodSeconds": options.grace_seconds,
+        "terminationGracePeriodSeconds": run.options.grace_seconds,
         "containers": [_container(run, role)],
         "volumes": _volumes(run),
+        **run.options.pod,
     }
-    if options.user is not None:
-        spec["securityContext"] = dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), options.user)
-    if options.pull_secret is not None:
-        spec["imagePullSecrets"] = [{"name": options.pull_secret}]
-    if options.priority_class is not None:
-        spec["priorityClassName"] = options.priority_class
-    if options.node_selector:
-        spec["nodeSelector"] = options.node_selector
-    if options.tolerations:
-        spec["tolerations"] = options.tolerations
-    return spec
 
 
 def _container(run: Run, role: str) -> Object:

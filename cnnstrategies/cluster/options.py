@@ -28,6 +28,8 @@ MARGIN_SECONDS = 20
 POD_MARGIN_SECONDS = 10
 # Where every pod has something of ours.
 POD_FOLDERS = ("/dev/shm", "/run/cnnstrategies")
+# What follows from the run.
+POD_FIELDS = {"containers", "restartPolicy", "subdomain", "terminationGracePeriodSeconds", "volumes"}
 # What follows from the nodes: a variable that says it again could disagree.
 NODE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "NNODES", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
@@ -43,9 +45,8 @@ class KubernetesOptions:
         image: Container image that has this package.
         namespace: Where the objects are made; by default that of the current context.
         queue: Local queue of Kueue.
-        priority_class: Priority class of the pods.
-        node_selector: Labels that the nodes must have.
-        tolerations: Tolerations of the pods, as Kubernetes writes them.
+        pod: Other fields of the pods' specification, as Kubernetes writes them, such as nodeSelector, tolerations,
+            priorityClassName, imagePullSecrets, or a securityContext with runAsUser and fsGroup.
         resources: Requests and limits of a pod of the trainer, such as {cpu: 8, memory: 64Gi}.
         gpu: Name of the resource that a GPU is.
         server_resources: Those of a pod that holds parameters (cluster.server_nodes).
@@ -53,8 +54,6 @@ class KubernetesOptions:
         shared_memory: Most that /dev/shm holds, such as 8Gi; it counts as the pod's memory. No limit of its own when
             left out.
         key_secret: Secret with the keys of a parameter server, made of a file run.key.
-        pull_secret: Secret with which the image is fetched.
-        user: Number of the user that the pods run as; by default the image's.
         env: Environment variables of the pods, such as {NCCL_SOCKET_IFNAME: eth0}.
         grace_seconds: Time between a pod's SIGTERM and its end. A step, or a validation if it comes then, and the
             writing of the checkpoint must fit into it.
@@ -68,17 +67,13 @@ class KubernetesOptions:
     image: str | None = None
     namespace: str | None = None
     queue: str | None = None
-    priority_class: str | None = None
-    node_selector: dict[str, str] = field(default_factory=dict)
-    tolerations: list[dict[str, Any]] = field(default_factory=list)
+    pod: dict[str, Any] = field(default_factory=dict)
     resources: dict[str, str | int] = field(default_factory=dict)
     gpu: str = "nvidia.com/gpu"
     server_resources: dict[str, str | int] = field(default_factory=dict)
     volumes: dict[str, str] = field(default_factory=dict)
     shared_memory: str | None = None
     key_secret: str | None = None
-    pull_secret: str | None = None
-    user: int | None = None
     env: dict[str, str] = field(default_factory=dict)
     grace_seconds: int = 120
     max_restarts: int = 6
@@ -100,6 +95,10 @@ class KubernetesOptions:
                     f"cluster.kubernetes.volumes: {path!r}: name a directory from the root, such as /runs, outside of "
                     f"{' and '.join(POD_FOLDERS)}"
                 )
+        if own := self.pod.keys() & POD_FIELDS:
+            raise ConfigurationError(
+                f"cluster.kubernetes.pod: {', '.join(sorted(own))}: that is decided here; leave it out"
+            )
         for name in self.env:
             if name in NODE_VARIABLES or name.startswith("PET_"):
                 raise ConfigurationError(

@@ -44,6 +44,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (partial(KubernetesOptions, max_restarts=-1), "negative"),
     (partial(KubernetesOptions, volumes={"runs": "runs"}), "from the root"),
     (partial(KubernetesOptions, volumes={"/dev/shm/mine": "runs"}), "outside of"),
+    (partial(KubernetesOptions, pod={"volumes": []}), "pod: volumes: that is decided here"),
     (partial(KubernetesOptions, env={"PET_NNODES": "3"}), "PET_NNODES could disagree"),
     (partial(RayOptions, max_restarts=-1), "cluster.ray.max_restarts=-1"),
     (partial(RayOptions, wait=0), "cluster.ray.wait=0"),

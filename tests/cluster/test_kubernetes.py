@@ -1,17 +1,12 @@
 """The pods of a run on Kubernetes: what is rendered, against the real schemas, and what is refused."""
 
 import importlib.util
-import json
 import os
-import re
-import shutil
 import subprocess
-import threading
 import time
 import tomllib
-from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +30,12 @@ def run(**options: Any) -> Run:
         "image": "registry.example.com/cnn:1",
         "namespace": "vision",
         "queue": "users",
-        "priority_class": "low",
-        "node_selector": {"pool": "a100"},
-        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "pod": {"nodeSelector": {"pool": "a100"}, "securityContext": {"fsGroup": 1000}},
         "resources": {"cpu": 8, "memory": "64Gi"},
         "server_resources": {"cpu": 2},
         "volumes": {"/runs": "runs"},
         "shared_memory": "8Gi",
         "key_secret": "run-key",
-        "pull_secret": "registry",
-        "user": 1000,
         "env": {"NCCL_SOCKET_IFNAME": "eth0"},
         **options,
     }
@@ -54,21 +45,18 @@ def run(**options: Any) -> Run:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("kubernetes_validate") is None, reason="pip install kubernetes-validate")
-def test_the_objects_fit_the_schemas_of_kubernetes():
+def test_the_text_is_yaml_of_objects_that_fit_the_schemas_of_kubernetes():
     import kubernetes_validate
 
-    for one in [*kubernetes.objects(run()), *kubernetes.objects(replace(run(), task="doctor"))]:
-        for version in ("1.31", "1.35"):
-            kubernetes_validate.validate(one, version, strict=True)
-
-
-def test_the_text_is_the_objects():
-    """YAML that kubectl takes, without anchors, and with the script to read."""
-    text = kubernetes.text(run())
-    assert list(yaml.safe_load_all(text)) == kubernetes.objects(run())
-    assert "&id" not in text
-    assert "\\n" not in text
-    assert "$$" not in text  # Kubernetes makes one of two.
+    for one in (run(), replace(run(), task="doctor")):
+        text = kubernetes.text(one)
+        assert list(yaml.safe_load_all(text)) == kubernetes.objects(one)
+        assert not any(sign in text for sign in ("&id", "\\n", "$$")), (
+            "anchors, a script on one line, and what is made $"
+        )
+        for made in kubernetes.objects(one):
+            for version in ("1.31", "1.35"):
+                kubernetes_validate.validate(made, version, strict=True)
 
 
 def test_pods_have_what_training_needs_and_may_be_evicted():
@@ -85,7 +73,7 @@ def test_pods_have_what_training_needs_and_may_be_evicted():
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
     assert pod["terminationGracePeriodSeconds"] - KubernetesOptions().grace == 10
-    assert pod["securityContext"]["fsGroup"] == 1000
+    assert (pod["nodeSelector"], pod["securityContext"]) == ({"pool": "a100"}, {"fsGroup": 1000})
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "users"
     rules = job["spec"]["podFailurePolicy"]["rules"]
     assert [rule["action"] for rule in rules] == ["FailJob", "Ignore", "Ignore"]
@@ -103,7 +91,7 @@ def test_the_image_is_made_of_what_is_there():
     packages = {"pyproject.toml", "constraints.txt", "cnnstrategies"}
     assert copied == {*packages, project["readme"], *project["license-files"]}
     recipe = yaml.safe_load((ROOT / "configs/cluster/kubernetes_gpu_nodes.yaml").read_text())
-    assert ["USER", str(recipe["cluster"]["kubernetes"]["user"])] in steps
+    assert ["USER", str(recipe["cluster"]["kubernetes"]["pod"]["securityContext"]["runAsUser"])] in steps
 
 
 FAKE = """#!/bin/sh
@@ -181,114 +169,28 @@ def test_the_doctor_examines_the_servers_pods_after_the_trainers(tmp_path: Path)
     assert [pod.log.read_text() for pod in pods] == [f"1/5 {words}\n", f"4/5 {words}\n"]
 
 
-def discovery() -> Iterator[tuple[str, dict[str, Any]]]:
-    """What kubectl asks for first, by path: the kinds of objects, and whether these are validated."""
-    version = {"groupVersion": "batch/v1", "version": "v1"}
-    group = {"name": "batch", "versions": [version], "preferredVersion": version}
-    core = ["ConfigMap", "Service", "Node", "Secret", "PersistentVolumeClaim"]
-    groups = {"api/v1": ("", core), "apis/batch/v1": ("batch", ["Job"])}
-    yield "api", {"kind": "APIVersions", "versions": ["v1"]}
-    yield "apis", {"kind": "APIGroupList", "apiVersion": "v1", "groups": [group]}
-    yield "openapi/v3", {"paths": {path: {"serverRelativeURL": f"/openapi/v3/{path}"} for path in groups}}
-    for path, (name, kinds) in groups.items():
-        resources, known = [], {}
-        for kind in kinds:
-            verbs = ["create", "delete", "get", "list", "patch"]
-            own = {"name": f"{kind.lower()}s", "kind": kind, "namespaced": kind != "Node", "verbs": verbs}
-            resources.append(own)
-            which = {"group": name, "version": "v1", "kind": kind}
-            validates = [{"name": parameter, "in": "query"} for parameter in ("fieldValidation", "dryRun")]
-            known[f"/{kind}"] = {"patch": {"parameters": validates, "x-kubernetes-group-version-kind": which}}
-        listed = f"{name}/v1".removeprefix("/")
-        yield path, {"kind": "APIResourceList", "groupVersion": listed, "resources": resources}
-        yield f"openapi/v3/{path}", {"openapi": "3.0.0", "info": {"title": "", "version": ""}, "paths": known}
+KUBECTL = """#!/bin/sh
+echo "$1 $2" >> "$SEEN"
+grep -q "kind: Job" || [ "$1" = delete ] || exit 1
+case "$2$REFUSES" in
+--dry-run=servertrial) echo "E1122 tries\nJob is\ninvalid" >&2; exit 1 ;;
+--output=namejob) echo configmap/cnn-1; echo service/cnn-1; echo "Job is\ninvalid" >&2; exit 1 ;;
+esac
+"""
 
 
-DISCOVERY = dict(discovery())
-
-
-class Api(BaseHTTPRequestHandler):
-    """What a cluster answers kubectl; `missing` is a part of the path of what it refuses."""
-
-    missing: str | None = None
-    status = 404
-    seen: list[tuple[str, str]]
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0].strip("/")
-        if path in DISCOVERY:
-            return self.say(200, DISCOVERY[path])
-        return self.refuse("not found")
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        path, _, query = self.path.partition("?")
-        dry = "dryRun=All" in query
-        self.seen.append(("TRY" if dry else "POST", path.rpartition("/")[2]))
-        if self.missing and self.missing in path and not (self.status == 500 and dry):
-            return self.refuse(f"{body['kind']} is\ninvalid")
-        return self.say(201, body)
-
-    def do_DELETE(self) -> None:
-        self.seen.append(("DELETE", self.path.partition("?")[0].split("/")[-2]))
-        self.say(200, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
-
-    def refuse(self, message: str) -> None:
-        reason = {403: "Forbidden", 404: "NotFound"}.get(self.status, "Invalid")
-        status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "reason": reason}
-        self.say(self.status, {**status, "code": self.status})
-
-    def say(self, status: int, answer: dict[str, Any]) -> None:
-        content = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Api]]:
-    """A cluster that takes what it is sent, and the kubeconfig that leads to it."""
-    handler = type("Answers", (Api,), {"seen": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    context = {"name": "here", "context": {"cluster": "here", "user": "me"}}
-    where = {"name": "here", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
-    config = {"apiVersion": "v1", "kind": "Config", "current-context": "here", "contexts": [context]}
-    config |= {"clusters": [where], "users": [{"name": "me", "user": {}}]}
-    path = tmp_path / "kubeconfig"
-    path.write_text(yaml.safe_dump(config))
-    monkeypatch.setenv("KUBECONFIG", str(path))
-    monkeypatch.setenv("KUBECACHEDIR", str(tmp_path))
-    yield handler
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-def test_the_cluster_checks_all_objects_and_then_all_are_made_or_none(api, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(api, "missing", "configmaps")
-        patch.setattr(api, "status", 422)
-        with pytest.raises(ConfigurationError, match=r"refuses the run: .*ConfigMap is invalid"):
+def test_all_objects_are_made_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "kubectl").write_text(KUBECTL)
+    (tmp_path / "kubectl").chmod(0o755)
+    trial, makes, deletes = "create --dry-run=server", "create --output=name", "delete --wait=false"
+    for refuses, seen in (("", [trial, makes]), ("trial", [trial]), ("job", [trial, makes, deletes])):
+        (tmp_path / "seen").write_text("")
+        monkeypatch.setenv("REFUSES", refuses)
+        with pytest.raises(ConfigurationError, match="the run: Job is invalid; see") if refuses else nullcontext():
             create(run())
-    assert not [name for method, name in api.seen if method == "POST"]
-    api.seen.clear()
-    create(run())
-    made = ["configmaps", "services", "jobs", "jobs"]
-    assert api.seen == [*(("TRY", name) for name in made), *(("POST", name) for name in made)]
-    api.missing, api.status = "jobs", 500  # Only when they are made.
-    with pytest.raises(ConfigurationError, match=r"refuses the run: .*Job is invalid"):
-        create(run())
-    assert [name for method, name in api.seen if method == "DELETE"] == ["configmaps", "services"]
-    path = tmp_path / "kubeconfig"
-    path.write_text(re.sub(r":\d+\n", ":1\n", path.read_text()))
-    with pytest.raises(ConfigurationError, match=r"127.0.0.1:1\b.*kubectl config get-contexts"):
-        create(run())
-    monkeypatch.setenv("PATH", str(tmp_path))
+        assert (tmp_path / "seen").read_text().splitlines() == seen
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     with pytest.raises(ConfigurationError, match="kubectl is not found"):
         create(run())

@@ -135,7 +135,7 @@ target = KubernetesTarget
 
 
 def create(run: Run) -> None:
-    """Have the cluster check the objects of a run, and make them; either all or none."""
+    """Ask the cluster whether it takes the objects of a run, and make them; either all or none."""
     objects = text(run)
     _checked(_kubectl(run, "create", "--dry-run=server", "--filename=-", given=objects))
     made = _kubectl(run, "create", "--output=name", "--filename=-", given=objects)
@@ -156,11 +156,10 @@ def _kubectl(run: Run, *words: str, given: str | None = None) -> subprocess.Comp
         ) from error
 
 
-def _checked(ended: subprocess.CompletedProcess[str]) -> str:
+def _checked(ended: subprocess.CompletedProcess[str]) -> None:
     if ended.returncode:
         said = [line for line in ended.stderr.splitlines() if not re.match(r"E\d{4} ", line)]  # But for its tries.
         raise ConfigurationError(
             f"Kubernetes refuses the run: {' '.join(said)}; see kubectl config get-contexts and kubectl cluster-info; "
             "--dry_run needs no cluster"
         )
-    return ended.stdout
