@@ -7,10 +7,12 @@ communicate, what a message costs a device, a server's rate) are fitted to 24 po
 next to nothing to do; the 36 of the other networks are predicted with them.
 """
 
+import base64
 import itertools
 import json
 import math
 import os
+import pickle
 import statistics
 import subprocess
 import sys
@@ -33,9 +35,8 @@ from ranks import report
 
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, Host
-from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.costs import Link, Profile
 from cnnstrategies.planning.hybrid import hybrids
-from cnnstrategies.planning.profile_csv import read_profile
 from cnnstrategies.planning.rank import rank
 
 QUOTA = 0.6  # of a core, for each of three hosts on two cores
@@ -127,7 +128,7 @@ def measured(name: str) -> dict[str, Any]:
     with ExitStack() as stack:
         there = Hosts(title, stack)
         there.order("profile")
-        found["profile"] = (there.folder / "profile.csv").read_text()
+        found["profile"] = (there.folder / "profile").read_text()
         for rate in RATES:
             limit(there.names, rate)
             found["latency"][str(rate)] = there.order("link")
@@ -167,10 +168,7 @@ def job(
     found: dict[str, Any], rate: int, numbers: Numbers, cut: str | None = None, run_ahead: bool | None = None
 ) -> Any:
     """What `plan` is asked."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "profile.csv"
-        file.write_text(found["profile"])
-        profile = read_profile(file, SAMPLES // sum(REPLICAS))
+    profile: Profile = pickle.loads(base64.b64decode(found["profile"]))
     link = Link(rate * 1e6 / 8 * numbers.efficiency, min(found["latency"].values()), work=numbers.work)
     host = Host(1, link, link, speed=numbers.speed)
     cluster = Cluster((host,) * sum(REPLICAS), server_rate=numbers.server, server_message=numbers.message)

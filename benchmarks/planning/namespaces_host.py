@@ -1,9 +1,11 @@
 """A host's side of `namespaces.py`: it waits for orders in a folder, and profiles or makes steps of a strategy."""
 
 import argparse
+import base64
 import itertools
 import json
 import multiprocessing
+import pickle
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,10 +30,9 @@ from cnnstrategies.paramserver.membership import unchanging
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.tracing import ordered_nodes, trace
+from cnnstrategies.pipeline.tracing import trace
 from cnnstrategies.planning.costs import from_two_sizes
 from cnnstrategies.planning.measure import profile
-from cnnstrategies.planning.profile_csv import write_profile
 
 SAMPLES, MICROBATCHES, REPLICAS = 24, 6, (2, 1)
 SMALLER = 4  # A second batch to profile is so much smaller, as in `plan`.
@@ -84,7 +85,7 @@ def host(title: str, folder: Path) -> None:
                 large, small = (profile(traced, inputs[:count]) for count in (share, share // SMALLER))
                 if rank == 0:
                     found = from_two_sizes(large, small, has_batch_norm(traced))
-                    write_profile(folder / "profile.csv", found, [str(node.target) for node in ordered_nodes(traced)])
+                    (folder / "profile").write_text(base64.b64encode(pickle.dumps(found)).decode())
             elif order["what"] == "link":
                 answer = _latency(rank)
             else:

@@ -8,7 +8,9 @@ The hosts are network namespaces with a processor quota each and links of 1 Gbit
 24 x 24 pixels, until the validation accuracy is 95 %.
 """
 
+import base64
 import json
+import pickle
 import statistics
 import subprocess
 import sys
@@ -29,8 +31,7 @@ from ranks import report
 
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, Host
-from cnnstrategies.planning.costs import Link
-from cnnstrategies.planning.profile_csv import read_profile
+from cnnstrategies.planning.costs import Link, Profile
 from cnnstrategies.planning.rank import rank
 
 MEGABITS = 1000
@@ -91,8 +92,8 @@ def train(name: str) -> dict[str, Any]:
             if process.wait(150):
                 raise SystemExit(f"{name}: a host has failed; its message is above")
         result: dict[str, Any] = json.loads((folder / "result").read_text())
-        if (folder / "profile.csv").exists():
-            result["profile"] = (folder / "profile.csv").read_text()
+        if (folder / "profile").exists():
+            result["profile"] = (folder / "profile").read_text()
         for group in groups:  # What the strategy has started ends with it.
             while (group.folder / "cgroup.procs").read_text():
                 time.sleep(0.05)
@@ -102,10 +103,7 @@ def train(name: str) -> dict[str, Any]:
 def predicted(pieces: Pieces, key: str) -> float:
     """Seconds for a batch of all hosts, as `plan` says."""
     run = RUNS[key]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "profile.csv"
-        file.write_text(pieces.known[f"profile/{run.precision}"]["profile"])
-        profile = read_profile(file, BATCH // 2)
+    profile: Profile = pickle.loads(base64.b64decode(pieces.known[f"profile/{run.precision}"]["profile"]))
     link = Link(MEGABITS * 1e6 / 8, 1e-4)
     cluster = Cluster(tuple(Host(1, link, link, speed=cores / RUNS["one"].quotas[0]) for cores in run.quotas))
     if len(run.quotas) == 1:

@@ -100,7 +100,6 @@ def _header(options: ClusterOptions, size: Size, folder: Path, command: str) -> 
         "--gpus-per-node": gpus if size.gpus_per_node else None,
         "--cpus-per-task": options.cpus_per_task,
         "--mem": options.memory,
-        "--constraint": options.constraint,
         "--time": options.time,
         "--output": str(folder).replace("%", "%%") + "/%j.log",
         "--open-mode": "append",
@@ -119,13 +118,13 @@ def _header(options: ClusterOptions, size: Size, folder: Path, command: str) -> 
 
 
 def setup_lines(options: ClusterOptions) -> str:
-    """The lines of a script before the run: modules, environment, threads and the user's own."""
-    lines = [f"module load {shlex.quote(module)}" for module in options.modules]
-    if options.venv is not None:
-        lines.append(f"source {shlex.quote(str(options.venv / 'bin/activate'))}")
+    """The lines of a script before the run: threads, the user's own, and the environment."""
+    lines = list(options.setup)
     if options.cpus_per_task is not None:
-        lines.append(f"export OMP_NUM_THREADS={options.cpus_per_task}")
-    return "".join(f"{line}\n" for line in [*lines, *options.setup])
+        lines.insert(0, f"export OMP_NUM_THREADS={options.cpus_per_task}")
+    if options.venv is not None:  # After a module that may have an interpreter of its own.
+        lines.append(f"source {shlex.quote(str(options.venv / 'bin/activate'))}")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _servers(interpreter: str, config: str) -> str:

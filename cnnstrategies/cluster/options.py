@@ -120,7 +120,6 @@ class RayOptions:
         address: Of the cluster, as ``ray.init`` takes it; by default ``RAY_ADDRESS``, else the one on this machine.
         max_restarts: How often the run is started again from its last checkpoint, after a node or a process was lost.
         wait: Seconds to wait for nodes that are free, at the start and after a loss.
-        autoscales: The cluster adds nodes when they are asked for: a run is not refused because there are too few.
 
     Raises:
         ConfigurationError: A value is out of range.
@@ -129,7 +128,6 @@ class RayOptions:
     address: str | None = None
     max_restarts: int = 3
     wait: int = 600
-    autoscales: bool = False
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
@@ -156,14 +154,12 @@ class ClusterOptions:
         cpus_per_task: CPUs of each process, for its threads and its data workers.
         memory: Memory of a node, such as 64G.
         gpu_type: Type of the GPUs, such as a100; any when left out.
-        constraint: Features that the nodes must have.
-        modules: Loaded with ``module load``, in this order.
         venv: Virtual environment to activate.
-        setup: Other lines of the script before the run, such as ``export NCCL_SOCKET_IFNAME=ib0``.
+        setup: Other lines of the script before the run, such as ``module load cuda/12.4``.
         python: The interpreter; by default ``python`` with ``venv`` or ``container``, and the one that runs ``submit``
             without.
         container: What starts a container, such as ``apptainer exec --nv image.sif``; the interpreter is the image's.
-        sbatch: Other options of sbatch, such as ``--exclusive``.
+        sbatch: Other options of sbatch, such as ``--exclusive`` and ``--constraint=ib``.
         requeue: On the warning signal, stop at a step boundary with a checkpoint, requeue the job and go on from there.
         signal: The warning signal.
         signal_seconds: How long before the time limit it is sent. A step, or a validation if it comes then, must fit
@@ -177,7 +173,7 @@ class ClusterOptions:
             account and time are otherwise the trainer's.
         kubernetes: What only Kubernetes asks for. There job_name, folder, python, setup and server_nodes count too, and
             the rest is SLURM's.
-        ray: For ``--to ray``: address, max_restarts, wait and autoscales.
+        ray: For ``--to ray``: address, max_restarts and wait.
 
     Raises:
         ConfigurationError: A value is out of range, or an option of sbatch is one that the trainer decides.
@@ -190,8 +186,6 @@ class ClusterOptions:
     cpus_per_task: int | None = None
     memory: str | None = None
     gpu_type: str | None = None
-    constraint: str | None = None
-    modules: list[str] = field(default_factory=list)
     venv: Path | None = None
     setup: list[str] = field(default_factory=list)
     python: str | None = None

@@ -32,7 +32,6 @@ class Host:
         speed: Of a device, as a multiple of the one that the profile was taken on.
         memory: Bytes of a device; unlimited when None.
         price: Of the whole machine, for an hour.
-        shared: How often its network has to carry what one message brings: there are others beside it, alike.
     """
 
     devices: int
@@ -41,7 +40,6 @@ class Host:
     speed: float = 1.0
     memory: int | None = None
     price: float = 0.0
-    shared: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,18 @@
 """What a layout of a network takes, in time and memory, and which one takes least."""
 
-from collections import Counter
 from dataclasses import replace
-from math import gcd, lcm
+from math import lcm
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Layout, even_replicas, timetable
 from cnnstrategies.planning.candidates import Job
-from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.partition import Cost, best_layout
 from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.simulate import Simulation, simulate
-from cnnstrategies.planning.stage_costs import StageCost, all_reduce, messages, stage_costs
+from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
 
 WORTH_RUNNING_AHEAD = 0.01  # of the step time, for the memory of one more microbatch
-LONGEST = 3000  # tasks that are simulated; of a longer step a part is, and the rest follows from its period
+LONGEST = 5000  # tasks that are simulated; of a longer step parts are
 
 
 class Predictor:
@@ -70,9 +68,9 @@ class Predictor:
             return self.job.run_ahead
         return self.job.memory is None or max(self.stage_memory(layout, True)) <= self.job.memory
 
-    def simulate(self, layout: Layout, run_ahead: bool) -> Simulation:
-        """The predicted step, with all of its tasks."""
-        tasks = timetable(layout.replicas, self.problem.microbatches, self.job.schedule, run_ahead)
+    def simulate(self, layout: Layout, run_ahead: bool, microbatches: int | None = None) -> Simulation:
+        """The predicted step, with all of its tasks; that of so many microbatches, where they are given."""
+        tasks = timetable(layout.replicas, microbatches or self.problem.microbatches, self.job.schedule, run_ahead)
         return simulate(tasks, self._stages(layout), messages(self.costs, layout.cuts), self.job.cluster)
 
     def stage_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
@@ -98,52 +96,19 @@ class Predictor:
         return [replace(stage, backward=stage.forward + stage.backward) for stage in stages]
 
     def _time_of(self, layout: Layout, run_ahead: bool) -> float:
-        """Predicted step time in seconds, by simulation.
+        """Predicted step time in seconds, by simulation; of a long step two parts are, and the rest is a line.
 
-        Where that is long, of one of several equal pipelines beside each other, and of fewer microbatches, from which
-        the period is known.
+        The parts are periods apart, and the pipeline is filled in both.
         """
-        count = self.problem.microbatches
-        if 2 * count * len(layout.replicas) <= LONGEST:
+        count, replicas = self.problem.microbatches, layout.replicas
+        short = LONGEST // (2 * len(replicas))
+        period = lcm(*replicas) if lcm(*replicas) <= short else short // 2
+        most = max(short, sum(replicas) + 2 * period)
+        if count <= most:
             return self.simulate(layout, run_ahead).step_time
-        beside = gcd(*layout.replicas)
-        replicas = tuple(count // beside for count in layout.replicas)
-        microbatches = -(-count // beside)
-        stages, passing, cluster = self._stages(layout), messages(self.costs, layout.cuts), self.job.cluster
-        firsts = [sum(layout.replicas[:stage]) for stage in range(len(replicas))]
-        reductions = [all_reduce(cluster, first, count) for first, count in zip(firsts, layout.replicas, strict=True)]
-        one = _one_of_equal(cluster, layout.replicas, beside)
-
-        def time(count: int) -> float:
-            tasks = timetable(replicas, count, self.job.schedule, run_ahead)
-            return simulate(tasks, stages, passing, one, reductions=reductions).step_time
-
-        most = LONGEST // (2 * len(replicas))
-        if microbatches <= most:
-            return time(microbatches)
-        period = lcm(*replicas)
-        if 2 * period + sum(replicas) <= most:
-            # Filled, and with the same remainder as the whole step.
-            warm = sum(replicas) + (microbatches - sum(replicas)) % period
-            first, second = time(warm), time(warm + period)
-            return second + (second - first) * (microbatches - warm - period) / period
-        part = most * beside
-        shorter = Problem(replace(self.job, samples=round(self.costs.microbatch_size * part), microbatches=part))
-        return time(most) * self.problem.model(layout) / shorter.model(layout)
-
-
-def _one_of_equal(cluster: Cluster, replicas: tuple[int, ...], beside: int) -> Cluster:
-    """The devices of the first of some equal pipelines beside each other, with its share of what they share."""
-    if beside == 1:
-        return cluster
-    firsts = [sum(replicas[:stage]) for stage in range(len(replicas))]
-    members = [range(first, first + count, beside) for first, count in zip(firsts, replicas, strict=True)]
-    counts = Counter(cluster.host_of[member] for of_stage in members for member in of_stage)
-    hosts = [
-        replace(cluster.hosts[number], devices=count, shared=cluster.hosts[number].devices / count)
-        for number, count in counts.items()
-    ]
-    return replace(cluster, hosts=tuple(hosts))
+        last = most - (most - count) % period
+        first, second = (self.simulate(layout, run_ahead, part).step_time for part in (last - period, last))
+        return second + (second - first) * (count - last) / period
 
 
 def choose_layout(job: Job) -> tuple[Layout, bool]:

@@ -2,7 +2,7 @@
 
 import csv
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -11,8 +11,6 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.costs import GraphCosts, NodeCost, Profile, Value
 
 COLUMNS = ("node", "operation", "forward_ms", "backward_ms", "activation_bytes", "parameter_bytes", "inputs")
-# Ours beside those: what was measured and does not follow from the others.
-MORE_COLUMNS = ("forward_fixed_ms", "backward_fixed_ms", "saved_bytes", "gradient_bytes", "cut")
 INPUT = "Input"
 
 
@@ -36,13 +34,12 @@ class _Row:
 def read_profile(file: Path, batch: int) -> Profile:
     """The profile that a file holds.
 
-    Each row follows its inputs; those whose operation is ``Input`` are the network's own. Without the columns that
-    :func:`write_profile` adds, times are proportional to the samples, every output is kept until the backward, and
-    cuts are possible before each node that does not change its input in place.
+    Each row follows its inputs; those whose operation is ``Input`` are the network's own. Times are proportional to the
+    samples, every output is kept until the backward, and cuts are possible before each node that does not change its
+    input in place.
     """
     rows = _read(file)
     nodes = [row for row in rows if not row.is_input]
-    ours = "saved_bytes" in rows[0].numbers
     index = {row.name: position for position, row in enumerate(nodes)}
     consumers: dict[str, list[int]] = {row.name: [] for row in rows}
     for position, row in enumerate(nodes):
@@ -52,14 +49,8 @@ def read_profile(file: Path, batch: int) -> Profile:
     for row in rows:
         # The first node's stage has the images and sends them to the stages that use them once more.
         users = tuple(position for position in consumers[row.name] if position > 0)
-        gradient = 0 if row.is_input else int(row.numbers.get("gradient_bytes", row.output))
         if users:
-            values.append(Value(index.get(row.name, 0), users, row.output, gradient))
-    cuts = [
-        position
-        for position, row in enumerate(nodes)
-        if position and (row.numbers.get("cut") if ours else "inplace" not in row.operation)
-    ]
+            values.append(Value(index.get(row.name, 0), users, row.output, 0 if row.is_input else row.output))
     costs = GraphCosts(
         nodes=tuple(
             NodeCost(
@@ -67,48 +58,19 @@ def read_profile(file: Path, batch: int) -> Profile:
                 forward=row.numbers["forward_ms"] / 1e3,
                 backward=row.numbers["backward_ms"] / 1e3,
                 parameter_bytes=int(row.numbers["parameter_bytes"]),
-                saved_bytes=int(row.numbers.get("saved_bytes", row.output)),
+                saved_bytes=row.output,
             )
             for row in nodes
         ),
         values=tuple(values),
-        cut_positions=tuple(cuts),
+        cut_positions=tuple(
+            position for position, row in enumerate(nodes) if position and "inplace" not in row.operation
+        ),
         microbatch_size=batch,
         input_bytes=sum(row.output for row in rows if row.is_input),
     )
-    fixed = [
-        (row.numbers.get("forward_fixed_ms", 0.0) / 1e3, row.numbers.get("backward_fixed_ms", 0.0) / 1e3)
-        for row in nodes
-    ]
     normalises = any(re.search(r"batch_?norm", row.operation, re.IGNORECASE) for row in nodes)
-    return Profile(costs, tuple(fixed) if ours and any(map(any, fixed)) else (), normalises, ours)
-
-
-def write_profile(file: Path, profile: Profile, operations: Sequence[str]) -> None:
-    """Write a profile so that another machine can plan with it."""
-    costs = profile.costs
-    sources: list[list[str]] = [[] for _ in costs.nodes]
-    sources[0].append("input")
-    made = {}
-    for value in costs.values:
-        again = value.gradient_bytes == 0 and value.producer == 0 and value.bytes == costs.input_bytes
-        for consumer in value.consumers:
-            sources[consumer].append("input" if again else costs.nodes[value.producer].name)
-        if not again:
-            made[value.producer] = value
-    fixed = profile.fixed or ((0.0, 0.0),) * len(costs.nodes)
-    with file.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow([*COLUMNS, *MORE_COLUMNS])
-        writer.writerow(["input", INPUT, 0, 0, costs.input_bytes, 0, "", 0, 0, 0, 0, 0])
-        for index, node in enumerate(costs.nodes):
-            output = made.get(index)
-            sizes = (output.bytes, output.gradient_bytes) if output else (0, 0)
-            times = [f"{1e3 * seconds:.6g}" for seconds in (node.forward, node.backward, *fixed[index])]
-            named = (node.name, operations[index])
-            sizes_and_inputs = (sizes[0], node.parameter_bytes, " ".join(sources[index]))
-            more = (*times[2:], node.saved_bytes, sizes[1], int(index in costs.cut_positions))
-            writer.writerow([*named, *times[:2], *sizes_and_inputs, *more])
+    return Profile(costs, batch_norm=normalises, nodes_have_names=False)
 
 
 def _read(file: Path) -> list[_Row]:
@@ -145,9 +107,7 @@ def _row(file: Path, line: int, fields: Mapping[str, str], is_whole: bool) -> _R
     if not is_whole:
         _refuse(file, line, "not as many values as the first line has columns; quote those that have commas")
     numbers = {}
-    for name in (*COLUMNS[2:6], *MORE_COLUMNS):
-        if name not in fields:
-            continue
+    for name in COLUMNS[2:6]:
         try:
             numbers[name] = float(fields[name])
         except ValueError:

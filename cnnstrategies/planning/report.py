@@ -1,7 +1,6 @@
 """Show a plan as a table and in plain words."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,110 +9,28 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Layout
-from cnnstrategies.planning.candidates import Candidate, Job
+from cnnstrategies.planning.candidates import Candidate
 from cnnstrategies.planning.costs import format_bytes
 from cnnstrategies.planning.hybrid import Hybrid
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.rank import Ranking
-from cnnstrategies.planning.stage_costs import StageCost, messages, sent_in_a_step, stage_costs
+from cnnstrategies.planning.simulate import Simulation
+from cnnstrategies.planning.stage_costs import messages, sent_in_a_step, stage_costs
 from cnnstrategies.planning.tune.settings import write_commented
 
 COLUMNS = ("ms/step", "samples/s", "limit", "memory", "sent", "cost")
 HYBRID = "cnnstrategies.strategies.HybridPipelineStrategy"
 
 
-@dataclass(frozen=True)
-class StagePlan:
-    """One stage of a plan.
-
-    Attributes:
-        sent_bytes: Activations that it sends on for one microbatch.
-        memory: Bytes that each of its devices holds at most.
-        busy: Share of the step that each of its devices computes.
-    """
-
-    first: str
-    last: str
-    replicas: int
-    cost: StageCost
-    sent_bytes: int
-    memory: int
-    busy: float
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A layout with its predicted step.
-
-    Attributes:
-        step_time: Seconds of forward, backward, transfers and reduction; without the optimizer's update.
-        sent_bytes: Bytes that all devices together send in a step.
-    """
-
-    layout: Layout
-    job: Job
-    stages: tuple[StagePlan, ...]
-    step_time: float
-    samples: float
-    sent_bytes: int
-    spans: tuple[Span, ...]
-
-    @property
-    def samples_per_second(self) -> float:
-        """Predicted throughput."""
-        return self.samples / self.step_time
-
-
-def describe(predictor: Predictor, layout: Layout) -> Plan:
-    """What a layout's stages cost, and its step."""
-    costs, microbatches = predictor.costs, predictor.problem.microbatches
-    run_ahead = predictor.runs_ahead(layout)
-    simulation = predictor.simulate(layout, run_ahead)
-    stages = stage_costs(costs, layout.cuts)
-    passing = messages(costs, layout.cuts)
-    memory = predictor.stage_memory(layout, run_ahead)
-    computing = [0.0] * len(stages)
-    for span in simulation.spans:
-        if span.kind in ("forward", "backward"):
-            computing[span.stage] += span.end - span.start
-    plans = tuple(
-        StagePlan(
-            first=costs.nodes[start].name,
-            last=costs.nodes[end - 1].name,
-            replicas=replicas,
-            cost=stages[index],
-            sent_bytes=sum(message.bytes for (source, _), message in passing.items() if source == index),
-            memory=memory[index],
-            busy=computing[index] / replicas / simulation.step_time,
-        )
-        for index, (start, end, replicas) in enumerate(predictor.problem.stages(layout))
-    )
-    return Plan(
-        layout=layout,
-        job=predictor.job,
-        stages=plans,
-        step_time=simulation.step_time,
-        samples=costs.microbatch_size * microbatches,
-        sent_bytes=sent_in_a_step(costs, layout, microbatches),
-        spans=tuple(simulation.spans),
-    )
-
-
-def ranking_table(ranking: Ranking, samples_per_epoch: int | None) -> Group:
-    """The strategies as a table, then what is to be said of them.
-
-    Args:
-        samples_per_epoch: Of the data; costs are those of a million samples where it is not known.
-    """
+def ranking_table(ranking: Ranking) -> Group:
+    """The strategies as a table, then what is to be said of them."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
     table.add_column("strategy", no_wrap=True)
     priced = any(host.price for host in ranking.job.cluster.hosts)
     columns = [name for name in COLUMNS if priced or name != "cost"]
     for name in columns:
         table.add_column(name, justify="left" if name == "limit" else "right", no_wrap=True)
-    scale = 1.0 if samples_per_epoch is None else samples_per_epoch / 1e6
 
     def add(rows: Sequence[Candidate]) -> None:
         for row in rows:
@@ -123,7 +40,7 @@ def ranking_table(ranking: Ranking, samples_per_epoch: int | None) -> Group:
                 "limit": row.bottleneck,
                 "memory": _short(row.memory),
                 "sent": _short(row.sent_bytes),
-                "cost": f"{ranking.price(row) * scale:.2f}",
+                "cost": f"{ranking.price(row):.2f}",
             }
             table.add_row(str(row), *(shown[name] for name in columns))
 
@@ -134,8 +51,7 @@ def ranking_table(ranking: Ranking, samples_per_epoch: int | None) -> Group:
         add(ranking.changing)
     lines = [f"- {note}" for note in ranking.notes]
     if priced:
-        of = "a million samples" if samples_per_epoch is None else f"an epoch of {samples_per_epoch} samples"
-        lines.insert(0, f"- cost: of {of}")
+        lines.insert(0, "- cost: of a million samples")
     return Group(table, Text("\n".join(lines)))
 
 
@@ -144,34 +60,47 @@ def _short(size: float) -> str:
     return format_bytes(size).replace(" ", "").replace("iB", "")
 
 
-def stages_table(plan: Plan) -> Group:
-    """The stages as a table, then the predicted step."""
+def stages_table(predictor: Predictor, layout: Layout, step: Simulation) -> Group:
+    """The stages of a layout as a table, then the predicted step."""
+    costs, problem = predictor.costs, predictor.problem
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("stage", "replicas", "nodes", "forward\nms", "backward\nms", "params", "sends", "memory", "busy"):
         table.add_column(name, justify="right", no_wrap=True)
-    for index, stage in enumerate(plan.stages):
+    memory = predictor.stage_memory(layout, predictor.runs_ahead(layout))
+    passing = messages(costs, layout.cuts)
+    computing = [0.0] * len(layout.replicas)
+    for span in step.spans:
+        if span.kind in ("forward", "backward"):
+            computing[span.stage] += span.end - span.start
+    names = []
+    for index, (start, end, replicas) in enumerate(problem.stages(layout)):
+        cost = stage_costs(costs, layout.cuts)[index]
         table.add_row(
             str(index),
-            str(stage.replicas),
-            str(stage.cost.nodes),
-            f"{stage.cost.forward * 1e3:.2f}",
-            f"{stage.cost.backward * 1e3:.2f}",
-            format_bytes(stage.cost.parameter_bytes),
-            format_bytes(stage.sent_bytes),
-            format_bytes(stage.memory),
-            f"{stage.busy:.0%}",
+            str(replicas),
+            str(cost.nodes),
+            f"{cost.forward * 1e3:.2f}",
+            f"{cost.backward * 1e3:.2f}",
+            format_bytes(cost.parameter_bytes),
+            format_bytes(sum(message.bytes for (source, _), message in passing.items() if source == index)),
+            format_bytes(memory[index]),
+            f"{computing[index] / replicas / step.step_time:.0%}",
         )
-    names = "\n".join(f"stage {index}: {stage.first} to {stage.last}" for index, stage in enumerate(plan.stages))
-    return Group(table, Text(f"{names}\n\n{summary(plan)}"))
+        names.append(f"stage {index}: {costs.nodes[start].name} to {costs.nodes[end - 1].name}")
+    sent = format_bytes(sent_in_a_step(costs, layout, problem.microbatches))
+    told = "In the table times and sends are those of one microbatch; memory and busy are those of one device."
+    return Group(
+        table, Text("\n".join([*names, "", f"{summary(predictor, layout, step)}; {sent} sent per step. {told}"]))
+    )
 
 
-def summary(plan: Plan) -> str:
-    """One sentence on the predicted step."""
+def summary(predictor: Predictor, layout: Layout, step: Simulation) -> str:
+    """The predicted step in a few words: forward, backward, transfers and reduction, without the optimizer's update."""
+    job, microbatches = predictor.job, predictor.problem.microbatches
+    samples = predictor.costs.microbatch_size * microbatches
     return (
-        f"Predicted step: {plan.step_time * 1e3:.1f} ms for {plan.samples:.0f} samples ({plan.samples_per_second:.0f} "
-        f"samples/s) on {plan.layout.devices} devices, {plan.job.schedule} with {plan.job.microbatches} microbatches; "
-        f"{format_bytes(plan.sent_bytes)} sent per step. In the table times and sends are those of one microbatch; "
-        "memory and busy are those of one device."
+        f"Predicted step: {step.step_time * 1e3:.1f} ms for {samples:.0f} samples ({samples / step.step_time:.0f} "
+        f"samples/s) on {layout.devices} devices, {job.schedule} with {microbatches} microbatches"
     )
 
 

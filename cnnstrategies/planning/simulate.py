@@ -8,7 +8,7 @@ from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Task
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import Link
-from cnnstrategies.planning.stage_costs import BUCKET_BYTES, Message, StageCost, Time, all_reduce, reduced_at
+from cnnstrategies.planning.stage_costs import BUCKET_BYTES, Message, StageCost, all_reduce, reduced_at
 
 Record = tuple[int, str, int, int | None, float, float]
 
@@ -36,7 +36,6 @@ def simulate(
     messages: Mapping[tuple[int, int], Message],
     network: Link | Cluster,
     bucket_bytes: int = BUCKET_BYTES,
-    reductions: Sequence[Time] | None = None,
 ) -> Simulation:
     """Run a timetable on paper.
 
@@ -48,7 +47,6 @@ def simulate(
     Args:
         tasks: For each rank its computations in order.
         network: The cluster whose devices are the ranks, or the connection between any two of them.
-        reductions: Seconds of each stage's all-reduce by bytes; by default those of its ranks on the cluster.
 
     Raises:
         ValueError: The timetable cannot be carried out: some tasks wait for each other.
@@ -56,7 +54,7 @@ def simulate(
     cluster = network if isinstance(network, Cluster) else Cluster.flat(max(1, len(tasks)), network)
     run = _Run(tasks, stages, messages, cluster)
     run.run()
-    run.reduce(bucket_bytes, reductions)
+    run.reduce(bucket_bytes)
     return Simulation(run.records)
 
 
@@ -100,7 +98,7 @@ class _Run:
                 self.peers[line].append(target)
                 self.peers[target].append(line)
         self.works = any(link.work for host in cluster.hosts for link in (host.inside, host.network))
-        self.routes: dict[tuple[int, int], tuple[int, int, Link, float]] = {}
+        self.routes: dict[tuple[int, int], tuple[int, int, Link]] = {}
         self.records: list[Record] = []
 
     def run(self) -> None:
@@ -144,9 +142,9 @@ class _Run:
                 arrival = now
                 if target != rank:
                     route = self.routes.get((rank, target)) or self._route(rank, target)
-                    outgoing, incoming, link, shared = route
+                    outgoing, incoming, link = route
                     leaves = max(now, ports[outgoing], ports[incoming])
-                    ports[outgoing] = ports[incoming] = leaves + shared * size / link.bandwidth
+                    ports[outgoing] = ports[incoming] = leaves + size / link.bandwidth
                     arrival = leaves + link.time(size)
                     records.append((rank, "send", line // 2, microbatch, leaves, arrival))
                 heapq.heappush(queue, (arrival, sequence, receiver, False))
@@ -159,7 +157,7 @@ class _Run:
                     "the timetable's orders contradict each other"
                 )
 
-    def reduce(self, bucket_bytes: int, reductions: Sequence[Time] | None) -> None:
+    def reduce(self, bucket_bytes: int) -> None:
         last: dict[tuple[int, int], Record] = {}
         for record in self.records:
             if record[1] == "backward":
@@ -168,7 +166,7 @@ class _Run:
             members = {rank: record for (of, rank), record in last.items() if of == stage}
             if not members or not cost.parameter_bytes:
                 continue
-            time = reductions[stage] if reductions else all_reduce(self.cluster, min(members), len(members))
+            time = all_reduce(self.cluster, min(members), len(members))
             start = max(record[4] for record in members.values())
             backward = max(record[5] for record in members.values()) - start
             end = start + reduced_at(cost.buckets(bucket_bytes, backward), backward, time)
@@ -180,12 +178,11 @@ class _Run:
         others = (self.rank_of[peer * self.count + microbatch] for peer in self.peers[line])
         return sum(self.cluster.link(rank, other).work for other in others if other != rank)
 
-    def _route(self, source: int, target: int) -> tuple[int, int, Link, float]:
+    def _route(self, source: int, target: int) -> tuple[int, int, Link]:
         hosts = self.cluster.host_of
-        ends, shared = (source, target), 1.0
+        ends = (source, target)
         if hosts[source] != hosts[target]:
             ends = (len(self.order) + hosts[source], len(self.order) + hosts[target])
-            shared = max(self.cluster.hosts[hosts[end]].shared for end in (source, target))
-        route = (2 * ends[0], 2 * ends[1] + 1, self.cluster.link(source, target), shared)
+        route = (2 * ends[0], 2 * ends[1] + 1, self.cluster.link(source, target))
         self.routes[source, target] = route
         return route

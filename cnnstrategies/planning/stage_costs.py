@@ -52,14 +52,6 @@ def buckets(gradients: Iterable[tuple[float, int]], size: int = BUCKET_BYTES, fi
     return [*found, Bucket(last, gathered)] if gathered else found
 
 
-def uniform(backward: float, size: int, bucket_bytes: int) -> list[Bucket]:
-    """Buckets of gradients of which nothing is known but their bytes: as if the backward made them evenly."""
-    if not size:
-        return []
-    count = -(-size // bucket_bytes)
-    return [Bucket(backward * (index + 1) / count, size / count) for index in range(count)]
-
-
 def reduced_at(parts: Sequence[Bucket], backward: float, time: Time) -> float:
     """When the backward and the reductions have ended, in seconds from the backward's start.
 
@@ -79,7 +71,7 @@ class StageCost:
         received_bytes: Bytes of its inputs.
         saved_bytes: Bytes that it makes and keeps until the backward.
         gradients: When the gradients of its nodes are ready, in seconds from the backward's start, and their bytes, in
-            the order of the backward; where nothing is known they come evenly.
+            the order of the backward.
     """
 
     nodes: int
@@ -97,7 +89,7 @@ class StageCost:
             backward: Seconds that the backward takes on the device, at its speed and with what it recomputes.
         """
         if not self.gradients:
-            return uniform(backward, self.parameter_bytes, size)
+            return []
         late = self.backward - self.gradients[-1][0]  # What is recomputed comes before.
         scale = backward / self.backward if self.backward else 1.0
         return buckets((((late + ready) * scale, count) for ready, count in self.gradients), size, first)

@@ -28,7 +28,7 @@ PAGE = ROOT / "docs" / "plan.md"
 PROFILE, CLUSTER = PLANNING / "profiles" / "vgg16.csv", PLANNING / "cluster.yaml"
 WORDS = [
     *("--profile", str(PROFILE), "--profile_batch", "128", "--batch_per_device", "64"),
-    *("--cluster", str(CLUSTER), "--samples_per_epoch", "1281167"),
+    *("--cluster", str(CLUSTER)),
 ]
 RATES = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)  # of the network's
 MOST = 64  # devices, or twice as many as there are

@@ -79,8 +79,11 @@ def hybrid_pipeline() -> Steps:
     replicas = (DEVICES - 1, 1)
     gradients = int(SEND_CONVOLUTIONS * 1e-3 * link.bandwidth * 3 / 4)  # Three devices send 4/3 of them in a ring.
     stages = [
-        StageCost(1, forward * 1e-3 / MICROBATCHES, 2 * forward * 1e-3 / MICROBATCHES, parameters, 0, 0)
-        for forward, parameters in ((CONVOLUTIONS, gradients), (CLASSIFIER / SPEEDS[-1], 0))
+        StageCost(1, time, 2 * time, parameters, 0, 0, ((2 * time, parameters),))
+        for time, parameters in (
+            (CONVOLUTIONS * 1e-3 / MICROBATCHES, gradients),
+            (CLASSIFIER / SPEEDS[-1] * 1e-3 / MICROBATCHES, 0),
+        )
     ]
     activations = int(0.3e-3 * link.bandwidth)
     step = simulate(

@@ -13,7 +13,7 @@ LINK = Link(bandwidth=1e9, latency=0.0)
 
 def stage(forward: float, backward: float, parameters: int = 0) -> StageCost:
     """A stage; times in seconds for one microbatch."""
-    return StageCost(1, forward, backward, parameters, 0, 0)
+    return StageCost(1, forward, backward, parameters, 0, 0, ((backward, parameters),))
 
 
 def draw(name: str, replicas: list[int], stages: list[StageCost], microbatches: int, schedule: Schedule) -> None:

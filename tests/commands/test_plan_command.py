@@ -63,23 +63,20 @@ def test_what_is_missing_is_named(files: list[str]) -> None:
             main(["plan", *words])
 
 
-def test_a_configuration_is_measured_and_planned_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    timetable, profile = tmp_path / "plan.png", tmp_path / "own.csv"
-    outputs = [f"--timetable={timetable}", f"--write_profile={profile}"]
-    main(["plan", "--config", QUICKSTART, "--bandwidth", "1000", *outputs])
+def test_a_configuration_is_measured_and_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timetable = tmp_path / "plan.png"
+    main(["plan", "--config", QUICKSTART, "--bandwidth", "1000", f"--timetable={timetable}"])
     text = capsys.readouterr().out
     assert "\n ddp " in text
     assert "stage 0: block1" in text
     assert "of 64 samples" not in text, "two devices divide them evenly"
     assert timetable.read_bytes().startswith(b"\x89PNG")
-    assert "for --profile_batch 32" in text
-    (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    again = [f"--profile={profile}", "--profile_batch=32", f"--cluster={tmp_path / 'cluster.yaml'}", "--batch_size=64"]
-    main(["plan", *again, f"--write={tmp_path / 'strategy.yaml'}"])
-    assert "proportional to the samples" not in capsys.readouterr().out, "it has two batch sizes"
+    assert "proportional to the samples" not in text, "two batch sizes are measured"
 
 
 def test_number_of_devices_must_be_known_and_be_the_clusters(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="profile: the network of a configuration is measured"):
+        main(["plan", "--config", QUICKSTART, "--profile=net.csv"])
     with pytest.raises(ConfigurationError, match=r"trainer.devices=auto: a plan needs their number"):
         main(["plan", "--config", QUICKSTART, "--trainer.devices", "auto"])
     file = tmp_path / "cluster.yaml"

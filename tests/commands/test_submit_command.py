@@ -175,7 +175,7 @@ def test_a_ray_nodes_request_is_shown_and_the_unfit_refused(monkeypatch):
     options = replace(base.options, setup=["ulimit -n 4096"], venv=Path("/home/me/venv"))
     shown = RayTarget(replace(base, options=options), "submit").show()
     assert "(STRICT_SPREAD) of 2 nodes with 6 CPUs each" in shown
-    lines = "source /home/me/venv/bin/activate\nexport OMP_NUM_THREADS=3\nulimit -n 4096\nexec python -m cnnstrategies "
+    lines = "export OMP_NUM_THREADS=3\nulimit -n 4096\nsource /home/me/venv/bin/activate\nexec python -m cnnstrategies "
     assert f"{lines}fit --config {Path.cwd()}/ray/cnnstrategies-" in shown
     doctor = RayTarget(base, "submit", "doctor").show()
     assert f" -m cnnstrategies doctor --shared {Path.cwd()}/ray/cnnstrategies-" in doctor

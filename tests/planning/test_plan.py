@@ -10,10 +10,9 @@ from rich.console import Console
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Layout
-from cnnstrategies.planning.costs import Link
-from cnnstrategies.planning.predict import choose_layout
-from cnnstrategies.planning.report import Plan, describe, stages_table
-from cnnstrategies.planning.stage_costs import StageCost
+from cnnstrategies.planning.costs import GraphCosts, Link
+from cnnstrategies.planning.predict import Predictor, choose_layout
+from cnnstrategies.planning.report import stages_table
 
 pytestmark = pytest.mark.light
 
@@ -21,43 +20,43 @@ pytestmark = pytest.mark.light
 COSTS = chain([0.03] * 4, sent=1000, parameters=[400] * 4, saved=5000, samples=2, input_bytes=700)
 
 
-def plan(devices: int, **fixed: Any) -> Plan:
-    made = predictor(COSTS, Link(bandwidth=1e12, latency=0.0), devices, 4, **fixed)
-    return describe(made, choose_layout(made.job)[0])
+def plan(devices: int, costs: GraphCosts = COSTS, **fixed: Any) -> tuple[Predictor, Layout]:
+    made = predictor(costs, Link(bandwidth=1e12, latency=0.0), devices, 4, **fixed)
+    return made, choose_layout(made.job)[0]
+
+
+def printed(made: Predictor, layout: Layout) -> str:
+    output = io.StringIO()
+    Console(file=output, width=80).print(stages_table(made, layout, made.simulate(layout, False)))
+    return output.getvalue()
 
 
 def test_stages_times_memory_and_step_by_hand() -> None:
-    made = plan(2, stages=2, state_copies=4)
-    assert made.layout == Layout((2,), (1, 1))
-    assert made.step_time == pytest.approx(0.06 + 4 * 0.06)
-    assert made.samples_per_second == pytest.approx(8 / 0.3)
-    first, last = made.stages
-    assert (first.first, first.last, last.first, last.last) == ("n0", "n1", "n2", "n3")
-    assert (first.sent_bytes, last.sent_bytes, made.sent_bytes) == (1000, 0, 4 * 2000)
-    assert first.memory == 4 * 800 + 2 * (700 + 10000), "1f1b holds 2 microbatches in the first of 2 stages"
-    assert last.memory == 4 * 800 + 1 * (1000 + 10000)
-    assert first.busy == pytest.approx(4 * 0.06 / 0.3)
-    held = plan(2, schedule="gpipe", stages=2, state_copies=2)
-    assert held.stages[0].memory == 2 * 800 + 4 * (700 + 10000), "gpipe holds all"
-    light = plan(2, schedule="gpipe", stages=2, state_copies=2, activation_checkpointing="always")
-    assert light.stages[0].memory == 2 * 800 + 4 * 700 + 10000, "or with checkpoints their inputs"
-    assert light.step_time == pytest.approx(held.step_time * 4 / 3), "the forward runs twice"
+    made, layout = plan(2, stages=2, state_copies=4)
+    assert layout == Layout((2,), (1, 1))
+    assert made.time(layout) == pytest.approx(0.06 + 4 * 0.06)
+    text = printed(made, layout)
+    assert "300.0 ms for 8 samples (27 samples/s) on 2 devices, 1f1b with 4" in text
+    assert "stage 0: n0 to n1\nstage 1: n2 to n3\n" in text
+    assert ["0", "1", "2", "20.00", "40.00", "800", "B", "1.0", "KiB", "24", "KiB", "80%"] in map(
+        str.split, text.splitlines()
+    )
+    assert made.stage_memory(layout, False) == [
+        4 * 800 + 2 * (700 + 10000),  # 1f1b holds 2 microbatches in the first of 2 stages.
+        4 * 800 + 1 * (1000 + 10000),
+    ]
+    held, _ = plan(2, schedule="gpipe", stages=2, state_copies=2)
+    assert held.stage_memory(layout, False)[0] == 2 * 800 + 4 * (700 + 10000), "gpipe holds all"
+    light, _ = plan(2, schedule="gpipe", stages=2, state_copies=2, activation_checkpointing="always")
+    assert light.stage_memory(layout, False)[0] == 2 * 800 + 4 * 700 + 10000, "or with checkpoints their inputs"
+    assert light.time(layout) == pytest.approx(held.time(layout) * 4 / 3), "the forward runs twice"
 
 
-def test_table_has_a_row_for_each_stage_and_fits_80_columns() -> None:
-    output = io.StringIO()
-    made = plan(4, replicas=(3, 1))
+def test_the_table_fits_80_columns() -> None:
     size = 999 * 2**20
-    cost = StageCost(150, 1.2345, 12.345, size, size, size)
-    wide = [replace(stage, cost=cost, sent_bytes=size, memory=size, busy=1.0) for stage in made.stages]
-    for shown in (made, replace(made, stages=tuple(wide))):
-        Console(file=output, width=80).print(stages_table(shown))
-    text = output.getvalue()
-    assert "stage 1: n3 to n3" in text
-    assert "30.00" in text
-    assert f"{made.step_time * 1e3:.1f} ms for 8 samples" in text
-    assert "12345.00" in text
-    assert "…" not in text
+    wide = [replace(node, forward=12.345, parameter_bytes=size // 4, saved_bytes=size) for node in COSTS.nodes]
+    values = [replace(value, bytes=size) for value in COSTS.values]
+    assert "…" not in printed(*plan(2, replace(COSTS, nodes=tuple(wide), values=tuple(values)), stages=2))
 
 
 def test_what_does_not_fit_or_divide_is_refused_with_the_remedy() -> None:

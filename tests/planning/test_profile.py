@@ -1,4 +1,4 @@
-"""Profiles: costs for other batch sizes, and CSV files both ways."""
+"""Profiles: costs for other batch sizes, and CSV files."""
 
 import importlib
 from dataclasses import replace
@@ -8,8 +8,8 @@ import pytest
 from conftest import ROOT
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.planning.costs import GraphCosts, NodeCost, Profile, Value, from_two_sizes
-from cnnstrategies.planning.profile_csv import read_profile, write_profile
+from cnnstrategies.planning.costs import GraphCosts, NodeCost, Value, from_two_sizes
+from cnnstrategies.planning.profile_csv import read_profile
 
 pytestmark = pytest.mark.light
 
@@ -55,18 +55,6 @@ def test_times_are_a_line_through_two_batch_sizes() -> None:
     assert node.forward == pytest.approx(0.004 + 16 * 0.00075)
     assert node.backward == pytest.approx(0.02), "a smaller batch that took longer counts as all fixed"
     assert profile.at(8) == costs()
-
-
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    profile = Profile(costs(), ((0.001, 0.002),) * 4)
-    write_profile(tmp_path / "own.csv", profile, ["Conv2d", "Size", "ReLU", "Linear"])
-    again = read_profile(tmp_path / "own.csv", 8)
-    assert again.fixed == profile.fixed
-    assert again.nodes_have_names
-    assert again.costs.nodes == profile.costs.nodes
-    assert again.costs.cut_positions == (1, 3)
-    assert again.costs.sent_bytes == profile.costs.sent_bytes
-    assert again.costs.sent_gradient_bytes == profile.costs.sent_gradient_bytes
 
 
 MISTAKES = [

@@ -27,9 +27,8 @@ QUICK = Link(bandwidth=100.0, latency=0.0)
 
 
 def stage(forward: float, backward: float, parameter_bytes: int = 0) -> StageCost:
-    return StageCost(
-        nodes=1, forward=forward, backward=backward, parameter_bytes=parameter_bytes, received_bytes=0, saved_bytes=0
-    )
+    gradients = tuple((backward * part / 3, parameter_bytes // 3) for part in (1, 2, 3))
+    return StageCost(1, forward, backward, parameter_bytes, 0, 0, gradients)
 
 
 def gpipe(stages: int, microbatches: int) -> list[list[Task]]:

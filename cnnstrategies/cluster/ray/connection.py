@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster, and whether it has the nodes that a run needs."""
+"""The connection to a Ray cluster, and what a run needs of its nodes."""
 
 import contextlib
 import importlib
@@ -84,18 +84,3 @@ def knock(address: str) -> None:
     match = re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", address)
     if match is not None:
         socket.create_connection((match[1].strip("[]"), int(match[2])), timeout=SECONDS).close()
-
-
-def check_nodes(nodes: list[dict[str, Any]], count: int, needed: Mapping[str, float]) -> None:
-    """Refuse a run for which the cluster is too small."""
-    alive = [node["Resources"] for node in nodes if node["Alive"]]
-    fits = [node for node in alive if all(node.get(name, 0) >= value for name, value in needed.items())]
-    if len(fits) >= count:
-        return
-    names = ("CPU", "GPU")
-    have = "; ".join(in_words({name: node.get(name, 0) for name in names if name in needed}) for node in alive)
-    raise ConfigurationError(
-        f"the run needs {count} nodes with {in_words(needed)} each, and {len(fits)} of the cluster's {len(alive)} have "
-        f"that (they have: {have}): lower trainer.num_nodes, trainer.devices or cluster.cpus_per_task, add nodes with "
-        "`ray start --address`, or set cluster.ray.autoscales where the cluster adds them itself"
-    )

@@ -147,7 +147,8 @@ class Driver:
         if self._signal is not None:
             return None
         raise ConfigurationError(
-            f"{wanted} each were not free for {order.wait:g} s: see `ray status`, add nodes, or raise cluster.ray.wait"
+            f"{wanted} each were not free for {order.wait:g} s: see `ray status`, add nodes, lower trainer.num_nodes, "
+            "trainer.devices or cluster.cpus_per_task, or raise cluster.ray.wait"
         )
 
     def _actor(self, group: Any, number: int) -> Any:

@@ -63,8 +63,7 @@ class PlanOptions:
     """What a plan needs beyond the configuration, or without one.
 
     Attributes:
-        profile: A CSV file with the costs of the network's nodes, in place of measuring them; no configuration is
-            needed then.
+        profile: A CSV file with the costs of the network's nodes, in place of a configuration.
         profile_batch: Samples of the batch that the profile was taken with.
         cluster: A YAML file that describes the machines; when left out, ``trainer.devices`` and ``trainer.num_nodes``
             are equal devices with the same connection between any two.
@@ -76,10 +75,7 @@ class PlanOptions:
         search: Choose the hybrid pipeline's stages, replicas and microbatches too, where the configuration names them.
         optimizer_states: Copies of the parameters that the optimizer holds: 2 for Adam, 1 for SGD with momentum; when
             left out, those of the configuration's optimizer, and 2 without one.
-        samples_per_epoch: Of the training data, for the cost of an epoch; when left out, that of a million samples is
-            shown.
         write: Write the best strategy into this YAML file, which ``fit`` takes as one more ``--config``.
-        write_profile: Write the measured profile into this CSV file.
         timetable: Draw the hybrid pipeline's predicted timetable into this PNG file.
     """
 
@@ -92,9 +88,7 @@ class PlanOptions:
     batch_per_device: int | None = None
     search: bool = False
     optimizer_states: int | None = None
-    samples_per_epoch: int | None = None
     write: Path | None = None
-    write_profile: Path | None = None
     timetable: Path | None = None
 
     def samples_of_a_step(self, devices: int) -> int | None:

@@ -17,7 +17,7 @@ from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import read_cluster
 from cnnstrategies.planning.profile_csv import read_profile
 from cnnstrategies.planning.rank import Ranking, rank
-from cnnstrategies.planning.report import describe, ranking_table, stages_table, summary, write_overlay
+from cnnstrategies.planning.report import ranking_table, stages_table, summary, write_overlay
 
 
 def main(args: Sequence[str]) -> None:
@@ -54,18 +54,18 @@ def job_from_files(options: PlanOptions) -> Job:
 def show(ranking: Ranking, options: PlanOptions) -> None:
     """Print a ranking, and write the files that are asked for."""
     console = Console()
-    console.print(ranking_table(ranking, options.samples_per_epoch))
+    console.print(ranking_table(ranking))
     chosen = ranking.hybrid
     if chosen is not None:
-        plan = describe(chosen.predictor, chosen.layout)
-        console.print(stages_table(plan))
+        predictor, layout = chosen.predictor, chosen.layout
+        step = predictor.simulate(layout, predictor.runs_ahead(layout))
+        console.print(stages_table(predictor, layout, step))
         if options.timetable is not None:
             from cnnstrategies.pipeline.timeline import draw_timeline
 
-            placement = Placement(plan.layout.replicas)
-            places = [placement.place(rank) for rank in range(plan.layout.devices)]
-            names = {rank: f"stage {place.stage}, replica {place.replica}" for rank, place in enumerate(places)}
-            draw_timeline(plan.spans, options.timetable, summary(plan).split(";")[0], names)
+            placement = Placement(layout.replicas)
+            names = {rank: placement.describe(rank) for rank in range(layout.devices)}
+            draw_timeline(step.spans, options.timetable, summary(predictor, layout, step), names)
             print(f"Drew {options.timetable}")
     if options.write is not None:
         write_overlay(options.write, ranking)

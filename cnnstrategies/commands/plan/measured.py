@@ -19,13 +19,12 @@ from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.module import share
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
-from cnnstrategies.pipeline.tracing import decide_by_shapes, find_cut, ordered_nodes, trace
+from cnnstrategies.pipeline.tracing import decide_by_shapes, find_cut, trace
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, read_cluster
 from cnnstrategies.planning.costs import Link, Profile
 from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of
 from cnnstrategies.planning.measure_links import measure_local_link
-from cnnstrategies.planning.profile_csv import read_profile, write_profile
 from cnnstrategies.strategies.hybrid_pipeline.contract import find_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 
@@ -38,7 +37,9 @@ def job_from_configuration(words: Sequence[str], cluster: Path | None) -> tuple[
 
 
 def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, options: PlanOptions) -> Job:
-    """Measure the model's network on this machine, or read its profile."""
+    """Measure the model's network on this machine."""
+    if options.profile is not None:
+        raise ConfigurationError("profile: the network of a configuration is measured: leave one of the two out")
     named = getattr(getattr(trainer.strategy, "init_args", None), "network", None)
     network = network_at(model, find_network(model, named))
     device = device_of(trainer.accelerator)
@@ -49,21 +50,10 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
     traced = trace(network)
     loading = asked.replicas_on(devices)[0] if asked else devices
     samples = _samples(data, options, devices, loading, int(trainer.accumulate_grad_batches))
-    if options.profile is not None:
-        if options.profile_batch is None:
-            raise ConfigurationError("profile_batch is missing: the samples of the batch that it was taken with")
-        measured = read_profile(options.profile, options.profile_batch)
-    else:
-        images, own = _images(data)
-        samples = samples or own * loading
-        measured = _measure(traced, images, max(1, samples // devices), device, model, trainer)
-        if options.write_profile is not None:
-            write_profile(options.write_profile, measured, [_operation(traced, node) for node in ordered_nodes(traced)])
-            print(f"Wrote {options.write_profile}, for --profile_batch {measured.costs.microbatch_size:.0f}")
-    if samples is None:
-        raise ConfigurationError("batch_size is missing: the samples of a step; or batch_per_device, for each device")
+    images, own = _images(data)
+    samples = samples or own * loading
     return Job(
-        profile=measured,
+        profile=_measure(traced, images, max(1, samples // devices), device, model, trainer),
         cluster=described or Cluster.flat(devices, _link(options, device, devices)),
         samples=samples,
         microbatches=asked.microbatches_on(devices, network, samples // loading) if asked else None,
@@ -111,12 +101,6 @@ def _states(model: LightningModule, options: PlanOptions) -> int:
         return USUAL_STATES
     optimizer = configured.get("optimizer") if isinstance(configured, dict) else configured
     return states_of(optimizer) if isinstance(optimizer, Optimizer) else USUAL_STATES
-
-
-def _operation(traced: fx.GraphModule, node: fx.Node) -> str:
-    if node.op == "call_module":
-        return str(traced.get_submodule(str(node.target))).partition("\n")[0]
-    return str(getattr(node.target, "__name__", node.target))
 
 
 def _asked(strategy: Any) -> LayoutRequest | None:

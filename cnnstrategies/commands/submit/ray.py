@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from cnnstrategies.cluster.job import setup_lines
 from cnnstrategies.cluster.options import ClusterOptions
-from cnnstrategies.cluster.ray.connection import check_nodes, connected, demand, in_words
+from cnnstrategies.cluster.ray.connection import connected, demand, in_words
 from cnnstrategies.cluster.ray.driver import Driver, Order
 from cnnstrategies.cluster.ray.node import PYTHON
 from cnnstrategies.commands.submit.command import Target
@@ -21,7 +21,7 @@ FOLDER = "ray"  # Where run folders are made by default.
 class RayTarget(Target):
     """Actors on the nodes of a Ray cluster; this process drives them until the run has ended."""
 
-    READS = frozenset({"cpus_per_task", "memory", "gpu_type", "modules", "venv", "check_data"})
+    READS = frozenset({"cpus_per_task", "memory", "gpu_type", "venv", "check_data"})
 
     @override
     def check(self) -> None:
@@ -75,8 +75,6 @@ class RayTarget(Target):
     def submit(self) -> str:
         options, order = self.base.options, self.order
         with connected(options.ray.address) as ray:
-            if not options.ray.autoscales:
-                check_nodes(ray.nodes(), order.nodes, order.needed)
             if options.check_data and self.base.cli.datamodule is not None:
                 self.base.cli.datamodule.prepare_data()
             self.folder.mkdir(parents=True, exist_ok=True)
