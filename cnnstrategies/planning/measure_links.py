@@ -5,11 +5,10 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link
@@ -33,23 +32,19 @@ def measure_local_link(device: torch.device, backend: str) -> Link:
     Returns:
         The link, from the fastest of 12 round trips of 1 KiB and of 8 MiB.
     """
-    # CUDA does not survive a fork.
-    context: Any = mp.get_context("fork" if device.type == "cpu" else "spawn")
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_ping_pong, args=(rank, folder, device, backend), daemon=True) for rank in range(2)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(timeout=60)
-        codes = [process.exitcode for process in processes]
-        for process in processes:
-            process.kill()
-        if codes != [0, 0]:
-            raise RuntimeError(
-                f"measuring the link with backend {backend!r} failed: exit codes {codes}; give it instead"
+        try:
+            start_processes(
+                _ping_pong,
+                (folder, device, backend),
+                nprocs=2,
+                start_method="fork" if device.type == "cpu" else "spawn",  # CUDA does not survive a fork.
             )
+        except (ProcessExitedException, ProcessRaisedException) as error:
+            said = str(error).strip().splitlines()[-1]
+            raise RuntimeError(
+                f"measuring the link with backend {backend!r} failed: {said}; give it instead"
+            ) from error
         small, large = (float(line) for line in (Path(folder) / "times").read_text().split())
     return _link(small, large, LARGE)
 
