@@ -190,7 +190,9 @@ def test_loopback_has_a_plausible_latency_and_bandwidth() -> None:
     link = measure_local_link(CPU, "gloo")
     assert 1e-6 < link.latency < 10.0
     assert 1e5 < link.bandwidth < 1e13
-    with pytest.raises(RuntimeError, match=r"measuring the link with backend 'carrier-pigeon' failed: .*carrier-pigeon"):
+    with pytest.raises(
+        RuntimeError, match=r"measuring the link with backend 'carrier-pigeon' failed: .*carrier-pigeon"
+    ):
         measure_local_link(CPU, "carrier-pigeon")
 
 
