@@ -108,18 +108,13 @@ class MpirunEnvironment(ClusterEnvironment):
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Refuse a number of processes that the trainer does not expect."""
-        local, world = self.local_size(), self.world_size()
-        if num_devices * num_nodes != world or num_devices != local:
+        """Refuse another number of processes, and ranks that are not numbered machine by machine, as many on each."""
+        local, world, expected = self.local_size(), self.world_size(), num_devices * num_nodes
+        if num_devices != local or expected != world or self.global_rank() % local != self.local_rank():
             raise ConfigurationError(
-                f"trainer.devices={num_devices} and trainer.num_nodes={num_nodes}, but mpirun has started {world} "
-                f"processes, {local} of them on {socket.gethostname()}: use `mpirun -n {num_devices * num_nodes} "
-                f"{self.PER_MACHINE.format(num_devices)}`, or change trainer.devices and trainer.num_nodes"
-            )
-        if self.global_rank() % local != self.local_rank():
-            raise ConfigurationError(
-                f"rank {self.global_rank()} is process {self.local_rank()} of {local} on {socket.gethostname()}: ranks "
-                f"must be numbered machine by machine; use `mpirun {self.PER_MACHINE.format(local)}`"
+                f"rank {self.global_rank()} of {world} is process {self.local_rank()} of {local} on "
+                f"{socket.gethostname()}, and trainer.devices={num_devices} with trainer.num_nodes={num_nodes} are "
+                f"numbered machine by machine: use `mpirun -n {expected} {self.PER_MACHINE.format(num_devices)}`"
             )
 
 
@@ -238,27 +233,17 @@ def check_world(trainer: Trainer) -> None:
     if environment is None or isinstance(environment, LightningEnvironment):
         return
     nodes, devices, world = trainer.num_nodes, trainer.num_devices, environment.world_size()
+    if world != nodes * devices:
+        raise ConfigurationError(
+            f"The launcher has started {world} {'process' if world == 1 else 'processes'}, and trainer.num_nodes="
+            f"{nodes} x trainer.devices={devices} are {nodes * devices}: start as many (srun with "
+            f"--nodes={nodes} --ntasks-per-node={devices}, torchrun --nnodes={nodes} --nproc-per-node={devices}, "
+            f"mpirun -n {nodes * devices}), or change trainer.num_nodes and trainer.devices"
+        )
     try:
         environment.validate_settings(num_devices=devices, num_nodes=nodes)
-    except ConfigurationError:
-        raise  # mpirun's, which knows more.
     except ValueError as error:
-        if world == nodes * devices:
-            raise ConfigurationError(f"trainer.num_nodes={nodes}, trainer.devices={devices}: {error}") from error
-    if world != nodes * devices:
-        name, remedy = "The launcher", "start as many"
-        if isinstance(environment, SLURMEnvironment):
-            name = "SLURM"
-            remedy = (
-                f"have it start one for each device (#SBATCH --nodes={nodes} --ntasks-per-node={devices}, and srun)"
-            )
-        elif isinstance(environment, TorchElasticEnvironment):
-            name, remedy = "torchrun", f"give it --nnodes={nodes} --nproc-per-node={devices}"
-        raise ConfigurationError(
-            f"{name} has started {world} {'process' if world == 1 else 'processes'}, and trainer.num_nodes="
-            f"{nodes} x trainer.devices={devices} are {nodes * devices}: {remedy}, or change trainer.num_nodes and "
-            "trainer.devices"
-        )
+        raise ConfigurationError(f"trainer.num_nodes={nodes}, trainer.devices={devices}: {error}") from error
 
 
 def _is_hydra(process: int) -> bool:

@@ -34,7 +34,7 @@ def measure_local_link(device: torch.device, backend: str) -> Link:
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
-            start_processes(
+            start_processes(  # type: ignore[no-untyped-call]
                 _ping_pong,
                 (folder, device, backend),
                 nprocs=2,

@@ -47,12 +47,12 @@ MPIRUN = {
 }
 # Variables, devices, nodes, and what is said; None where it is right.
 WORLDS: list[tuple[dict[str, str], int, int, str | None]] = [
-    (SLURM, 2, 1, r"SLURM has started 1 process, .* x trainer.devices=2 are 2: .*-per-node=2"),
-    (FOUR, 2, 3, "SLURM has started 4 processes, and trainer.num_nodes=3 x"),
-    (FOUR, 1, 1, "SLURM has started 4 processes, and trainer.num_nodes=1 x"),
+    (SLURM, 2, 1, r"has started 1 process, .* x trainer.devices=2 are 2: .*--ntasks-per-node=2"),
+    (FOUR, 2, 3, "has started 4 processes, and trainer.num_nodes=3 x"),
+    (FOUR, 1, 1, "has started 4 processes, and trainer.num_nodes=1 x"),
     (FOUR, 4, 1, "trainer.num_nodes=1, trainer.devices=4: .* in SLURM"),
-    (TORCHRUN, 4, 1, "torchrun has started 2 processes, .* give it --nnodes=1 --nproc-per-node=4, or change"),
-    (MPIRUN, 4, 1, "mpirun has started 2 processes, 2 of them on .*: use `mpirun -n 4 "),
+    (TORCHRUN, 4, 1, "has started 2 processes, .* torchrun --nnodes=1 --nproc-per-node=4, mpirun -n 4"),
+    (MPIRUN, 4, 1, "has started 2 processes, .* are 4: start as many"),
     (SLURM, 1, 1, None),
     (FOUR, 2, 2, None),
     (TORCHRUN, 2, 1, None),
