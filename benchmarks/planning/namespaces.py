@@ -188,8 +188,8 @@ def predicted(
 ) -> dict[str, float]:
     """Seconds per step of each strategy."""
     cut, run_ahead = found["cut"][str(rate)]
-    ranking = rank(replace(job(found, rate, numbers, cut, run_ahead), families=tuple(strategies)))
-    return {row.family: row.step for row in (*ranking.same, *ranking.changing)}
+    ranking = rank(job(found, rate, numbers, cut, run_ahead))
+    return {row.family: row.step for row in (*ranking.same, *ranking.changing) if row.family in strategies}
 
 
 def fitted(found: Sequence[dict[str, Any]]) -> Numbers:

@@ -110,8 +110,8 @@ def predicted(pieces: Pieces, key: str) -> float:
         costs = profile.at(BATCH)
         return costs.forward_time + costs.backward_time
     family = {"ddp": "ddp", "async": "parameter_server_async"}[run.kind]
-    ranking = rank(Job(profile, cluster, BATCH, families=(family,)))
-    return (*ranking.same, *ranking.changing)[0].step
+    ranking = rank(Job(profile, cluster, BATCH))
+    return next(row.step for row in (*ranking.same, *ranking.changing) if row.family == family)
 
 
 def main() -> None:

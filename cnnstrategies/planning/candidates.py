@@ -27,7 +27,6 @@ class Job:
             gains time and fits into memory.
         state_copies: Copies of the parameters that training holds: parameters, gradients, optimizer state.
         memory_limit: Bytes that a device may hold, beside what the cluster says.
-        families: The families to look at; all when empty.
     """
 
     profile: Profile
@@ -42,7 +41,6 @@ class Job:
     run_ahead: bool | None = None
     state_copies: int = 4
     memory_limit: int | None = None
-    families: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.samples < 1:

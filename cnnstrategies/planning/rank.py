@@ -1,6 +1,7 @@
 """Price all strategies with one model and put them in order; DDP, with which all are compared, is priced here."""
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cnnstrategies.errors import ConfigurationError
@@ -45,24 +46,14 @@ class Ranking:
 
 def rank(job: Job) -> Ranking:
     """Price the candidates of all families."""
-    models: dict[str, Callable[[Job], Iterator[Candidate]]] = {
-        "ddp": data_parallel,
-        "hybrid": hybrids,
-        "parameter_server": lambda job: ParameterServer(job).candidates(),
-    }
     best: dict[str, Candidate] = {}
     notes = []
-    for name, model in models.items():
-        if job.families and not any(family.startswith(name) for family in job.families):
-            continue
-        for row in model(job):
-            if job.families and row.family not in job.families:
-                continue
-            if job.memory is not None and row.memory > job.memory:
-                needed, limit = format_bytes(row.memory), format_bytes(job.memory)
-                notes.append(f"{row}: needs {needed} a device, there are {limit}")
-            elif row.family not in best or row.rate > best[row.family].rate:
-                best[row.family] = row
+    for row in itertools.chain(data_parallel(job), hybrids(job), ParameterServer(job).candidates()):
+        if job.memory is not None and row.memory > job.memory:
+            needed, limit = format_bytes(row.memory), format_bytes(job.memory)
+            notes.append(f"{row}: needs {needed} a device, there are {limit}")
+        elif row.family not in best or row.rate > best[row.family].rate:
+            best[row.family] = row
     if not best:
         raise ConfigurationError(
             f"no strategy fits into the devices ({'; '.join(notes) or 'and no layout of a pipeline does'}): use a "

@@ -19,7 +19,7 @@ from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune.contest import Contest, table
-from cnnstrategies.planning.tune.settings import Setting, factorial, nested, write_commented
+from cnnstrategies.planning.tune.settings import Setting, factorial, joined, nested, write_commented
 from cnnstrategies.planning.tune.trial import TrialError
 
 MOST_WORKERS = 4  # of a rank
@@ -177,14 +177,6 @@ class Search:
     def _progress(self, text: str) -> None:
         left = max(0.0, self._ends - time.monotonic())
         self._status.update(f"{text}; at most {left / 60:.1f} minutes left")
-
-
-def joined(settings: Sequence[Setting]) -> Setting:
-    """Settings of several kinds as one."""
-    values: dict[str, Any] = {}
-    for one in settings:
-        values.update(one.values)
-    return Setting(", ".join(one.name for one in settings), values, max(one.effect for one in settings))
 
 
 def _tell(console: Console, search: Search, options: TuneOptions) -> None:

@@ -54,12 +54,16 @@ class Setting:
     effect: Effect
 
 
+def joined(settings: Sequence[Setting]) -> Setting:
+    """Settings as one; of two values of one key the last one's holds."""
+    values: dict[str, Any] = {}
+    for one in settings:
+        values.update(one.values)
+    return Setting(", ".join(one.name for one in settings), values, max(one.effect for one in settings))
+
+
 def factorial(choices: Sequence[Sequence[Setting]]) -> Iterator[Setting]:
     """All combinations of one or none of each group but the empty one; they interact, so none is left out."""
     for combination in itertools.product(*((None, *group) for group in choices)):
-        chosen = [one for one in combination if one is not None]
-        if chosen:
-            values: dict[str, Any] = {}
-            for one in chosen:
-                values.update(one.values)
-            yield Setting(", ".join(one.name for one in chosen), values, max(one.effect for one in chosen))
+        if chosen := [one for one in combination if one is not None]:
+            yield joined(chosen)
