@@ -31,7 +31,6 @@ class Run:
     """What is to run as pods.
 
     Attributes:
-        task: ``fit``, or ``doctor``, which examines the pods.
         servers: Number of pods that hold parameters.
         goes_on: Whether the run goes on without a pod of the trainer that is lost.
         folder: Of the run, as the pods see it.
@@ -40,7 +39,6 @@ class Run:
     """
 
     name: str
-    task: str
     options: KubernetesOptions
     size: Size
     servers: int
@@ -197,8 +195,6 @@ def _volumes(run: Run) -> list[Object]:
 
 def trainer_script(run: Run) -> str:
     """What a pod of the trainer runs."""
-    if run.task == "doctor":
-        return _doctor_script(run, TRAINER)
     # The others go on without a worker of the parameter server; it is let in when the run is started again.
     again = '[ "$NODE_RANK" -ne 0 ] && [ ! -e "$finished" ]' if run.goes_on else "false"
     return f"""running=
@@ -227,8 +223,6 @@ exit $code
 
 def server_script(run: Run) -> str:
     """What a pod that holds parameters runs: a server for each start of the run."""
-    if run.task == "doctor":
-        return _doctor_script(run, SERVERS)
     server = f"{shlex.quote(run.python)} -m cnnstrategies.commands.server --config {CONFIGURATION}/config.yaml"
     return f"""running= ended=
 # A server outlives the signal, and asks the run to stop, which needs it until then.
@@ -249,14 +243,6 @@ until [ -e "$finished" ]; do
     if [ $(($(date +%s) - begin)) -gt {PATIENCE} ]; then exit 1; fi
     sleep 1
 done
-"""
-
-
-def _doctor_script(run: Run, role: str) -> str:
-    """What a pod that is examined runs: the servers' come after the trainer's."""
-    first = 0 if role == TRAINER else run.size.nodes
-    return f"""{_setup(run)}export NNODES={run.size.nodes + run.servers} NODE_RANK=$((NODE_RANK + {first}))
-exec {shlex.quote(run.python)} -m cnnstrategies doctor --shared "$run" --wait {PATIENCE}
 """
 
 

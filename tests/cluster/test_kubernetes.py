@@ -39,24 +39,19 @@ def run(**options: Any) -> Run:
         "env": {"NCCL_SOCKET_IFNAME": "eth0"},
         **options,
     }
-    return Run(
-        "cnn-1", "fit", KubernetesOptions(**full), Size(2, 8, 8), 3, False, "/runs", "a: 1\n", "python", (), "cmd"
-    )
+    return Run("cnn-1", KubernetesOptions(**full), Size(2, 8, 8), 3, False, "/runs", "a: 1\n", "python", (), "cmd")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("kubernetes_validate") is None, reason="pip install kubernetes-validate")
 def test_the_text_is_yaml_of_objects_that_fit_the_schemas_of_kubernetes():
     import kubernetes_validate
 
-    for one in (run(), replace(run(), task="doctor")):
-        text = kubernetes.text(one)
-        assert list(yaml.safe_load_all(text)) == kubernetes.objects(one)
-        assert not any(sign in text for sign in ("&id", "\\n", "$$")), (
-            "anchors, a script on one line, and what is made $"
-        )
-        for made in kubernetes.objects(one):
-            for version in ("1.31", "1.35"):
-                kubernetes_validate.validate(made, version, strict=True)
+    text = kubernetes.text(run())
+    assert list(yaml.safe_load_all(text)) == kubernetes.objects(run())
+    assert not any(sign in text for sign in ("&id", "\\n", "$$")), "anchors, a script on one line, what is made one $"
+    for made in kubernetes.objects(run()):
+        for version in ("1.31", "1.35"):
+            kubernetes_validate.validate(made, version, strict=True)
 
 
 def test_pods_have_what_training_needs_and_may_be_evicted():
@@ -97,7 +92,6 @@ def test_the_image_is_made_of_what_is_there():
 FAKE = """#!/bin/sh
 case "$*" in
 *import*) exit 0 ;;
-*doctor*) echo "$NODE_RANK/$NNODES" "$@" > "$LOG"; exit 0 ;;
 *server*) trap 'echo asked >> "$LOG"' TERM; echo server >> "$LOG" ;;
 *) trap 'echo stopped >> "$LOG"; exit 143' TERM; echo started >> "$LOG" ;;
 esac
@@ -159,14 +153,6 @@ def test_a_pods_script_passes_signals_and_the_runs_exit_code(tmp_path: Path):
     assert server.process.wait(30) == 0
     lost.end_program(1)
     assert lost.process.wait(30) == 0  # The others have gone on without it.
-
-
-def test_the_doctor_examines_the_servers_pods_after_the_trainers(tmp_path: Path):
-    this = replace(run(key_secret=None), folder=str(tmp_path / "run"), task="doctor")
-    pods = [Pod(tmp_path, trainer_script(this), 1), Pod(tmp_path, server_script(this), 2)]
-    assert [pod.process.wait(30) for pod in pods] == [0, 0]
-    words = f"-m cnnstrategies doctor --shared {this.folder} --wait 1800"
-    assert [pod.log.read_text() for pod in pods] == [f"1/5 {words}\n", f"4/5 {words}\n"]
 
 
 KUBECTL = """#!/bin/sh

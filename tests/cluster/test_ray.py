@@ -2,7 +2,6 @@
 
 import re
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,13 +78,6 @@ def test_a_signal_stops_all_nodes_with_a_checkpoint(tmp_path: Path, cluster: Ray
     wait_until_gone(folder)
 
 
-def test_a_mistake_is_one_line_and_starts_nothing_again(tmp_path: Path, cluster: RayCluster) -> None:
-    run = submit(cluster, tmp_path / "log", "--trainer.callbacks=LearningRateMonitor", "--trainer.logger=false")
-    assert run.wait() == 2, run.output()
-    assert "logger" in run.output()
-    assert "starts again" not in run.output()
-
-
 TRAINED = {name: repr(name) for name in STRATEGIES} | {"parameter_server": "ParameterServerStrategy(security='none')"}
 
 
@@ -107,16 +99,3 @@ def test_a_strategy_trains_inside_ray_train_and_reports(tmp_path: Path, cluster:
     assert run.wait() == 0, run.output()
     reported = [torch.load(path, weights_only=True) for path in tmp_path.rglob("checkpoint.ckpt")]
     assert sorted(checkpoint["epoch"] for checkpoint in reported) == [0, 1], run.output()
-
-
-def test_doctor_examines_the_nodes(tmp_path: Path, cluster: RayCluster) -> None:
-    words = fit("--trainer.num_nodes=2", "--trainer.devices=1", "--to=ray")
-    run = Program([PYTHON, *words[:2], "submit", "doctor", *words[3:]], tmp_path / "log", RAY_ADDRESS=cluster.address)
-    code = run.wait()
-    host = re.escape(socket.gethostname())
-    for node in range(2):
-        assert re.search(rf"│ {node} {host} +│ [\d.]+ +│ ", run.output()), run.output()
-    mends = [line for line in run.output().splitlines() if "mend: " in line]
-    assert code == int(bool(mends)), run.output()
-    # The tests may run in a container that has little of it.
-    assert all("shared memory" in line for line in mends), run.output()

@@ -11,7 +11,6 @@ import yaml
 from conftest import ROOT
 
 from cnnstrategies import cli
-from cnnstrategies.cluster.job import Size
 from cnnstrategies.cluster.options import KubernetesOptions
 from cnnstrategies.cluster.run_folder import write_record
 from cnnstrategies.commands.submit.command import check, main
@@ -110,9 +109,6 @@ def test_what_a_target_cannot_run_is_refused():
     no_volume = r"finds its checkpoints only in a volume; add one .* cluster.kubernetes.volumes: {/runs: CLAIM}"
     refused(KubernetesTarget, no_volume, base, {"volumes": {}})
     refused(KubernetesTarget, "choose a directory in /runs", base, folder=Path("/data"))
-    alone = replace(base.options, kubernetes=KubernetesOptions(image="cnn:1", volumes={"/runs": "runs"}))
-    with pytest.raises(ConfigurationError, match=r"trainer\.num_nodes=1: doctor checks what lies between nodes"):
-        KubernetesTarget(replace(base, size=Size(1, 1, 0), options=alone), "submit", "doctor")
     # What `fit` would refuse in the job is refused before it is queued.
     base.cli.config.checkpoint.dirpath = "mine"
     Path("mine").mkdir()
@@ -152,13 +148,6 @@ def test_the_pods_read_a_configuration_that_fits_them(capsys):
     assert pod["terminationGracePeriodSeconds"] == 120
     variables = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
     assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == (f"{name}-0.{name}", "29500")
-    main(["submit", "doctor", *KUBERNETES, VOLUME, *PS, *keys, "--dry_run"])
-    jobs = list(yaml.safe_load_all(capsys.readouterr().out))[-2:]
-    assert [job["spec"]["completions"] for job in jobs] == [2, 2]  # Of the servers, and of the trainer.
-    for job in jobs:
-        (container,) = job["spec"]["template"]["spec"]["containers"]
-        assert "cnnstrategies doctor --shared" in container["command"][-1]
-        assert job["spec"]["backoffLimit"] == 0
 
 
 def test_a_ray_nodes_request_is_shown_and_the_unfit_refused(monkeypatch):
@@ -177,8 +166,6 @@ def test_a_ray_nodes_request_is_shown_and_the_unfit_refused(monkeypatch):
     assert "(STRICT_SPREAD) of 2 nodes with 6 CPUs each" in shown
     lines = "export OMP_NUM_THREADS=3\nulimit -n 4096\nsource /home/me/venv/bin/activate\nexec python -m cnnstrategies "
     assert f"{lines}fit --config {Path.cwd()}/ray/cnnstrategies-" in shown
-    doctor = RayTarget(base, "submit", "doctor").show()
-    assert f" -m cnnstrategies doctor --shared {Path.cwd()}/ray/cnnstrategies-" in doctor
     with pytest.raises(ConfigurationError, match=r"pip install '\.\[ray\]'"):
         RayTarget(base, "submit").submit()
     base.cli.config.trainer.fast_dev_run = True

@@ -110,21 +110,15 @@ class Submission:
 class Target(ABC):
     """Where runs are sent: a scheduler, or something like it.
 
-    ``command`` is the command line that asks for it, for the reader of what is made of it, ``task`` is ``fit``, or
-    ``doctor``, which examines the machines that it would run on.
+    ``command`` is the command line that asks for it, for the reader of what is made of it.
     """
 
     READS: frozenset[str]  # The keys of ``cluster`` that count there, beside those that count everywhere.
 
-    def __init__(self, base: Submission, command: str, task: str = "fit") -> None:
+    def __init__(self, base: Submission, command: str) -> None:
         self.base = base
         self.command = command
-        self.task = task
         self.check()
-        if task == "doctor" and base.size.nodes + base.options.server_nodes == 1:
-            raise ConfigurationError(
-                "trainer.num_nodes=1: doctor checks what lies between nodes: give it as many as will train, two or more"
-            )
 
     @property
     def unread(self) -> list[str]:
@@ -198,13 +192,13 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterS
 
 def main(args: Sequence[str]) -> None:
     """Check a configuration and submit it; print what was queued and where its logs will be."""
-    if args[1:2] not in (["fit"], ["doctor"]):
+    if args[1:2] != ["fit"]:
         raise ConfigurationError(
-            f"submit {' '.join(args[1:2])}: submit takes fit, as in: cnnstrategies submit fit --config ..., or doctor"
+            f"submit {' '.join(args[1:2])}: submit takes fit, as in: cnnstrategies submit fit --config ..."
         )
     base = check(args[2:])
     module = importlib.import_module(f"cnnstrategies.commands.submit.{base.cli.config.to}")
-    target: Target = module.target(base, shlex.join(["cnnstrategies", *args]), args[1])
+    target: Target = module.target(base, shlex.join(["cnnstrategies", *args]))
     if target.unread:
         print(
             f"Note: with --to {base.cli.config.to} these keys do not count: {', '.join(target.unread)}", file=sys.stderr

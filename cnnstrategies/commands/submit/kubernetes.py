@@ -3,7 +3,6 @@
 import re
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -35,7 +34,7 @@ class KubernetesTarget(Target):
             raise ConfigurationError(
                 f"{SECTION}.image: name the container image that the pods run; docs/kubernetes.md says how to build it"
             )
-        if options.kubernetes.max_restarts and self.task == "fit":
+        if options.kubernetes.max_restarts:
             self.base.refuse_without_checkpoints("a pod", f"set {SECTION}.max_restarts to 0")
         self._check_keys()
         folder = self._folder()
@@ -50,8 +49,7 @@ class KubernetesTarget(Target):
             )
         self.run = Run(
             name=name,
-            task=self.task,
-            options=replace(options.kubernetes, max_restarts=0) if self.task == "doctor" else options.kubernetes,
+            options=options.kubernetes,
             size=self.base.size,
             servers=options.server_nodes,
             goes_on=self.base.parameter_server is not None,

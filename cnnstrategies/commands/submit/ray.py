@@ -31,7 +31,7 @@ class RayTarget(Target):
                 f"cluster.server_nodes={options.server_nodes} with --to ray: dedicated servers are for SLURM and "
                 "Kubernetes; leave it out, and the trainer's nodes hold the parameters"
             )
-        if options.ray.max_restarts and self.task == "fit":
+        if options.ray.max_restarts:
             base.refuse_without_checkpoints("a run that has lost a node", "set cluster.ray.max_restarts to 0")
         self.folder = base.run_folder(Path(FOLDER) if options.folder == ClusterOptions.folder else options.folder)
         self.order = self._order()
@@ -43,19 +43,16 @@ class RayTarget(Target):
         setup = setup_lines(options)
         config = str(folder / "config.yaml")
         find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('cnnstrategies') is None)"
-        doctor = self.task == "doctor"
-        words = f"doctor --shared {shlex.quote(str(folder))}" if doctor else f"fit --config {shlex.quote(config)}"
-        # Ray gives each process as many threads as its actor has CPUs, which all processes of the node share.
-        variables = {"OMP_NUM_THREADS": str(options.cpus_per_task or 1)}
         return Order(
             nodes=size.nodes,
             needed=demand(options, size),
-            script=f"{setup}exec {interpreter} -m cnnstrategies {words}",
+            script=f"{setup}exec {interpreter} -m cnnstrategies fit --config {shlex.quote(config)}",
             probe=f"{setup}exec {interpreter} -c {shlex.quote(find)}",
             folder=folder,
             directory=os.getcwd(),
-            variables=variables | {"NNODES": str(size.nodes)} if doctor else variables,
-            max_restarts=0 if doctor else options.ray.max_restarts,
+            # Ray gives each process as many threads as its actor has CPUs, which all processes of the node share.
+            variables={"OMP_NUM_THREADS": str(options.cpus_per_task or 1)},
+            max_restarts=options.ray.max_restarts,
             wait=options.ray.wait,
             grace=self.base.cli.config.stop.grace,
             goes_on=self.base.parameter_server is not None,

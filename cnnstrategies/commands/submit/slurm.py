@@ -21,11 +21,6 @@ class SlurmTarget(Target):
     @override
     def check(self) -> None:
         base = self.base
-        if self.task == "doctor":
-            raise ConfigurationError(
-                "submit doctor is for --to kubernetes and --to ray; on a SLURM cluster: srun --nodes 2 "
-                "--ntasks-per-node 1 cnnstrategies doctor"
-            )
         if base.options.requeue:
             base.refuse_without_checkpoints("a requeued job", "set cluster.requeue to false")
         self.folder = base.run_folder(base.options.folder)
