@@ -1,7 +1,5 @@
 """What the variables of launchers say; a world of another size than the trainer divides the work for is refused."""
 
-from collections.abc import Callable
-
 import pytest
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -63,7 +61,7 @@ WORLDS: list[tuple[dict[str, str], int, int, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize("strategy", ["auto", "ddp", "parameter_server"])
+@pytest.mark.parametrize("strategy", ["ddp", "parameter_server"])
 def test_a_world_of_another_size_is_refused(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for variables, devices, nodes, message in WORLDS:
         with monkeypatch.context() as patch:
@@ -111,57 +109,35 @@ MPIRUNS = (
 )
 
 
-@pytest.fixture
-def become(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets the variables of a kind of mpirun."""
-
-    def set_variables(kind: type[MpirunEnvironment], **variables: str) -> None:
-        for name, value in {**RANKS, **variables}.items():
-            monkeypatch.setenv(getattr(kind, name), value)
-
-    return set_variables
-
-
 @pytest.mark.parametrize(("kind", "per_machine", "pass_on"), MPIRUNS)
 def test_ranks_come_from_the_variables_of_mpirun(
-    kind: type[MpirunEnvironment],
-    per_machine: str,
-    pass_on: str,
-    become: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    kind: type[MpirunEnvironment], per_machine: str, pass_on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    become(kind)
-    (environment,) = environment_plugins([])
-    assert type(environment) is kind
-    assert (environment.global_rank(), environment.local_rank(), environment.node_rank()) == (1, 1, 0)
-    assert environment.world_size() == 2
+    def become(**variables: str) -> MpirunEnvironment:
+        for name, value in {**RANKS, **variables}.items():
+            monkeypatch.setenv(getattr(kind, name), value)
+        (found,) = environment_plugins([])
+        assert type(found) is kind
+        return found
+
+    found = become()
+    assert (found.global_rank(), found.local_rank(), found.node_rank(), found.world_size()) == (1, 1, 0, 2)
     assert local_rank() == 1
-    assert environment.main_address == "127.0.0.1"
-    environment.validate_settings(num_devices=2, num_nodes=1)
-    become(kind, LOCAL_RANK="0")
+    assert found.main_address == "127.0.0.1"
+    found.validate_settings(num_devices=2, num_nodes=1)
     with pytest.raises(ConfigurationError, match=per_machine):  # Else a machine would not have neighbouring ranks.
-        kind().validate_settings(num_devices=2, num_nodes=1)
-    become(kind, LOCAL_SIZE="1")
+        become(LOCAL_RANK="0").validate_settings(num_devices=2, num_nodes=1)
     with pytest.raises(ConfigurationError, match=pass_on):
-        _ = kind().main_address
-    become(kind, LOCAL_RANK="0", LOCAL_SIZE="1")
+        _ = become(LOCAL_SIZE="1").main_address
+    become(LOCAL_RANK="0", LOCAL_SIZE="1")
+    ports = []
+    for job in ("1472528385", "1472528386", "1472528385"):  # MPICH has no number that all machines know.
+        monkeypatch.setenv("PMIX_NAMESPACE", job)
+        monkeypatch.setattr("sys.argv", ["cnnstrategies", "fit", f"--config={job}"])
+        ports.append(kind().main_port)
+    assert ports[0] == ports[2] != ports[1]
     monkeypatch.setenv("MASTER_ADDR", "alpha")
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert find_place() == Place(node=1, nodes=2, local_rank=0, main_address="alpha", main_port=29500)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "digits")
     assert not kind.detect()
-
-
-def test_each_mpirun_has_a_port_of_its_own(become: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of Open MPI by its job's number; MPICH has none that ranks on several machines could see."""
-    become(MPICHEnvironment)
-    kinds = (OpenMPIEnvironment, MPICHEnvironment)
-    ports = []
-    for job in ("1472528385", "1472528386", "1472528385"):
-        monkeypatch.setenv("PMIX_NAMESPACE", job)
-        monkeypatch.setattr("sys.argv", ["cnnstrategies", "fit", f"--config={job}"])
-        ports.append([kind().main_port for kind in kinds])
-    assert ports[0] == ports[2]
-    assert all(first != second for first, second in zip(*ports[:2], strict=True))
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    assert [kind().main_port for kind in kinds] == [29500, 29500]

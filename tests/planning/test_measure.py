@@ -1,6 +1,5 @@
 """What is measured of networks and connections, and that nothing of the network is touched."""
 
-import functools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -122,15 +121,21 @@ def test_profiling_leaves_no_trace_and_finds_the_same_apart(microbatch: Tensor) 
 def test_a_network_too_large_for_its_device_is_measured_apart(
     microbatch: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And half precision halves what is sent."""
+
     def full(*arguments: Any, apart_on: torch.device | None = None) -> GraphCosts:
         if apart_on is None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return profile(*arguments, apart_on=apart_on, warm_up=0, repeats=1)
 
     monkeypatch.setattr(measure, "profile", full)
-    found = measure.measure_profile(trace(Network()), microbatch, 8, CPU, "bf16-mixed", False)
-    assert found.costs.microbatch_size == 8
-    assert all(node.forward > 0 for node in found.costs.nodes)
+    whole, half = (
+        measure.measure_profile(trace(Network()), microbatch, 8, CPU, precision, False).costs
+        for precision in ("32-true", "bf16-mixed")
+    )
+    assert half.microbatch_size == 8
+    assert all(node.forward > 0 for node in half.nodes)
+    assert half.sent_bytes[1] * 2 == whole.sent_bytes[1]
 
 
 def test_what_was_changed_is_restored_after_an_error() -> None:
@@ -164,15 +169,6 @@ def test_each_node_gets_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) 
     nodes = profile_of(nn.Sequential(*layers), torch.randn(4, 16, 8, 8)).nodes
     assert [node.forward for node in nodes] == pytest.approx([1.0, 4.0])
     assert [node.backward for node in nodes] == pytest.approx([2.0, 5.0])
-
-
-def test_half_precision_halves_what_is_sent(microbatch: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "profile", functools.partial(profile, warm_up=0, repeats=1))
-    whole, half = (
-        measure.measure_profile(trace(Network()), microbatch, 4, CPU, precision, False).costs
-        for precision in ("32-true", "bf16-mixed")
-    )
-    assert half.sent_bytes[1] * 2 == whole.sent_bytes[1]
 
 
 def test_an_optimizer_holds_what_its_kind_and_options_say() -> None:
