@@ -45,7 +45,7 @@ def wait_until_gone(folder: Path) -> None:
     wait_until(lambda: process_with(CNNSTRATEGIES_RUN_NAME=folder.name) is None, lambda: "a program is left")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["hybrid_pipeline", "parameter_server"])
 def test_after_a_nodes_death_the_run_resumes_on_another(tmp_path: Path, cluster: RayCluster, strategy: str) -> None:
     run = submit(cluster, tmp_path / "log", *STRATEGIES[strategy], f"--trainer.max_epochs={EPOCHS}")
     run.wait_until(lambda: list(tmp_path.glob("ray/*/checkpoints/last.ckpt")))

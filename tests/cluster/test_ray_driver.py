@@ -14,7 +14,7 @@ import pytest
 from cnnstrategies.cluster.job import Size
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.ray import connection, driver, node
-from cnnstrategies.cluster.ray.driver import Driver, Order
+from cnnstrategies.cluster.ray.driver import Driver
 from cnnstrategies.errors import ConfigurationError
 
 
@@ -108,12 +108,12 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(ray: FakeRay, capsys: pytest.CaptureFixture[str], script: str, probe: str = "true") -> tuple[int, str]:
     """The exit code, and what the driver has printed."""
-    order = Order(
+    made = Driver(
         *(2, {"CPU": 1.0}, script, probe, Path("digits").absolute(), ".", {"OMP_NUM_THREADS": "3"}),
         *(1, 0.0, 10.0, False),
     )
     try:
-        code = Driver(ray, order).run()
+        code = made.run(ray)
     finally:
         assert ray.killed == ray.actors
         assert ray.groups == 0

@@ -28,33 +28,6 @@ LOSS = 90.0
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
-@dataclass(frozen=True)
-class Order:
-    """What is to run.
-
-    Attributes:
-        needed: Of each node, as Ray counts it.
-        script: Of the shell; starts a node's program.
-        probe: Of the shell; fails where the package is not installed.
-        folder: Of the run, with its configuration; what the programs print goes there. Its name is the run's, by which
-            a program that is started again finds its last checkpoint.
-        grace: Seconds in which a run that was asked to stop ends.
-        goes_on: Whether the run goes on after a node has ended well.
-    """
-
-    nodes: int
-    needed: dict[str, float]
-    script: str
-    probe: str
-    folder: Path
-    directory: str
-    variables: dict[str, str]
-    max_restarts: int
-    wait: float
-    grace: float
-    goes_on: bool
-
-
 @dataclass
 class Ends:
     """How the programs of one start have ended.
@@ -83,23 +56,46 @@ class Ends:
         return "; ".join([*(f"{node} was lost" for node in self.lost), *failed])
 
 
+@dataclass
 class Driver:
-    """Runs an order on a cluster."""
+    """Runs a program on each node of a cluster.
 
-    def __init__(self, ray: Any, order: Order) -> None:
-        self._ray = ray
-        self._order = order
-        self._logs = [order.folder / f"node{number}.log" for number in range(order.nodes)]
-        self._printed = [log.stat().st_size if log.exists() else 0 for log in self._logs]  # bytes
-        self._signal: int | None = None
+    Attributes:
+        needed: Of each node, as Ray counts it.
+        script: Of the shell; starts a node's program.
+        probe: Of the shell; fails where the package is not installed.
+        folder: Of the run, with its configuration; what the programs print goes there. Its name is the run's, by which
+            a program that is started again finds its last checkpoint.
+        grace: Seconds in which a run that was asked to stop ends.
+        goes_on: Whether the run goes on after a node has ended well.
+    """
 
-    def run(self) -> int:
+    nodes: int
+    needed: dict[str, float]
+    script: str
+    probe: str
+    folder: Path
+    directory: str
+    variables: dict[str, str]
+    max_restarts: int
+    wait: float
+    grace: float
+    goes_on: bool
+
+    def run(self, ray: Any) -> int:
         """Start the run, and start it again when it is lost.
+
+        Args:
+            ray: Connected to the cluster.
 
         Returns:
             The exit code: that of the program that failed, or 128 and the signal's number after a signal.
         """
-        most = self._order.max_restarts
+        self._ray = ray
+        self._logs = [self.folder / f"node{number}.log" for number in range(self.nodes)]
+        self._printed = [log.stat().st_size if log.exists() else 0 for log in self._logs]  # bytes
+        self._signal: int | None = None
+        most = self.max_restarts
         with self._heeding_signals():
             for start in itertools.count():
                 ends = self._start()
@@ -118,7 +114,7 @@ class Driver:
         group = self._place()
         if group is None:
             return Ends()
-        actors = [self._actor(group, bundle) for bundle in range(self._order.nodes)]
+        actors = [self._actor(group, bundle) for bundle in range(self.nodes)]
         try:
             places = self._look(actors)
             return self._follow(actors, places, self._launch(actors, places))
@@ -132,29 +128,28 @@ class Driver:
 
     def _place(self) -> Any:
         """Nodes of the cluster, each with what the run needs of it; None after a signal."""
-        order = self._order
-        group = self._ray.util.placement_group([order.needed] * order.nodes, "STRICT_SPREAD")
-        wanted = f"{order.nodes} nodes with {in_words(order.needed)}"
-        until = time.monotonic() + order.wait
+        group = self._ray.util.placement_group([self.needed] * self.nodes, "STRICT_SPREAD")
+        wanted = f"{self.nodes} nodes with {in_words(self.needed)}"
+        until = time.monotonic() + self.wait
         for tried in itertools.count():
             if group.wait(1.0):
                 return group
             if self._signal is not None or time.monotonic() > until:
                 break
             if not tried:
-                _say(f"Waiting up to {order.wait:g} s for {wanted}")
+                _say(f"Waiting up to {self.wait:g} s for {wanted}")
         self._ray.util.remove_placement_group(group)
         if self._signal is not None:
             return None
         raise ConfigurationError(
-            f"{wanted} each were not free for {order.wait:g} s: see `ray status`, add nodes, lower trainer.num_nodes, "
+            f"{wanted} each were not free for {self.wait:g} s: see `ray status`, add nodes, lower trainer.num_nodes, "
             "trainer.devices or cluster.cpus_per_task, or raise cluster.ray.wait"
         )
 
     def _actor(self, group: Any, number: int) -> Any:
         strategies = self._ray.util.scheduling_strategies
         self._ray.cloudpickle.register_pickle_by_value(node_module)
-        needed = dict(self._order.needed)
+        needed = dict(self.needed)
         memory = needed.pop("memory", None)
         return (
             self._ray.remote(Node)
@@ -172,8 +167,7 @@ class Driver:
         )
 
     def _look(self, actors: list[Any]) -> list[Place]:
-        order = self._order
-        asked = [actor.look.remote(str(order.folder / "config.yaml"), order.probe) for actor in actors]
+        asked = [actor.look.remote(str(self.folder / "config.yaml"), self.probe) for actor in actors]
         places: list[Place] = self._ray.get(asked)
         for place in places:
             if place.missing is not None:
@@ -182,12 +176,12 @@ class Driver:
 
     def _launch(self, actors: list[Any], places: list[Place]) -> dict[Any, int]:
         """Start the programs: their nodes, by what has their exit codes."""
-        order, main = self._order, places[0]
+        main = places[0]
         meeting = {"MASTER_ADDR": main.address, "MASTER_PORT": str(main.port)}
-        common = {**order.variables, **meeting, RUN_NAME: order.folder.name}
+        common = {**self.variables, **meeting, RUN_NAME: self.folder.name}
         _say(f"Starting on {', '.join(f'{place.host} ({place.address})' for place in places)}")
         return {
-            actor.run.remote(order.script, order.directory, {**common, "NODE_RANK": str(node)}, str(log)): node
+            actor.run.remote(self.script, self.directory, {**common, "NODE_RANK": str(node)}, str(log)): node
             for node, (actor, log) in enumerate(zip(actors, self._logs, strict=True))
         }
 
@@ -197,14 +191,14 @@ class Driver:
         while running and not ends.lost and time.monotonic() < until:
             if self._signal is not None and not asked_to_stop:
                 asked_to_stop = True
-                until = time.monotonic() + self._order.grace + PATIENCE
+                until = time.monotonic() + self.grace + PATIENCE
                 for node in running.values():
                     actors[node].stop.remote(int(self._signal))
             done, _ = self._ray.wait(list(running), num_returns=1, timeout=FOLLOW)
             self._pass_on()
             for reference in done:
                 self._note(ends, reference, running.pop(reference), places)
-            if done and not asked_to_stop and (ends.code or not self._order.goes_on):
+            if done and not asked_to_stop and (ends.code or not self.goes_on):
                 until = min(until, time.monotonic() + (PATIENCE if ends.code else WAIT_SECONDS))
         if ends.code and running and not ends.lost and not asked_to_stop:
             # A program may fail because a node with others is lost, before Ray knows of that.

@@ -10,7 +10,7 @@ from typing_extensions import override
 from cnnstrategies.cluster.job import setup_lines
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.ray.connection import connected, demand, in_words
-from cnnstrategies.cluster.ray.driver import Driver, Order
+from cnnstrategies.cluster.ray.driver import Driver
 from cnnstrategies.cluster.ray.node import PYTHON
 from cnnstrategies.commands.submit.command import Target
 from cnnstrategies.errors import ConfigurationError
@@ -34,16 +34,16 @@ class RayTarget(Target):
         if options.ray.max_restarts:
             base.refuse_without_checkpoints("a run that has lost a node", "set cluster.ray.max_restarts to 0")
         self.folder = base.run_folder(Path(FOLDER) if options.folder == ClusterOptions.folder else options.folder)
-        self.order = self._order()
+        self.driver = self._driver()
 
-    def _order(self) -> Order:
+    def _driver(self) -> Driver:
         options, size, folder = self.base.options, self.base.size, self.folder
         python = options.python or ("python" if options.venv else None)
         interpreter = f'"${PYTHON}"' if python is None else shlex.quote(python)
         setup = setup_lines(options)
         config = str(folder / "config.yaml")
         find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('cnnstrategies') is None)"
-        return Order(
+        return Driver(
             nodes=size.nodes,
             needed=demand(options, size),
             script=f"{setup}exec {interpreter} -m cnnstrategies fit --config {shlex.quote(config)}",
@@ -60,23 +60,23 @@ class RayTarget(Target):
 
     @override
     def show(self) -> str:
-        order = self.order
+        driver = self.driver
         return (
             f"# Written by: {self.command}\n"
-            f"# A placement group (STRICT_SPREAD) of {order.nodes} nodes with {in_words(order.needed)} each.\n"
+            f"# A placement group (STRICT_SPREAD) of {driver.nodes} nodes with {in_words(driver.needed)} each.\n"
             "# On node NODE_RANK, with MASTER_ADDR and MASTER_PORT of the first:\n"
-            f"{order.script}\n"
+            f"{driver.script}\n"
         )
 
     @override
     def submit(self) -> str:
-        options, order = self.base.options, self.order
+        options = self.base.options
         with connected(options.ray.address) as ray:
             if options.check_data and self.base.cli.datamodule is not None:
                 self.base.cli.datamodule.prepare_data()
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.yaml").write_text(self.base.text(self.folder, {}), encoding="utf-8")
-            code = Driver(ray, order).run()
+            code = self.driver.run(ray)
         where = f"Logs and checkpoints: {self.folder}"
         if code:
             print(where, file=sys.stderr)
