@@ -229,9 +229,10 @@ class Parcel(NamedTuple):
 
 
 class Say(NamedTuple):
-    """Tell whoever looks after the run."""
+    """Tell whoever looks after the run; what is urgent nobody may miss."""
 
     text: str
+    urgent: bool
 
 
 Effects = list[Parcel | Say | End]

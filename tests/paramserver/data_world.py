@@ -14,6 +14,7 @@ from cnnstrategies.paramserver.messages import (
     Header,
     Kind,
     Parcel,
+    Say,
     pack_json,
     pack_keys,
     unpack_json,
@@ -45,6 +46,7 @@ class Servers:
         self.lost: Lost = lambda sender, header: False
         self.told: list[tuple[Header, dict[str, Any], bytes]] = []
         self.missed: list[tuple[int, Header, dict[str, Any]]] = []
+        self.said: list[str] = []
         self._sequence = 0
 
     # Servers
@@ -83,6 +85,8 @@ class Servers:
         waiting = [(server, effect) for effect in effects]
         while waiting or (waiting := self._worked()):
             sender, effect = waiting.pop(0)
+            if isinstance(effect, Say):
+                self.said.append(effect.text)
             if not isinstance(effect, Parcel):
                 continue
             header, payload = effect.header, memoryview(bytearray(effect.payload))

@@ -51,6 +51,28 @@ def test_a_worker_sees_an_update_when_every_copy_has_it() -> None:
     assert pulled(run) == keys(run)
 
 
+def test_a_server_says_when_it_has_filled_another_that_came_late() -> None:
+    """Until then the run does not survive its own death."""
+    run = fresh(specify(PLAIN, 1, servers=2, replication=2))
+    run.follow(View(2, run.view.servers, run.view.workers, begun=2))
+    run.without(1)
+    run.serve(1)
+    last = max(run.roles[1].store.slices)
+    run.lost = lambda sender, header: header.kind == Kind.COPY and header.key == last
+    back = (run.view.servers[0], ServerInfo(1, "1", since=4))
+    run.follow(View(4, back, run.view.workers, begun=2))
+    for _ in range(3):
+        run.look(1.0)
+    assert run.versions(1) == {0, -1}
+    filled = "server 0 has filled server 1: its slices have all their copies again"
+    assert filled not in run.said
+    run.lost = lambda sender, header: False
+    for _ in range(3):
+        run.look(1.0)
+    assert run.versions(1) == {0}
+    assert run.said.count(filled) == 1
+
+
 def test_a_copy_counts_only_after_its_primary_has_sent_it() -> None:
     """Its values may be first ones of a worker, which are others of that version."""
     run = fresh(specify(PLAIN, 1, servers=2, replication=2))

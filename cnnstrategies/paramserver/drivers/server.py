@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 
@@ -221,6 +222,8 @@ class ServerService:
                 self._sent += HEADER_BYTES + len(payload)
             elif isinstance(effect, End):
                 raise RunEnded(effect.reason, effect.clean)
+            elif effect.urgent:
+                print(effect.text, file=sys.stderr, flush=True)
             else:
                 _LOG.warning("%s", effect.text)
 

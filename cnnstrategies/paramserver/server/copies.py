@@ -35,6 +35,7 @@ class Copies:
         self._backups: dict[int, Sequence[int]] = {}  # of the slices that this server is the primary of
         self._since: dict[int, int] = {}
         self._acknowledged: dict[tuple[int, int], int] = {}
+        self._late: set[int] = set()  # servers that came after training began, and lack copies
         self._copied: dict[int, tuple[int, int]] = {}  # of which process in its primary's place a slice is a copy
 
     # Where they are
@@ -58,6 +59,8 @@ class Copies:
                 if not was_primary or backup not in before[key] or backup in renewed:
                     self._acknowledged.pop((key, backup), None)
                     needed.append((key, backup))
+        self._late |= {backup for _, backup in needed if 0 < view.begun < since[backup]}
+        self._late &= since.keys()
         self._copied = {key: life for key, life in self._copied.items() if self._life(key) == life}
         return needed
 
@@ -74,9 +77,14 @@ class Copies:
         primary = self._primary(key)
         return primary, self._since.get(primary, -1)
 
-    def acknowledged(self, key: int, backup: int, version: int) -> None:
-        """A backup has the slice up to a version."""
+    def acknowledged(self, key: int, backup: int, version: int) -> bool:
+        """A backup has the slice up to a version; whether it has come late, and has all its copies now."""
         self._acknowledged[key, backup] = max(version, self._acknowledged.get((key, backup), -1))
+        own = [key for key, backups in self._backups.items() if backup in backups] if backup in self._late else []
+        filled = bool(own) and all(self._acknowledged.get((key, backup), -1) >= 0 for key in own)
+        if filled:
+            self._late.remove(backup)
+        return filled
 
     def safe(self, key: int, version: int) -> bool:
         """Whether every copy of a slice has a version, so that workers may see it."""

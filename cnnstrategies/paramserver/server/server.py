@@ -179,7 +179,7 @@ class Server:
         self.dropped[reason] += 1
         if self.dropped[reason] == 1:
             text = f"server {self.id} dropped a message: {reason}; further ones are only counted"
-            self._outbox.effects.append(Say(text))
+            self._outbox.effects.append(Say(text, False))
 
     def _take(self, route: bytes, user: str, header: Header) -> int:
         """Check who has sent a message, and note that it was heard; its sender's number."""

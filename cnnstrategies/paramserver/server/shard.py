@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cnnstrategies.paramserver.compression import ENCODINGS, as_bytes, from_bytes, rounded
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind
+from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind, Say
 from cnnstrategies.paramserver.optimizer_state import pack_state, split_state
 from cnnstrategies.paramserver.server.copies import Copies
 from cnnstrategies.paramserver.server.senders import Outbox
@@ -57,6 +57,7 @@ class Shard:
         self.own: list[int] = []
         self.owned: frozenset[int] = frozenset()
         self.copies = Copies(server, outbox, store)
+        self._server = server
         self._rung = 0
         self._outbox = outbox
         self._encoding = ENCODINGS[specification.pull_compression]
@@ -170,7 +171,9 @@ class Shard:
         """A backup has a slice up to a version."""
         if key not in self.store.slices:
             raise InvalidMessageError("a slice of another server")
-        self.copies.acknowledged(key, backup, version)
+        if self.copies.acknowledged(key, backup, version):
+            text = f"server {self._server} has filled server {backup}: its slices have all their copies again"
+            self._outbox.effects.append(Say(text, True))
         self.answer(key)
 
     # First values
