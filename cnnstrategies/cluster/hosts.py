@@ -111,9 +111,10 @@ def wait_for(store: Store, keys: list[str], node: int, nodes: int, seconds: floa
         return
     come = {number: store.get(f"host/{number}") for number in range(nodes) if store.check([f"host/{number}"])}
     known = [f"{Peer(number, *json.loads(record))}" for number, record in come.items()]
-    missing = [f"node {number}" for number in range(nodes) if any(key.endswith(f"/{number}") for key in late)]
+    missing = [f"node {number}" for number in range(nodes) if number not in (node, *come)]
+    missing = missing or [f"node {key.rpartition('/')[2]}" for key in late]  # They have come, and not gone on.
     raise ConfigurationError(
-        f"{socket.gethostname()} has waited {seconds:g} s for {', '.join(missing) or 'the other hosts'}"
+        f"{socket.gethostname()} has waited {seconds:g} s for {', '.join(missing)}"
         f"{'; here are ' + ', '.join(known) if known else ''}: start it on all {nodes} machines with the same "
         "MASTER_ADDR and MASTER_PORT, and look at the others' output; --network.wait (--wait of doctor) sets how long "
         "to wait"
