@@ -71,7 +71,6 @@ REFUSED = {
         "by 3 processes that load: use 63 or 66",
     ),
     "own processes": ([QUICKSTART, "--trainer.strategy=ddp_spawn"], "starts its processes itself"),
-    "a key that there is not": ([QUICKSTART, "--cluster.kubernetes.imag=cnn"], "unknown key cluster.kubernetes.imag: "),
 }
 
 

@@ -1,43 +1,41 @@
 """Published networks under every strategy; `make test-zoo` runs it."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import segmentation_models_pytorch
 import timm
-import torchvision
 from catalogue import SEGMENTATION, SEGMENTATION_MODELS, TIMM, TORCHVISION
+from torch import nn
+from torchvision.models import get_model
 from trial import CLASSES, Classifier, images_and_labels, part_of, try_all
 
 
-@pytest.mark.parametrize("name", part_of(TIMM))
-def test_timm(name: str) -> None:
-    def make() -> Classifier:
-        return Classifier(timm.create_model(name, pretrained=False, num_classes=CLASSES))
-
-    try_all(f"timm.{name}", make, lambda: images_and_labels(TIMM[name]))
+def segmenter(name: str) -> nn.Module:
+    kind: Callable[..., nn.Module] = getattr(segmentation_models_pytorch, name)
+    return kind("resnet18", encoder_weights=None, in_channels=3, classes=CLASSES)
 
 
-@pytest.mark.parametrize("name", part_of(TORCHVISION))
-def test_torchvision(name: str) -> None:
-    def make() -> Classifier:
-        return Classifier(torchvision.models.get_model(name, num_classes=CLASSES))
+# How to make one, the size of its images, and whether it takes masks.
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, bool]] = {
+    **{f"timm.{name}": (partial(timm.create_model, name, num_classes=CLASSES), TIMM[name], False) for name in TIMM},
+    **{
+        f"torchvision.{name}": (partial(get_model, name, num_classes=CLASSES), TORCHVISION[name], False)
+        for name in TORCHVISION
+    },
+    **{
+        f"torchvision.{name}": (partial(get_model, name, weights_backbone=None, num_classes=CLASSES), 96, True)
+        for name in SEGMENTATION
+    },
+    **{
+        f"segmentation_models_pytorch.{name}": (partial(segmenter, name), SEGMENTATION_MODELS[name], True)
+        for name in SEGMENTATION_MODELS
+    },
+}
 
-    try_all(f"torchvision.{name}", make, lambda: images_and_labels(TORCHVISION[name]))
 
-
-@pytest.mark.parametrize("name", part_of(SEGMENTATION))
-def test_torchvision_segmentation(name: str) -> None:
-    def make() -> Classifier:
-        return Classifier(torchvision.models.get_model(name, weights_backbone=None, num_classes=CLASSES))
-
-    try_all(f"torchvision.{name}", make, lambda: images_and_labels(96, masks=True))
-
-
-@pytest.mark.parametrize("name", part_of(SEGMENTATION_MODELS))
-def test_segmentation_models_pytorch(name: str) -> None:
-    def make() -> Classifier:
-        kind = getattr(segmentation_models_pytorch, name)
-        return Classifier(kind("resnet18", encoder_weights=None, in_channels=3, classes=CLASSES))
-
-    try_all(
-        f"segmentation_models_pytorch.{name}", make, lambda: images_and_labels(SEGMENTATION_MODELS[name], masks=True)
-    )
+@pytest.mark.parametrize("name", part_of(NETWORKS))
+def test_network(name: str) -> None:
+    make, size, masks = NETWORKS[name]
+    try_all(name, lambda: Classifier(make()), lambda: images_and_labels(size, masks))

@@ -6,22 +6,16 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
-from catalogue import SEGMENTATION, SEGMENTATION_MODELS, TIMM, TORCHVISION
 from examples import LIGHTLY, METRIC_LEARNING
 from modules import TORCHGEO, UNCERTAINTY
+from networks import NETWORKS
 from trial import RESULTS, STRATEGIES
 
 PACKAGES = (
     *("torch", "lightning", "torchvision", "timm", "torchgeo", "lightly", "torch-uncertainty"),
     *("segmentation-models-pytorch", "pytorch-metric-learning"),
 )
-TOTAL = sum(
-    len(names)
-    for names in (
-        *(TIMM, TORCHVISION, SEGMENTATION, SEGMENTATION_MODELS),
-        *(TORCHGEO, UNCERTAINTY, METRIC_LEARNING, LIGHTLY),
-    )
-)
+TOTAL = sum(map(len, (NETWORKS, TORCHGEO, UNCERTAINTY, METRIC_LEARNING, LIGHTLY)))
 HEAD = """# The zoo
 
 Published networks and modules, each trained for two steps in float64 by [`verify`](../docs/verify.md) under four
