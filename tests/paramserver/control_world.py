@@ -32,7 +32,7 @@ class Links(Network):
     def moment(self, sender: Peer, send: Send) -> Moment | None:
         return self.fate(send)
 
-    def arrivals(self, now: float, link: int, ordinal: int, moment: Moment | None = None) -> list[float]:
+    def arrivals(self, now: float, link: int, ordinal: int, moment: Moment | None) -> list[float]:
         soon = now + LATENCY
         if moment is None:
             return [soon]

@@ -17,7 +17,7 @@ HIT = {f"{kind} {role}" for kind in ("kill", "pause", "cut", "deaf", "mute") for
 FAULTS = {
     "control": {"kill worker", "kill server", "kill coordinator", "pause worker", "cut worker", "deaf worker", "lost"}
     | {"join", "join after a boundary", "return after a boundary"},
-    "data": HIT | {"kill coordinator", "sleep", "lost with a connection", "delayed"},
+    "data": HIT | {"kill coordinator", "sleep", "lost", "late"},
 }
 
 

@@ -6,12 +6,12 @@ from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from simulation.faults import Fault, Faults, Network, draw
 from simulation.invariants import Invariants
 from simulation.joiners import Joiners
+from simulation.plane import Outcome, play
 from simulation.toys import Toys
-from simulation.world import Outcome, ViolationError, World
+from simulation.world import World
 
 TIMEOUT = 1.0
 BUSY = 1.5  # seconds in which faults begin
-HORIZON = 100.0  # no run takes longer
 JOINED = 823  # the draw of whether workers join a run: not those whose seeds have found faults before
 SAID = 40  # the draw of whether the coordinator is killed between a record of its journal and what follows from it
 EAGER = 3375  # the draw of whether workers load before they know where others are, and come midway: likewise
@@ -66,19 +66,14 @@ class Plan(NamedTuple):
         return [*places, ("coordinator", 0), *(("supervision", node) for node in range(self.nodes))]
 
 
-def drawn(seed: int, kind: type[Faults] = Faults) -> tuple[Plan, Faults]:
-    """What is simulated for a seed, and what goes wrong; faults of a kind may note what they hit."""
+def drawn(seed: int) -> tuple[Plan, Faults]:
+    """What is simulated for a seed, and what goes wrong."""
     plan = Plan.of(seed)
-    faults = kind(seed, plan.places, TIMEOUT, BUSY)
+    faults = Faults(seed, plan.places, TIMEOUT, BUSY)
     faults.timed += _kills(seed) + [_kill_of_worker(seed, plan.workers)] * plan.eager
     if plan.restarts and draw(seed, SAID) < 0.5:
         faults.dies_saying = {1 + int(400 * draw(seed, SAID, one)) for one in range(1 + int(2 * draw(seed, SAID, 2)))}
     return plan, faults
-
-
-def simulate(seed: int, traced: bool = False) -> Outcome:
-    """Run one seed."""
-    return run(*drawn(seed), seed, traced)
 
 
 def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome:
@@ -93,20 +88,7 @@ def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome
     toys = Toys(world, settings, plan, pace)
     invariants = Invariants(world, toys, settings)
     Joiners(pace, world, toys, plan.elastic)
-    violation = None
-    looked = 0.0
-    try:
-        toys.start()
-        while not invariants.over and world.now < HORIZON and world.step():
-            if world.now - looked > TIMEOUT / 4:
-                looked = world.now
-                invariants.look()
-        if not invariants.over:
-            raise ViolationError(f"17: the run is not over after {world.now:.1f} s")
-        invariants.check()
-    except ViolationError as error:
-        violation = str(error)
-    return Outcome(violation, world.events, world.now, faults.counts, world.trace or [], world.end)
+    return play(world, toys.start, invariants, TIMEOUT / 4)
 
 
 def _kills(seed: int) -> list[Fault]:

@@ -102,46 +102,36 @@ class Network:
         """What happens because a message is sent."""
         return None
 
-    def lateness(self, link: int, ordinal: int) -> float:
-        """How much later than others a message comes that is hit, in seconds."""
-        return 0.2 * self.timeout * draw(self._seed, 13, link, ordinal)
+    def chance(self, link: int, ordinal: int) -> Moment | None:
+        """What happens by chance to the `ordinal`-th message of a link."""
+        chance = draw(ordinal, state=self._states(link)[1]) if self._rate else 1.0
+        if chance >= self._rate:
+            return None
+        part = chance / self._rate
+        if part < (0.5 if self.tcp else 0.4):
+            return Moment("lost")
+        late = 0.2 * self.timeout * draw(self._seed, 13, link, ordinal)
+        if self.tcp or part >= 0.7:
+            return Moment("late", late)
+        return Moment("doubled", late + 2 * self.timeout * draw(self._seed, 14, link, ordinal) ** 4)
 
-    def arrivals(self, now: float, link: int, ordinal: int, moment: Moment | None = None) -> list[float]:
+    def arrivals(self, now: float, link: int, ordinal: int, moment: Moment | None) -> list[float]:
         """When the `ordinal`-th message of a link arrives: once, several times, or never."""
+        if moment is not None and moment.loses:
+            return []
+        latency = 0.0002 + 0.002 * draw(ordinal, state=self._states(link)[0])
+        soon, late = now + latency, now + (latency + (0.0 if moment is None else moment.seconds))
+        if self.tcp:
+            arrival = max(late, self._arrivals.get(link, 0.0))
+            self._arrivals[link] = arrival
+            return [arrival]
+        return [soon, late] if moment is not None and moment.kind == "doubled" else [late]
+
+    def _states(self, link: int) -> tuple[int, int]:
         states = self._links.get(link)
         if states is None:
             states = self._links[link] = mixed(self._seed, 11, link), mixed(self._seed, 12, link)
-        latency = 0.0002 + 0.002 * draw(ordinal, state=states[0])
-        if moment is not None and moment.loses:
-            return []
-        if moment is not None and moment.kind == "late":
-            latency += moment.seconds
-        chance = draw(ordinal, state=states[1]) if self._rate else 1.0
-        bad = chance < self._rate
-        part = chance / self._rate if bad else 1.0
-        if self.tcp:
-            if bad and part < 0.5:
-                self.counts["lost with a connection"] += 1
-                return []
-            if bad:
-                self.counts["delayed"] += 1
-                latency += self.lateness(link, ordinal)
-            arrival = max(now + latency, self._arrivals.get(link, 0.0))
-            self._arrivals[link] = arrival
-            return [arrival]
-        if not bad:
-            again = [now + latency + moment.seconds] if moment is not None and moment.kind == "doubled" else []
-            return [now + latency, *again]
-        late = now + latency + self.lateness(link, ordinal)
-        if part < 0.4:
-            self.counts["lost"] += 1
-            return []
-        if part < 0.7:
-            self.counts["doubled"] += 1
-            much_later = late + 2 * self.timeout * draw(self._seed, 14, link, ordinal) ** 4
-            return [now + latency, much_later]
-        self.counts["reordered"] += 1
-        return [late]
+        return states
 
 
 class Faults(Network):

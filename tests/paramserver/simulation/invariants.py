@@ -8,8 +8,9 @@ from cnnstrategies.paramserver.coordinator.window import WATCH, WATCHER
 from cnnstrategies.paramserver.core.node import Message, Peer, Send
 from cnnstrategies.paramserver.core.view import ServerInfo, View
 from simulation.faults import DEADLY
+from simulation.plane import ViolationError
 from simulation.toys import MARKS, SAMPLES, Toys, contents
-from simulation.world import Process, ViolationError, World
+from simulation.world import Process, World
 
 WITHIN = 6  # times the time-out: until a run that met a fault goes on or ends
 HARD = 0.55  # times the time-out: a fault, or a silence, that a run may have to go on without its victim

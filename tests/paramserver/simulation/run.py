@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 from simulation import control, traces
 from simulation.data import run as data
 from simulation.faults import Fault, Faults
-from simulation.traces import Cue, Noted, Script, Trace, given, written
-from simulation.world import Outcome
+from simulation.plane import Outcome
+from simulation.traces import Cue, Script, Trace, given, written
 
 One = TypeVar("One")
 
@@ -67,7 +67,7 @@ def play(trace: Trace, traced: bool = False) -> Outcome:
     plane = PLANES[trace.plane]
     script = Script(trace, plane.timeout)
     outcome = plane.run(traces.plan(plane.plan, trace.plan), script, trace.pace, traced)
-    missed = [cue.text for cue in script.cues.left]
+    missed = [str(cue) for cue in script.cues.left]
     assert not missed, f"{trace}: these moments do not come: {missed}"
     return outcome
 
@@ -100,10 +100,9 @@ def explain(seed: int, outcome: Outcome, plane: Plane) -> str:
     """The smallest part of a failing seed's faults with which it fails likewise, as a trace; and what happens."""
     assert outcome.violation is not None
     rule = outcome.violation.partition(":")[0]
-    plan, faults = plane.drawn(seed, Noted)
-    assert isinstance(faults, Noted)
+    plan, faults = plane.drawn(seed)
     timed = list(faults.timed)  # Without those that happen when a message is sent.
-    plane.run(plan, faults, seed)
+    cues = plane.run(plan, faults, seed, True).cues
 
     def again(kept: Sequence[Fault | Cue], traced: bool = False) -> Outcome:
         script = Script(Trace("", tcp=faults.tcp, pace=seed).having(kept), faults.timeout)
@@ -113,7 +112,7 @@ def explain(seed: int, outcome: Outcome, plane: Plane) -> str:
         violation = again(kept).violation
         return violation is not None and violation.startswith(f"{rule}:")
 
-    everything: list[Fault | Cue] = [*timed, *faults.cues]
+    everything: list[Fault | Cue] = [*timed, *cues]
     kept = shrink(everything, fails)
     smallest = again(kept, traced=True)
     lines = smallest.trace

@@ -12,8 +12,9 @@ from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, Addre
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.view import View
 from simulation.faults import draw
+from simulation.plane import ViolationError
 from simulation.sameness import differing
-from simulation.world import Ask, Process, Program, Sleep, Tell, Until, ViolationError, World
+from simulation.world import Ask, Process, Program, Sleep, Tell, Until, World
 
 if TYPE_CHECKING:
     from simulation.control import Plan

@@ -11,7 +11,7 @@ A file has any number of them::
 
 The first line says what happens. The second names what is run (the planes of the simulator; other programs have others)
 and its plan, where that is not the usual one. ``pace`` is the number from which is drawn how long things take, and
-``network`` says whether it is ``tcp`` (the usual) or ``unordered``, and the chance of each message to be hit.
+``network`` says whether it is ``tcp`` (the usual) or ``unordered``.
 
 Then come the faults. A moment is when a process sends a message: the n-th of a kind that it has sent, or has sent to
 another one, counted from the moment of the line before with ``after that``. A process that is started again is another:
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cnnstrategies.paramserver.core.node import Peer, Send
-from simulation.faults import DEADLY, KINDS, Fault, Faults, Moment, Network
+from simulation.faults import DEADLY, KINDS, Fault, Moment, Network
 
 FOLDER = Path(__file__).parents[1] / "traces"
 WHO = r"\w+(?: \d+)?(?: \(life \d+\))?"
@@ -59,7 +59,17 @@ class Cue(NamedTuple):
     to: str | None
     next: bool
     moment: Moment
-    text: str
+
+    def __str__(self) -> str:
+        kind, seconds, victim = self.moment
+        fate = {"late": f"late by {seconds:.6f} s", "doubled": f"doubled after {seconds:.6f} s"}.get(kind, kind)
+        if victim is not None:
+            fate += " " + name(Peer(*victim))
+        if seconds and kind in KINDS:
+            fate += _for(seconds)
+        ending = {1: "st", 2: "nd", 3: "rd"}.get(self.ordinal % 10 if self.ordinal // 10 % 10 != 1 else 0, "th")
+        to = "" if self.to is None else f" to {self.to}"
+        return f"{self.who}'s {self.ordinal}{ending} {self.what}{to}{' after that' * self.next}: {fate}"
 
 
 @dataclass
@@ -71,7 +81,6 @@ class Trace:
     plan: dict[str, str] = field(default_factory=dict)
     pace: int = 0
     tcp: bool = True
-    chance: float = 0.0
     timed: list[Fault] = field(default_factory=list)
     cues: list[Cue] = field(default_factory=list)
     then: list[str] = field(default_factory=list)
@@ -115,15 +124,14 @@ def _add(trace: Trace, line: str) -> None:
     elif name == "pace":
         trace.pace = int(rest)
     elif name == "network":
-        order, _, chance = rest.partition(", ")
-        trace.tcp, trace.chance = order == "tcp", float(chance or 0)
+        trace.tcp = rest == "tcp"
     elif line.startswith("then "):
         trace.then.append(line.removeprefix("then "))
     elif timed := TIMED.fullmatch(line):
         role, identity = _place(timed["victim"] or "coordinator")
         trace.timed.append(Fault(timed["kind"], role, identity, float(timed["at"]), float(timed["seconds"] or 0)))
     elif cue := ON_SEND.fullmatch(line):
-        trace.cues.append(_cue(cue, line))
+        trace.cues.append(_cue(cue))
     else:
         raise TraceError(f"{trace.title}: nobody understands {line!r}")
 
@@ -134,11 +142,11 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
         yield name, value
 
 
-def _cue(match: re.Match[str], text: str) -> Cue:
+def _cue(match: re.Match[str]) -> Cue:
     kind = (match["fate"] or match["kind"]).partition(" ")[0]
     victim = _place(match["victim"]) if match["victim"] else None
     moment = Moment(kind, float(match["delay"] or match["seconds"] or 0), victim)
-    return Cue(match["who"], int(match["ordinal"]), match["what"], match["to"], bool(match["next"]), moment, text)
+    return Cue(match["who"], int(match["ordinal"]), match["what"], match["to"], bool(match["next"]), moment)
 
 
 def _place(text: str) -> tuple[str, int]:
@@ -193,37 +201,6 @@ def plan(kind: Callable[..., Any], given: Mapping[str, str]) -> Any:
     return kind(**values)
 
 
-class Noted(Faults):
-    """The faults of a seed, which note the moments at which they hit messages."""
-
-    def __init__(self, seed: int, *args: Any, **kwargs: Any) -> None:
-        super().__init__(seed, *args, **kwargs)
-        self.cues: list[Cue] = []
-        self._sent: Counter[tuple[str, str, str]] = Counter()
-        self._now = ("", "", "")
-
-    def moment(self, sender: Peer, send: Send) -> Moment | None:
-        """Count what is sent."""
-        self._now = who, what, to = name(sender), send.message.kind, name(send.to)
-        self._sent[self._now] += 1
-        moment = super().moment(sender, send)
-        if moment is not None:
-            self.cues.append(Cue(who, self._sent[self._now], what, to, False, moment, ""))
-        return moment
-
-    def arrivals(self, now: float, link: int, ordinal: int, moment: Moment | None = None) -> list[float]:
-        """When a message arrives."""
-        before = self.counts.total()
-        times = super().arrivals(now, link, ordinal, moment)
-        if self.counts.total() > before:
-            late = self.lateness(link, ordinal)
-            kind, seconds = ("lost", 0.0) if not times else ("late", late) if len(times) == 1 else ("doubled", 0.0)
-            fate = Moment(kind, times[1] - times[0] if kind == "doubled" else seconds)
-            who, what, to = self._now
-            self.cues.append(Cue(who, self._sent[self._now], what, to, False, fate, ""))
-        return times
-
-
 def given(plan: Any) -> dict[str, str]:
     """What is not usual of a plan, as a trace says it."""
     usual = type(plan)()
@@ -238,12 +215,7 @@ def written(trace: Trace) -> str:
     for fault in trace.timed:
         who = "" if fault.kind == "sleep" else " " + name(Peer(fault.role, fault.id))
         lines.append(f"{fault.at:.6f} s: {fault.kind}{who}{'' if fault.kind in DEADLY else _for(fault.seconds)}")
-    for cue in trace.cues:
-        kind, seconds, _ = cue.moment
-        fate = {"late": f"late by {seconds:.6f} s", "doubled": f"doubled after {seconds:.6f} s"}.get(kind, kind)
-        ending = {1: "st", 2: "nd", 3: "rd"}.get(cue.ordinal % 10 if cue.ordinal // 10 % 10 != 1 else 0, "th")
-        lines.append(f"{cue.who}'s {cue.ordinal}{ending} {cue.what} to {cue.to}: {fate}")
-    return "\n  ".join((trace.title, *lines))
+    return "\n  ".join((trace.title, *lines, *map(str, trace.cues)))
 
 
 def _for(seconds: float) -> str:
@@ -254,7 +226,7 @@ class Script(Network):
     """The faults of a trace."""
 
     def __init__(self, trace: Trace, timeout: float) -> None:
-        super().__init__(trace.pace, timeout, trace.tcp, trace.chance)
+        super().__init__(trace.pace, timeout, trace.tcp)
         self.timed = list(trace.timed)
         self.cues = Cues(trace.cues)
 

@@ -20,29 +20,8 @@ from cnnstrategies.paramserver.core.node import (
     Send,
     Timer,
 )
-from simulation.faults import DEADLY, Fault, Network, draw
-
-
-class ViolationError(Exception):
-    """An invariant does not hold."""
-
-
-class Outcome(NamedTuple):
-    """What came of a simulated run: the invariant that did not hold, or None, and how it has ended for each worker.
-
-    Attributes:
-        events: How many there were.
-        seconds: Of virtual time.
-        counts: Injected faults, by kind.
-        trace: A line for each event, if it was asked for.
-    """
-
-    violation: str | None
-    events: int
-    seconds: float
-    counts: Counter[str]
-    trace: list[str]
-    end: str
+from simulation.faults import DEADLY, Fault, Moment, Network, draw
+from simulation.traces import Cue, name
 
 
 class Sleep(NamedTuple):
@@ -107,6 +86,8 @@ class World:
 
     Attributes:
         progress: When a program last had a result.
+        trace: A line for each event, if there is to be one.
+        cues: The moments at which messages were hit, if there is a trace.
         on_lost: Called with sender and receiver of each message that is lost, and whether one of them is cut off.
         on_node: Says which processes run on a node, but for its supervision.
         on_fault: Called with each fault of a process that happens when a message is sent.
@@ -120,6 +101,7 @@ class World:
         self.processes: dict[tuple[str, int], Process] = {}
         self.progress = 0.0
         self.trace: list[str] | None = None
+        self.cues: list[Cue] = []
         self.on_send: Callable[[Process, Send], None] = lambda sender, send: None
         self.on_lost: Callable[[Peer, Peer, bool], None] = lambda sender, receiver, cut: None
         self.on_death: Callable[[Process], None] = lambda process: None
@@ -132,6 +114,7 @@ class World:
         self._died_at: dict[Peer, float] = {}
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._sent: dict[int, int] = {}
+        self._said: Counter[tuple[str, str, str]] = Counter()
         self._links: dict[tuple[str, int, str, int], int] = {}
         self._blocked: dict[tuple[str, int, bool], float] = {}
         self._asleep_until = 0.0
@@ -279,8 +262,11 @@ class World:
 
     def _send(self, sender: Process, send: Send) -> None:
         self.on_send(sender, send)
+        if self.trace is not None:
+            self._said[name(sender.peer), send.message.kind, name(send.to)] += 1
         moment = self.faults.moment(sender.peer, send)
         if moment is not None and moment.hits:
+            self._met(moment, sender, send)
             role, identity = moment.victim or (sender.peer.role, sender.peer.id)
             fault = Fault(moment.kind, role, identity, self.now, moment.seconds)
             self.faults.timed.append(fault)
@@ -295,20 +281,27 @@ class World:
         ordinal = self._sent[link] = self._sent.get(link, -1) + 1
         blocked = self._blocked
         cut = blocked.get((ends[0], ends[1], True), 0.0) > self.now or blocked.get((*ends[2:], False), 0.0) > self.now
-        arrivals = [] if cut else self.faults.arrivals(self.now, link, ordinal, moment)
-        if moment is not None:
-            self.faults.counts[moment.kind] += 1
-            if moment.kind == "last":
+        fate = self.faults.chance(link, ordinal) if not cut and (moment is None or moment.hits) else moment
+        arrivals = [] if cut else self.faults.arrivals(self.now, link, ordinal, fate)
+        if fate is not None:
+            self._met(fate, sender, send)
+            if fate.kind == "last":
                 until = max(arrivals, default=self.now)
                 self.at(until, lambda: self.kill(sender))
                 self._pause(sender, until)
         if self.trace is not None:
-            fate = "" if len(arrivals) == 1 else f"  [{'cut' if cut else 'lost' if not arrivals else 'doubled'}]"
-            self.note(f"{sender} -> {send.to}: {send.message.kind} {_short(send.message)}{fate}")
+            came = "" if len(arrivals) == 1 else f"  [{'cut' if cut else 'lost' if not arrivals else 'doubled'}]"
+            self.note(f"{sender} -> {send.to}: {send.message.kind} {_short(send.message)}{came}")
         if not arrivals:
             self.on_lost(sender.peer, send.to, cut)
         for arrival in arrivals:
             self.at(arrival, partial(self._deliver, sender.peer, send, link))
+
+    def _met(self, moment: Moment, sender: Process, send: Send) -> None:
+        self.faults.counts[moment.kind] += 1
+        if self.trace is not None:
+            who, what, to = name(sender.peer), send.message.kind, name(send.to)
+            self.cues.append(Cue(who, self._said[who, what, to], what, to, False, moment))
 
     def _deliver(self, sender: Peer, send: Send, link: int) -> None:
         if self.tcp and sender in self._died_at and draw(self._seed, 15, link, sender.life) < 0.5:

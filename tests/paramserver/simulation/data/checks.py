@@ -7,7 +7,8 @@ from simulation.data.processes import LOOK_WORKER
 from simulation.data.watch import MOST_WORKERS
 from simulation.faults import DEADLY
 from simulation.invariants import HARD, WITHIN
-from simulation.world import Process, ViolationError, World
+from simulation.plane import ViolationError
+from simulation.world import Process, World
 
 OFTEN = 5  # messages that are lost within a time-out: as if the connection was cut
 ENTRIES = MOST_WORKERS  # steps, or workers, of which a server keeps something

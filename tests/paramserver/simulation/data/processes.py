@@ -14,7 +14,8 @@ from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
 from simulation.data.watch import Watch, gradient, rate
-from simulation.world import ViolationError, World
+from simulation.plane import ViolationError
+from simulation.world import World
 
 LOOK_SERVER, LOOK_WORKER = 0.2, 0.05  # seconds between two looks of the drivers
 _NAMES = {kind: kind.name for kind in Kind}

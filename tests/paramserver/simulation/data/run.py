@@ -8,12 +8,11 @@ from simulation.data.checks import Checks
 from simulation.data.members import Members
 from simulation.data.watch import MOST_WORKERS
 from simulation.faults import Faults, Network, draw
-from simulation.world import Outcome, ViolationError, World
+from simulation.plane import Outcome, play
+from simulation.world import World
 
 TIMEOUT = 1.0
 BUSY = 1.5  # seconds in which faults begin
-HORIZON = 300.0  # no run takes longer
-EVENTS = 100_000  # nor has one as many: a tenth is rare
 PIPELINED = 216862  # the draw of whether each slice of a step is made for itself: none whose seeds have found faults
 CHANGES = 126  # the draw of whether workers pull compressed changes
 KILLED = 40  # the draw of whether the coordinator is killed: likewise
@@ -99,10 +98,10 @@ class Plan(NamedTuple):
         )
 
 
-def drawn(seed: int, kind: type[Faults] = Faults) -> tuple[Plan, Faults]:
-    """What is simulated for a seed, and what goes wrong; faults of a kind may note what they hit."""
+def drawn(seed: int) -> tuple[Plan, Faults]:
+    """What is simulated for a seed, and what goes wrong."""
     plan = Plan.of(seed)
-    return plan, kind(seed, plan.places, TIMEOUT, BUSY, tcp=True)
+    return plan, Faults(seed, plan.places, TIMEOUT, BUSY, tcp=True)
 
 
 def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome:
@@ -113,17 +112,4 @@ def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome
     world.trace = [] if traced else None
     members = Members(pace, world, specification, plan.restarts, BUSY, plan.away)
     checks = Checks(world, members, specification)
-    violation, looked = None, 0.0
-    try:
-        members.start()
-        while not checks.over and world.now < HORIZON and world.step():
-            if world.events > EVENTS:
-                raise ViolationError(f"17: {world.events:,} events, and no end")
-            if world.now - looked > TIMEOUT / 10:
-                looked = world.now
-                checks.look()
-        checks.look()
-        checks.check()
-    except ViolationError as error:
-        violation = str(error)
-    return Outcome(violation, world.events, world.now, faults.counts, world.trace or [], world.end)
+    return play(world, members.start, checks, TIMEOUT / 10)

@@ -16,7 +16,7 @@ from cnnstrategies.paramserver.messages import ALONE, Encoding, Header
 from cnnstrategies.paramserver.server.store import Changes, Store, encodings
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Options, Specification
-from simulation.world import ViolationError
+from simulation.plane import ViolationError
 
 MOST_WORKERS = 4
 LIVES = 8
