@@ -90,14 +90,17 @@ class Servers:
             if not isinstance(effect, Parcel):
                 continue
             header, payload = effect.header, memoryview(bytearray(effect.payload))
-            text = unpack_json(payload, header) if header.meta else {}
             if isinstance(effect.to, bytes):
-                self.told.append((header, text, bytes(payload[header.meta :])))
+                self.tell(effect.to, sender, header, payload)
             elif effect.to in self.roles and not self.lost(sender, header):
                 heard = self.roles[effect.to].on_message(self.now, b"", "", header, payload)
                 waiting += [(effect.to, one) for one in heard]
             else:
-                self.missed.append((effect.to, header, text))
+                self.missed.append((effect.to, header, _text(payload, header)))
+
+    def tell(self, route: bytes, server: int, header: Header, payload: memoryview) -> None:
+        """A server says something to a worker."""
+        self.told.append((header, _text(payload, header), bytes(payload[header.meta :])))
 
     def _worked(self) -> list[tuple[int, Any]]:
         """What servers do when nothing is on its way any more."""
@@ -179,3 +182,7 @@ def fresh(specification: Specification, workers: Collection[int] = (0,)) -> Serv
     for worker in workers:
         run.say_hello(MEMBER, worker=worker)
     return run
+
+
+def _text(payload: memoryview, header: Header) -> dict[str, Any]:
+    return unpack_json(payload, header) if header.meta else {}

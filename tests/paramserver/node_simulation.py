@@ -1,31 +1,38 @@
-"""Nodes of workers that add up their gradients, one thread each, of which one runs at a time; and servers as a toy.
+"""Nodes of workers that add up their gradients, one thread each, of which one runs at a time, with the real servers.
 
 Who runs next is drawn whenever one waits, writes a mark or reads one. Workers die at any such moment, or are taken for
-dead and go on; each hears of it in its own time.
+dead and go on; each hears of it in its own time. What is sent has come at once.
 """
 
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from data_world import Servers
+from torch import Tensor, nn
 
+from cnnstrategies.paramserver import api
 from cnnstrategies.paramserver.combiner import board as board_module
 from cnnstrategies.paramserver.combiner import worker as worker_module
 from cnnstrategies.paramserver.combiner.board import Board, size_of
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
-from cnnstrategies.paramserver.core.view import RemovedError
+from cnnstrategies.paramserver.core.view import RemovedError, ServersUnreachableError, View, WorkerInfo
 from cnnstrategies.paramserver.drivers.staging import Copies, Staging
-from cnnstrategies.paramserver.worker.connections import Counters
+from cnnstrategies.paramserver.messages import Effects, Header, Parcel
+from cnnstrategies.paramserver.specification import Specification
 
 SIZES = (3, 1, 2)
 STEPS = 6
 MOST_TURNS = 100_000
+TURN = 0.001  # seconds that one takes, for who looks at the time
 DENSE = ("none", "none")
+Arrived = tuple[int, Header, memoryview]
 
 
 class Killed(BaseException):
@@ -77,138 +84,90 @@ class LateCopies(Copies):
         self._needed.clear()
 
 
-class Servers:
-    """Common steps as the servers make them: each is decided once all members that live have pushed it in full.
+def rate(step: int) -> float:
+    """The learning rate of a step: another than that of the steps beside it."""
+    return 1.0 if step % 2 else 0.5
 
-    A gradient has for each element of a parameter one for each rank: the `width`.
-    """
 
-    def __init__(self, nodes: int, width: int) -> None:
-        self.values = [[torch.zeros(size, width, dtype=torch.float64) for size in SIZES]]  # of each step
-        self.made: list[list[dict[int, Tensor]]] = []
-        self.members: set[int] = set()
-        self.gone: set[int] = set()
-        self.pushes: dict[int, tuple[float, dict[int, Tensor]]] = {}
-        self._seen: set[int] = set()
-        self._nodes = nodes
+class NodeServers(Servers):
+    """The servers, which keep each version of the values, and have an inbox for each connection."""
+
+    def __init__(self, specification: Specification) -> None:
+        super().__init__(specification)
+        self.inboxes: dict[bytes, deque[Arrived]] = {}
+        self._versions: dict[tuple[int, int], Tensor] = {}
+
+    def tell(self, route: bytes, server: int, header: Header, payload: memoryview) -> None:
+        if route in self.inboxes:
+            self.inboxes[route].append((server, header, payload))
+
+    def hear(self, route: bytes, parcel: Parcel) -> None:
+        """Have a server hear what a worker says."""
+        assert isinstance(parcel.to, int)
+        payload = memoryview(bytearray(parcel.payload))
+        self._act(parcel.to, self.roles[parcel.to].on_message(self.now, route, "", parcel.header, payload))
+
+    def _act(self, server: int, effects: Effects) -> None:
+        super()._act(server, effects)
+        for role in self.roles.values():
+            for key, version in role.store.versions.items():
+                self._versions.setdefault((key, version), role.store.values[key].clone())
 
     @property
     def step(self) -> int:
-        return len(self.made)
+        """How many steps have been made."""
+        return max(0, min(version for role in self.roles.values() for version in role.store.versions.values()))
 
-    def join(self, worker: int) -> int:
-        self._seen.add(worker)
-        self.members.add(worker)
-        return self.step
-
-    def remove(self, worker: int) -> None:
-        self.gone.add(worker)
-        self._seen.add(worker)
-        self.members.discard(worker)
-        self.pushes.pop(worker, None)
-        self.decide()
-
-    def decide(self) -> None:
-        complete = all(worker in self.pushes for worker in self.members)
-        if not self.members or not complete or (not self.made and len(self._seen) < self._nodes):
-            return
-        total = sum(self.pushes[worker][0] for worker in self.members)
-        step = []
-        values = []
-        for index, value in enumerate(self.values[-1]):
-            given = {one: self.pushes[one][1][index] for one in self.members if index in self.pushes[one][1]}
-            mean = sum((self.pushes[one][0] / total * gradient for one, gradient in given.items()), torch.zeros(()))
-            step.append({one: self.pushes[one][0] * gradient for one, gradient in given.items()})
-            values.append(value - mean)
-        self.made.append(step)
-        self.values.append(values)
-        self.pushes.clear()
+    def made(self, step: int) -> list[Tensor]:
+        """The parameters after so many steps."""
+        values = [torch.zeros(info.shape, dtype=torch.float64) for info in self.specification.parameters]
+        for slice_ in self.slices:
+            flat = self._versions[slice_.key, step].split([part.numel for part in slice_.parts])
+            for part, own in zip(slice_.parts, flat, strict=True):
+                values[part.parameter].view(-1)[part.start : part.stop] = own
+        return values
 
 
-class Engine:
-    """A worker's connection to the toy."""
+class FakeLinks:
+    """In the place of a worker's sockets."""
 
-    def __init__(self, world: "World", rank: int, came: Callable[[int, Tensor], None]) -> None:
-        self.step = 0
-        self.counters = Counters()
-        self.codecs = DENSE
+    def __init__(self, world: "World", heard: Callable[[float, int, Header], bool]) -> None:
         self._world = world
-        self._servers = world.servers
-        self._rank = rank
-        self._came = came
-        self._open: set[int] = set()
-        self._push: dict[int, Tensor] = {}
-        self._samples = 0.0
+        self._heard = heard
+        self._route = str(len(world.servers.inboxes)).encode()
+        self._inbox = world.servers.inboxes[self._route] = deque[Arrived]()
 
-    def initialise(self, optimizer_state: Any = None) -> None:
-        self._pause()
+    def news(self) -> View:
+        return self._world.servers.view
 
-    meet = initialise
-
-    def join(self) -> int:
-        self._pause()
-        self.step = self._servers.join(self._rank)
-        self._open = set(range(len(SIZES)))
-        self.wait_all()
-        return self.step
-
-    def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
-        assert not self._push
-        assert groups == (self.step,), "hyper-parameters of another step"
-        self.wait_all()
-        self._samples = samples
-
-    def push(self, index: int, gradient: Tensor) -> None:
-        self._pause()
-        assert index not in self._push
-        self._push[index] = gradient.clone()
-
-    def end_step(self) -> None:
-        self._pause()
-        assert self._servers.step == self.step or self._rank not in self._servers.members
-        if self._rank in self._servers.members:
-            self._servers.pushes[self._rank] = self._samples, self._push
-            self._servers.decide()
-        self._push = {}
-        self.step += 1
-        self._open = set(range(len(SIZES)))
-
-    def wait(self, index: int) -> None:
-        while index in self._open:
-            self._pause()
-            if self._servers.step >= self.step:
-                self._take(self._world.random.choice(sorted(self._open)))
-
-    def wait_all(self) -> None:
-        for index in range(len(SIZES)):
-            self.wait(index)
-
-    def refresh(self) -> None:
-        self._open = set(range(len(SIZES)))
-        self.wait_all()
-
-    def optimizer_state(self) -> dict[str, Any]:
-        return {}
-
-    def interrupt(self) -> None:
+    def connect(self, view: View) -> None:
         pass
+
+    def send(self, parcels: Iterable[Parcel]) -> None:
+        for parcel in parcels:
+            self._world.pause()
+            self._world.servers.hear(self._route, parcel)
+
+    def arrived(self) -> Iterator[Arrived]:
+        while self._inbox:
+            server, header, payload = self._inbox.popleft()
+            if self._heard(self._world.now, server, header):
+                yield server, header, payload
+
+    def receive(self, seconds: float) -> Iterator[Arrived]:
+        self._world.pause()
+        yield from self.arrived()
 
     def close(self) -> None:
-        pass
-
-    def _take(self, index: int) -> None:
-        self._open.discard(index)
-        self._world.parameters[self._rank][index].copy_(self._servers.values[self.step][index])
-        self._came(index, self._world.parameters[self._rank][index])
-
-    def _pause(self) -> None:
-        self._world.pause()
-        if self._rank in self._servers.gone:
-            raise RemovedError(str(self._rank))
+        del self._world.servers.inboxes[self._route]
+        self._world.servers.inboxes[b"closed " + self._route] = deque()
 
 
 class World:
-    """One run, with as many nodes as the seed says, or some; `patch` puts simulated devices in their place."""
+    """One run, with as many nodes as the seed says, or some; `patch` puts simulated devices and links in their place.
+
+    A gradient has for each element of a parameter one for each rank and step, and is zero but for its own.
+    """
 
     def __init__(self, seed: int, patch: pytest.MonkeyPatch, faults: bool = True, nodes: int | None = None) -> None:
         self.random = random.Random(seed)
@@ -216,13 +175,22 @@ class World:
         self.nodes = nodes or self.random.randint(1, 3)
         self.per_node = self.random.randint(2, 4)
         self.count = self.nodes * self.per_node
-        self.servers = Servers(self.nodes, self.count)
         ranks = range(self.count)
-        self.parameters = {rank: [value.clone() for value in self.servers.values[0]] for rank in ranks}
-        size = size_of(self.parameters[0])
-        memory = {rank: memoryview(bytearray(size)) for rank in ranks}
-        self.boards = {rank: Board(memory[rank], self.parameters[rank]) for rank in ranks}
+        first = [nn.Parameter(torch.zeros(size, self.count, STEPS, dtype=torch.float64)) for size in SIZES]
+        named = [(str(index), parameter) for index, parameter in enumerate(first)]
+        options = {"servers": self.random.randint(1, 2), "pipelined": self.random.random() < 0.5, "timeout": 30.0}
+        self.specification = Specification.of(named, torch.optim.SGD(first, lr=1.0), self.nodes, **options)
+        self.servers = NodeServers(self.specification)
+        for server in range(self.specification.servers):
+            self.servers.serve(server)
+        self.servers.follow(replace(self.servers.view, number=2, workers=tuple(map(WorkerInfo, ranks)), begun=1))
+        self.parameters = {rank: [value.detach().clone() for value in first] for rank in ranks}
+        memory = {rank: memoryview(bytearray(size_of(first))) for rank in ranks}
+        self.boards = {rank: Board(memory[rank], first) for rank in ranks}
         self.copies = [LateCopies() for _ in ranks] if self.random.random() < 0.3 else []  # Else there are no devices.
+        patch.setattr(api, "Links", lambda specification, slices, views, heard, keys: FakeLinks(self, heard))
+        patch.setattr(api, "staging_for", lambda own: None)
+        patch.setattr(api, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.workers = {rank: self._worker(rank) for rank in ranks}
         self.views = [frozenset(ranks)]
         self.seen = dict.fromkeys(ranks, 0)
@@ -237,7 +205,7 @@ class World:
         self.errors: list[BaseException] = []
         deaths = self.random.randint(0, self.count - 1) if faults else 0
         self._deaths = sorted(
-            (self.random.randint(0, 150 * self.count), rank) for rank in self.random.sample(list(ranks), deaths)
+            (self.random.randint(0, 250 * self.count), rank) for rank in self.random.sample(list(ranks), deaths)
         )
         self.dead: set[int] = set()
         self._killed: set[int] = set()
@@ -245,15 +213,23 @@ class World:
         self._turns = {rank: threading.Semaphore(0) for rank in ranks}
         self._over = threading.Semaphore(0)
         self._running: int | None = None
+        self.turn = 0
+
+    @property
+    def now(self) -> float:
+        """Virtual time."""
+        return TURN * self.turn
 
     def _worker(self, rank: int) -> CombinedWorker:
         first = rank // self.per_node * self.per_node
         boards = {other: self.boards[other] for other in range(first, first + self.per_node)}
         copies = self.copies[rank] if self.copies else None
         self._patch.setattr(worker_module, "staging_for", lambda own: copies and Staging(own, copies))
+        parameters, views = self.parameters[rank], SimpleNamespace()
         return CombinedWorker(
-            rank, boards, self.parameters[rank], lambda came: Engine(self, rank, came), lambda: self._alive(rank),
-            self.pause, DENSE,
+            rank, boards, parameters,
+            lambda came: api.Worker(self.specification, parameters, views, rank, came=came),  # type: ignore[arg-type]
+            lambda: self._alive(rank), self.pause, DENSE,
         )  # fmt: skip
 
     def _alive(self, rank: int) -> Collection[int]:
@@ -277,11 +253,10 @@ class World:
         threads = {rank: threading.Thread(target=self._main, args=(rank,)) for rank in self.workers}
         for thread in threads.values():
             thread.start()
-        turn = 0
         while left := [rank for rank, thread in threads.items() if rank not in self.finished and thread.is_alive()]:
-            turn += 1
-            self._play(turn)
-            over = turn > MOST_TURNS or self.errors
+            self.turn += 1
+            self._play(self.turn)
+            over = self.turn > MOST_TURNS or self.errors
             speeds = [self._speeds[rank] for rank in left]
             self._running = left[0] if over else self.random.choices(left, speeds)[0]
             if over:
@@ -292,7 +267,7 @@ class World:
                 threads[self._running].join()
         if self.errors:
             raise self.errors[0]
-        assert turn <= MOST_TURNS, "somebody waits for ever"
+        assert self.turn <= MOST_TURNS, "somebody waits for ever"
 
     def _play(self, turn: int) -> None:
         while self._deaths and self._deaths[0][0] <= turn:
@@ -303,7 +278,9 @@ class World:
             if self.random.random() < 0.7:  # Else it was stopped, was taken for dead, and goes on.
                 self._killed.add(rank)
             self.views.append(self.views[-1] - {rank})
-            self.servers.remove(rank)
+            view = self.servers.view
+            others = tuple(worker for worker in view.workers if worker.id != rank)
+            self.servers.follow(replace(view, number=view.number + 1, workers=others))
 
     def _main(self, rank: int) -> None:
         self._turns[rank].acquire()
@@ -312,7 +289,7 @@ class World:
                 self._train(rank)
         except Killed:
             pass
-        except RemovedError:
+        except (RemovedError, ServersUnreachableError):  # One that is gone before it comes is not answered.
             if rank not in self.dead:
                 self.errors.append(AssertionError(f"{rank} was not removed"))
         except BaseException as error:
@@ -324,7 +301,7 @@ class World:
 
     def _train(self, rank: int) -> None:
         worker = self.workers[rank]
-        worker.initialise()
+        worker.initialise() if rank == 0 else worker.stand_in()
         worker.join()
         batches = 0
         while batches < STEPS:
@@ -336,7 +313,8 @@ class World:
                 continue
             for index in range(1, len(SIZES)):
                 worker.wait(index)
-            worker.begin_step((worker.step,), self.samples[rank])
+            (group,) = self.specification.groups
+            worker.begin_step([{**group.options, "lr": rate(worker.step)}], self.samples[rank])
             step, before = worker.step, worker.late
             if not before and rank not in self.dead:
                 self._check_values(rank, step)
@@ -344,8 +322,8 @@ class World:
             self.random.shuffle(order)
             for index in order:
                 if (rank, step, index) not in self.absent:
-                    gradient = torch.zeros(SIZES[index], self.count, dtype=torch.float64)
-                    gradient[:, rank] = step + 1
+                    gradient = torch.zeros_like(self.parameters[rank][index])
+                    gradient[:, rank, min(step, STEPS - 1)] = 1.0  # One that is taken for dead may go on for longer.
                     worker.push(index, gradient)
             worker.end_step()
             batches += 1
@@ -362,32 +340,35 @@ class World:
     def _check_values(self, rank: int, step: int) -> None:
         if self.copies:
             self.copies[rank].compute()
-        for own, value in zip(self.parameters[rank], self.servers.values[step], strict=True):
+        for own, value in zip(self.parameters[rank], self.servers.made(step), strict=True):
             assert torch.equal(own, value), f"rank {rank} has other values than those of step {step}"
 
     # Checks
 
     def lost_a_leader(self, rank: int) -> bool:
-        """Whether one has died that has led a worker's node, where there are others."""
+        """Whether one has died that has led a worker's node: the servers may make steps without what it has not pushed.
+
+        Where they wait for the members alone, and there is no other node, they wait for who comes after it.
+        """
         first = rank // self.per_node * self.per_node
-        return self.nodes > 1 and any(other in self.dead for other in range(first, rank))
+        waits = self.nodes == 1 and not self.specification.pipelined
+        return not waits and any(other in self.dead for other in range(first, rank))
 
     def contributors(self, step: int, index: int) -> set[int]:
         """The ranks whose gradients are in a step, each with the weight that it should have."""
-        found: set[int] = set()
-        for worker, pushed in self.servers.made[step][index].items():
-            node = worker // self.per_node
-            shares = pushed[0] / (step + 1)
-            assert torch.equal(pushed, pushed[:1].expand_as(pushed)), "a gradient is torn"
-            ranks = {rank for rank in range(self.count) if shares[rank]}
-            assert all(rank // self.per_node == node for rank in ranks), "a gradient of another node"
-            # Where nobody dies, who has no gradient counts as one of zeros.
-            share = shares.sum() / sum(self.samples[rank] for rank in ranks)
-            total = share if self.dead else torch.ones_like(share)
-            for rank in ranks:
-                assert torch.isclose(shares[rank], total * self.samples[rank]), "a gradient counts for another weight"
-            assert not ranks & found, "a gradient counts twice"
-            found |= ranks
+        change = (self.servers.made(step)[index] - self.servers.made(step + 1)[index]) / rate(step)
+        assert torch.equal(change, change[:1].expand_as(change)), "a gradient is torn"
+        shares = change[0, :, step].tolist()
+        assert change[0].count_nonzero() == sum(map(bool, shares)), "a gradient of another step"
+        found = {rank for rank, share in enumerate(shares) if share}
+        total = sum(self.samples.values())  # Where nobody dies, who has no gradient counts as one of zeros.
+        assert sum(shares) < 1 + 1e-9, "a gradient counts twice"
+        for node in range(self.nodes):
+            of_node = [rank for rank in found if rank // self.per_node == node]
+            share = sum(shares[rank] for rank in of_node) / (sum(self.samples[rank] for rank in of_node) or 1.0)
+            for rank in of_node:
+                each = share if self.dead else 1 / total
+                assert shares[rank] == pytest.approx(each * self.samples[rank]), "a gradient has another weight"
         return found
 
 
@@ -405,6 +386,5 @@ def simulate(seed: int, faults: bool = True, nodes: int | None = None) -> World:
             for rank in alive:
                 gave = step in world.worked[rank] and (rank, step, index) not in world.absent
                 assert gave or rank not in found, f"rank {rank} is in step {step} with what it has not given"
-                # The servers make steps without a node whose leader has just died.
                 assert rank in found or not gave or world.lost_a_leader(rank), f"rank {rank} is not in step {step}"
     return world
