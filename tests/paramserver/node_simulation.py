@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -205,7 +204,7 @@ class World:
         self.errors: list[BaseException] = []
         deaths = self.random.randint(0, self.count - 1) if faults else 0
         self._deaths = sorted(
-            (self.random.randint(0, 250 * self.count), rank) for rank in self.random.sample(list(ranks), deaths)
+            (self.random.randint(0, 120 * self.count), rank) for rank in self.random.sample(list(ranks), deaths)
         )
         self.dead: set[int] = set()
         self._killed: set[int] = set()
