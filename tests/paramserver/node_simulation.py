@@ -300,7 +300,7 @@ class World:
 
     def _train(self, rank: int) -> None:
         worker = self.workers[rank]
-        worker.initialise() if rank == 0 else worker.stand_in()
+        worker.initialise()
         worker.join()
         batches = 0
         while batches < STEPS:
