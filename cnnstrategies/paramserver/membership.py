@@ -6,6 +6,7 @@ import os
 import queue
 import select
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -17,6 +18,8 @@ from cnnstrategies.paramserver.core.node import Buffer, Call, ControlError, End,
 from cnnstrategies.paramserver.core.view import RunEnded, View
 from cnnstrategies.paramserver.drivers.control import Line, Loop
 from cnnstrategies.paramserver.security import KeyPair, process_number
+
+WARN_SECONDS = 60.0  # between two lines about a wait
 
 
 class Bell:
@@ -160,7 +163,11 @@ class Membership:
         number = next(self._numbers)
         self._call(Call(number, kind, fields, frames))
         with self._changed:
-            self._changed.wait_for(lambda: number in self._results or self._ended)
+            waited = 0.0
+            while not self._changed.wait_for(lambda: number in self._results or self._ended, WARN_SECONDS):
+                waited += WARN_SECONDS
+                what = fields.get("operation", kind)
+                print(f"{self._name} has waited in `{what}` for {waited:.0f} s", file=sys.stderr, flush=True)
             result = self._results.pop(number, None)
             if isinstance(result, Message):
                 return result

@@ -18,10 +18,12 @@ from ports import free_port
 from roles import PlainRoles, until
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver import membership
 from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
+from cnnstrategies.paramserver.drivers.sockets import allow_threads
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import CoordinatorProcess, Handle, ServerProcess, start
@@ -157,6 +159,26 @@ def test_a_server_that_is_told_to_end_has_the_run_stop(tmp_path: Path) -> None:
         assert server.poll() is None
 
 
+def test_whoever_waits_long_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(membership, "WARN_SECONDS", 0.1)
+    endpoint = f"ipc://{tmp_path}/coordinator"
+    said: list[str] = []
+
+    def is_told() -> bool:
+        said.append(capfd.readouterr().err)
+        return "worker 0 has waited in `second` for " in "".join(said)
+
+    def meet(collectives: Collectives) -> None:
+        if collectives.membership.address.id == 1:
+            until(is_told)
+        collectives.barrier("second")
+
+    with serving(endpoint, 2):
+        together([worker(endpoint, rank) for rank in range(2)], meet)
+
+
 # What the system lets a process have
 
 
@@ -191,3 +213,15 @@ def test_strangers_keep_no_member_out_and_another_key_is_named(tmp_path: Path) -
         member.wait_registered()
     member.close()
     coordinator.send_signal(signal.SIGKILL)
+
+
+def test_a_start_is_refused_where_its_threads_cannot_be() -> None:
+    allow_threads(4)
+    if os.getuid() == 0:
+        os.setuid(65534)  # No limit counts for root.
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+    with pytest.raises(
+        ConfigurationError, match=r"4 processes .* need some 32 threads.* raise the limit \(`ulimit -u`"
+    ):
+        allow_threads(4)
+    assert threading.active_count() == 1

@@ -1,10 +1,11 @@
 """Sockets of the data plane: a server's ROUTER, a worker's DEALERs, and sends without copies.
 
-And what the system must let a process have for them: files, of which each connection is one.
+And what the system must let a process have for them: files, of which each connection is one, and threads.
 """
 
 import resource
 import socket
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +66,7 @@ MOST_TOGETHER, BUNDLE_BYTES = 32, 1 << 19
 MOST_OPEN = 1 << 12  # headers that are kept for payloads: of connections that ended there, too
 SLOWEST = 1_250_000  # bytes per second that a connection has at least: 10 Mbit/s
 IO_THREADS = 2  # of libzmq in each process: one copies for one connection while the other does for another
+THREADS = 8  # of a process with its own, libzmq's and torch's, about
 OWN_FILES = 256  # of a process besides its connections: its program, its data, libzmq's own
 
 
@@ -282,3 +284,23 @@ def allow_files(connections: int, who: str) -> None:
             "LimitNOFILE or limits.conf), or use fewer workers and servers"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def allow_threads(processes: int) -> None:
+    """Look whether this user may have the threads that so many processes will start: libzmq aborts without them."""
+    go_on, size = threading.Event(), threading.stack_size(1 << 16)
+    threads = [threading.Thread(target=go_on.wait) for _ in range(processes * THREADS)]
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"{processes} processes on this machine need some {len(threads)} threads, and this user may not have "
+            "so many more: raise the limit (`ulimit -u`, TasksMax or pids.max), or use fewer workers or servers"
+        ) from error
+    finally:
+        go_on.set()
+        threading.stack_size(size)
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()

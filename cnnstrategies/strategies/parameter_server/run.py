@@ -14,6 +14,7 @@ from cnnstrategies.cluster.stores import own_store
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.drivers.sockets import allow_threads
 from cnnstrategies.paramserver.private_directory import keys_in, let_go, make_run_directory, shared_directory
 from cnnstrategies.paramserver.security import is_local
 from cnnstrategies.paramserver.services import (
@@ -119,6 +120,7 @@ def open_supervision(
     options: Options, layout: Layout, place: Rendezvous, training: bool, method: StartMethod
 ) -> Supervision:
     """Start this node's coordinator and servers."""
+    allow_threads(1 + layout.processes + options.servers)
     if layout.node == 0 and place.session == 0:  # A later session's waits for the one before to make room.
         _check_free(place.coordinator)
     servers = options.server_count(layout.nodes) if training else 0
