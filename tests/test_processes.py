@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from cnnstrategies import ImageClassifier
 from cnnstrategies.commands.run import outcome
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.runtime.processes import STARTER, end_with_parent, killed_rank
+from cnnstrategies.runtime.processes import STARTER, end_with_parent, killed_rank, spawned_by_a_thread
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
 
@@ -70,6 +70,27 @@ def test_who_waits_untold_of_a_killed_rank_ends_and_names_it(monkeypatch):
     assert code == -signal.SIGKILL
     assert "rank 2 was ended by SIGKILL" in said
     assert "rank 1" not in said
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_nobody_waits_for_what_dies_or_stops_in_its_imports(monkeypatch, signum):
+    """For the others, and for whoever watches them: what it is sent is more than a pipe takes."""
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def hit(path, args, files):
+        if "--multiprocessing-fork" not in map(os.fsdecode, args):
+            return spawn(path, args, files)
+        return spawn(b"/bin/sh", [b"sh", b"-c", f"kill -{signum:d} $$".encode()], files)
+
+    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", hit)
+    process = multiprocessing.get_context("spawn").Process(target=len, args=(bytes(1 << 20),))
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("the start waits for a process that will not read"))
+    signal.alarm(5)
+    with spawned_by_a_thread():
+        process.start()
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.warm

@@ -3,16 +3,18 @@
 import atexit
 import contextlib
 import ctypes
+import io
 import os
 import secrets
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator
-from multiprocessing import reduction
+from multiprocessing import context, popen_spawn_posix, reduction, resource_tracker, spawn, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -179,3 +181,49 @@ def failed_before() -> bool:
 def cannot_be_sent(error: BaseException) -> bool:
     """Whether an error was raised while something was pickled for a process that is to be spawned."""
     return any(frame.f_code is reduction.dump.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+class _Sent(popen_spawn_posix.Popen):
+    """A spawned process that is sent what it is to run by a thread."""
+
+    _fds: list[int]
+
+    def _launch(self, described: Any) -> None:
+        data = io.BytesIO()
+        tracker: Any = resource_tracker.getfd()
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump(spawn.get_preparation_data(described.name), data)
+            reduction.dump(described, data)
+        finally:
+            context.set_spawning_popen(None)
+        (self.sentinel, theirs), (reads, writes) = os.pipe(), os.pipe()
+        start: Any = util
+        self.finalizer = util.Finalize(self, start.close_fds, (self.sentinel, writes))
+        command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=reads)
+        self.pid = start.spawnv_passfds(spawn.get_executable(), command, [*self._fds, tracker, reads, theirs])
+        os.close(theirs)
+        os.close(reads)
+        threading.Thread(target=_send, args=(writes, data.getbuffer()), daemon=True).start()
+
+
+def _send(pipe: int, data: memoryview) -> None:
+    with contextlib.suppress(OSError), open(pipe, "wb", buffering=0, closefd=False) as file:
+        while data:
+            data = data[file.write(data) :]
+
+
+@contextlib.contextmanager
+def spawned_by_a_thread() -> Iterator[None]:
+    """Have nobody wait who spawns a process, so that whoever watches it sees it die or stop at once.
+
+    multiprocessing waits until the process has read what it is to run, which it does after its imports; and for ever
+    when it is killed or stopped before, for it holds the other end of their pipe itself.
+    """
+    kind: Any = context.SpawnProcess
+    before = kind._Popen  # noqa: SLF001
+    kind._Popen = staticmethod(_Sent)  # noqa: SLF001
+    try:
+        yield
+    finally:
+        kind._Popen = staticmethod(before)  # noqa: SLF001

@@ -26,7 +26,7 @@ from cnnstrategies.commands.run.lightning_cli import leaves_out_classes
 from cnnstrategies.commands.run.quiet import show_unless_kept
 from cnnstrategies.commands.tune.command import choices
 from cnnstrategies.planning.tune.race import MARGIN, verdict
-from cnnstrategies.runtime.processes import is_stopped
+from cnnstrategies.runtime.processes import is_stopped, spawned_by_a_thread
 from cnnstrategies.runtime.whole_file import whole_file, writing
 
 
@@ -88,6 +88,13 @@ removes(
     gives=False,
     signum=19,
     said="is stopped, as by SIGSTOP",
+)
+removes(
+    spawned_by_a_thread,
+    "who spawns waits for a process that is no more",
+    killed_by=test_processes.test_nobody_waits_for_what_dies_or_stops_in_its_imports,
+    gives=contextlib.nullcontext(),
+    signum=9,
 )
 
 

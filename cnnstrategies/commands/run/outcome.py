@@ -35,6 +35,7 @@ from cnnstrategies.runtime.processes import (
     forget_failure,
     killed_rank,
     one_refusal,
+    spawned_by_a_thread,
 )
 
 PATIENCE = 20.0  # Seconds in which a rank notices that another one has failed, and ends.
@@ -56,6 +57,7 @@ def ends_together(trainer: Trainer, network: Network) -> Iterator[None]:
                 heeds_signals(partial(_end_others, trainer)),
                 own_store(getattr(trainer.strategy, "finds_hosts", False)),
                 across_hosts(trainer, network),
+                spawned_by_a_thread(),
             ):
                 yield
             end_group_at_exit()
