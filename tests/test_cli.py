@@ -112,16 +112,18 @@ def test_parts_compose_and_print_config_can_be_read_back(run_cli):
     assert yaml.safe_load(again) == config
 
 
-def test_an_indivisible_global_batch_is_refused_before_processes(monkeypatch, quick, capsys):
+def test_a_global_batch_that_is_too_small_is_refused_before_processes(monkeypatch, quick, capsys):
     """What it says is parsed once for that, which is a tenth of a start."""
     parsed, parse = [], LightningCLI.parse_arguments
     monkeypatch.setattr(LightningCLI, "parse_arguments", lambda *args: parsed.append(parse(*args)))
     monkeypatch.setattr(CLI, "fit", lambda self, **kwargs: pytest.fail("it was started"))
-    monkeypatch.setattr(sys, "argv", ["cnnstrategies", "fit", *quick, "--trainer.devices=3"])
+    monkeypatch.setattr(
+        sys, "argv", ["cnnstrategies", "fit", *quick, "--trainer.devices=3", "--data.init_args.global_batch_size=2"]
+    )
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 2
-    assert "global_batch_size=64 does not divide evenly by 3 processes" in capsys.readouterr().err
+    assert "global_batch_size=2 is less than one sample for each of 3 processes" in capsys.readouterr().err
     assert len(parsed) == 1
 
 

@@ -13,6 +13,7 @@ from cnnstrategies.callbacks.step_profile import StepProfile
 from cnnstrategies.callbacks.summary import TrainingSummary
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.callbacks.traffic import ServerTraffic
+from cnnstrategies.strategies.sample_weights import SampleWeights
 
 __all__ = [
     "BestCheckpoint",
@@ -23,6 +24,7 @@ __all__ = [
     "GracefulStop",
     "PredictionWriter",
     "Pruning",
+    "SampleWeights",
     "SamplesPerSecond",
     "ServerTraffic",
     "StartPanel",

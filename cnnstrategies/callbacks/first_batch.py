@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from cnnstrategies.callbacks.start_panel import loading, samples_of
+from cnnstrategies.data.sampling import dealt
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
 
@@ -43,14 +44,17 @@ class FirstBatch(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self._compared and not getattr(trainer.strategy, "came_later", False):  # Who came later has missed it.
-            self._compare(trainer, batch)
+            self._compare(trainer, batch, batch_idx)
         self._compared = True
         if self._limited:
             self._exchange(trainer, batch_idx + 1)
 
-    def _compare(self, trainer: Trainer, batch: Any) -> None:
+    def _compare(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
+        sampler = dealt(trainer)
         size = samples_of(trainer.train_dataloader, getattr(trainer, "datamodule", None))
         expected = None if size is None else size * loading(trainer)
+        if sampler is not None:
+            expected = sum(sampler.counts(batch_idx))
         strategy = trainer.strategy
         # A pipeline's ranks all count the whole batch, and its sum is their mean.
         found = int(

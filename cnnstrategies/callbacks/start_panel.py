@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from cnnstrategies.callbacks.tables import print_table, relative
 from cnnstrategies.data.module import ImageDataModule
+from cnnstrategies.data.sampling import dealt
 from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
 
 SHARDED = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
@@ -144,14 +145,20 @@ def training_batch(trainer: Trainer, size: int | None) -> Row:
     """The global batch and what it is made of, and the optimizer's steps in an epoch."""
     accumulated, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
     count = loading(trainer)
+    each = "one batch of each" if size is None else str(size)
+    samples = None if size is None else size * count * accumulated
+    sampler = dealt(trainer)
+    if sampler is not None:
+        sizes = {share for batch in sampler.step_of(0) for share in sampler.counts(batch)}
+        each, samples = " or ".join(map(str, sorted(sizes))), sampler.samples
     factors = [
         f"{count} {_processes(trainer)} x " if count > 1 else "",
-        "one batch of each" if size is None else str(size),
+        each,
         f" x {accumulated} accumulated" if accumulated > 1 else "",
     ]
     text = "".join(factors)
-    if size is not None:
-        whole = f"{size * count * accumulated} images"
+    if samples is not None:
+        whole = f"{samples} images"
         text = f"{whole} = {text}" if count * accumulated > 1 else whole
     if count == 1 < trainer.world_size:
         text += ", loaded by one process"

@@ -179,7 +179,7 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
         if changed:
             raise ConfigurationError(
                 f"the checkpoint is from within epoch {resume['epoch']}, after {resume['served']} batches, and this "
-                f"run makes other batches ({', '.join(changed)}): restore them (samples_per_batch is over all "
-                "processes, of each of the accumulated batches) or resume from a checkpoint of an epoch's end"
+                f"run makes other batches ({', '.join(changed)}): restore them (samples_of_a_step is over all "
+                "processes) or resume from a checkpoint of an epoch's end"
             )
         return resume["served"]

@@ -17,6 +17,7 @@ from cnnstrategies.data.loading import BatchDataset, BatchLoader, Source, Tensor
 from cnnstrategies.data.preprocessing import Preprocessing
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.shares import Deals
 
 TaskName = Literal["classes", "multilabel", "regression"]
 
@@ -51,7 +52,8 @@ class ImageDataModule(LightningDataModule):
             accelerator is not the CPU.
         global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``: it stays the
             same whatever the strategy and the number of devices. Each process that loads (under a pipeline those of the
-            first stage) takes its share, divided by ``trainer.accumulate_grad_batches``; in evaluation too.
+            first stage) takes its share of each of ``trainer.accumulate_grad_batches``, to within one sample; in
+            evaluation too.
 
     Raises:
         ConfigurationError: A number is out of its range, or both sizes are given.
@@ -107,7 +109,7 @@ class ImageDataModule(LightningDataModule):
 
     @property
     def batch_size(self) -> int:
-        """Samples per batch and process."""
+        """Samples per batch and process; the most, where not all have as many."""
         return self._share_under(self.trainer)
 
     @batch_size.setter
@@ -121,13 +123,22 @@ class ImageDataModule(LightningDataModule):
         self._batch_size = size
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Refuse a trainer whose processes cannot share the global batch evenly; before they are started."""
+        """Refuse a trainer with more processes than the global batch has samples; before they are started."""
         self._share_under(trainer)
 
     def _share_under(self, trainer: Trainer | None) -> int:
         if self.global_batch_size is None:
             return self._batch_size
         return share(self.global_batch_size, *division(trainer))
+
+    def _step_under(self, trainer: Trainer | None, replicas: int) -> tuple[int, int]:
+        """Samples of a step over all processes, and the batches that make it, as far as that is the same in each."""
+        if self.global_batch_size is not None:
+            return self.global_batch_size, division(trainer)[1]
+        accumulated = 1
+        if trainer is not None and not schedules_accumulation(trainer):
+            accumulated = trainer.accumulate_grad_batches
+        return self._batch_size * replicas * accumulated, accumulated
 
     @abstractmethod
     def setup(self, stage: str) -> None:
@@ -190,12 +201,15 @@ class ImageDataModule(LightningDataModule):
     def train_dataloader(self) -> BatchLoader:
         """Shuffled anew in each epoch, over all processes; in order under ``overfit_batches``."""
         replicas, rank = self.sharding()
+        deals = deals_of(self.trainer)
         size = len(self.train_source)
         sampler: ShuffledBatches | OrderedBatches
         if getattr(self.trainer, "overfit_batches", 0) > 0:
-            sampler = OrderedBatches(size, self.batch_size, replicas, rank)
+            sampler = OrderedBatches(size, self.batch_size, replicas, rank, deals)
         else:
-            sampler = ShuffledBatches(size, self.batch_size, self.seed, replicas, rank, self.drop_last)
+            samples, accumulated = self._step_under(self.trainer, replicas)
+            sampler = ShuffledBatches(size, samples, self.seed, replicas, rank, self.drop_last, accumulated, deals)
+            check_weights(sampler, self.trainer)
         return self._loader(BatchDataset(self.train_source, self.train_transform), sampler)
 
     def val_dataloader(self) -> BatchLoader:
@@ -212,7 +226,7 @@ class ImageDataModule(LightningDataModule):
 
     def _evaluation_loader(self, source: Source, give_indices: bool = False) -> BatchLoader:
         replicas, rank = self.sharding()
-        sampler = OrderedBatches(len(source), self.batch_size, replicas, rank)
+        sampler = OrderedBatches(len(source), self.batch_size, replicas, rank, deals_of(self.trainer))
         return self._loader(BatchDataset(source, self.eval_transform, give_indices), sampler)
 
     def _loader(self, dataset: BatchDataset, sampler: ShuffledBatches | OrderedBatches) -> BatchLoader:
@@ -261,7 +275,7 @@ def division(trainer: Trainer | None) -> tuple[int, int]:
     """
     if trainer is None:
         return 1, 1
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+    if schedules_accumulation(trainer):
         raise ConfigurationError(
             "global_batch_size with GradientAccumulationScheduler: the samples of a step change with its schedule; "
             "give batch_size, which is per process, and set global_batch_size to null"
@@ -272,17 +286,40 @@ def division(trainer: Trainer | None) -> tuple[int, int]:
     return 1 if sampling is None else sampling["num_replicas"], trainer.accumulate_grad_batches
 
 
+def deals_of(trainer: Trainer | None) -> Deals | None:
+    """By which shares a trainer's strategy has its batches dealt; None where they are equal."""
+    deals: Deals | None = getattr(trainer and trainer.strategy, "deals", None)
+    return deals
+
+
+def schedules_accumulation(trainer: Trainer) -> bool:
+    """Whether the number of batches that make a step changes as training goes on."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
+    return any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
+
+
 def share(global_batch_size: int, processes: int, accumulated: int) -> int:
-    """Samples of a batch of one process."""
+    """Samples of a batch of one process; the most, where not all have as many."""
     parts = processes * accumulated
-    if global_batch_size % parts:
-        lower = global_batch_size // parts * parts
-        nearest = f"{lower} or {lower + parts}" if lower else str(parts)
+    if global_batch_size < parts:
         by = f"{processes} processes that load"
         if accumulated > 1:
             by += f" x accumulate_grad_batches={accumulated}"
         raise ConfigurationError(
-            f"global_batch_size={global_batch_size} does not divide evenly by {by}: use {nearest}, or batch_size, "
-            "which is per process"
+            f"global_batch_size={global_batch_size} is less than one sample for each of {by}: use at least {parts}, "
+            "or fewer devices"
         )
-    return global_batch_size // parts
+    return -(-global_batch_size // parts)
+
+
+def check_weights(sampler: ShuffledBatches, trainer: Trainer | None) -> None:
+    """Refuse unequal batches in a run where each process's mean would count as much as another's."""
+    unequal = {count for batch in sampler.step_of(0) for count in sampler.counts(batch)}
+    if trainer is None or len(unequal) == 1 or getattr(trainer.strategy, "weighs", None):
+        return
+    if not any(getattr(callback, "weighs", False) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            f"global_batch_size={sampler.samples} makes batches of {min(unequal)} and {max(unequal)} samples: add "
+            "cnnstrategies.callbacks.SampleWeights() to the Trainer's callbacks, so that each sample counts as much as "
+            "any other"
+        )

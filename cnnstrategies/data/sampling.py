@@ -1,13 +1,17 @@
 """Which rank sees which samples, in which batch."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import DistributedSampler, SequentialSampler
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.seeds import mixed_seed
+from cnnstrategies.shares import Deals, deal, turns
+
+Weighs = Literal["own", "all"]  # each rank's gradient by its own samples; all together by those of the global batch
 
 
 class BatchRequest(NamedTuple):
@@ -17,75 +21,149 @@ class BatchRequest(NamedTuple):
     seed: int
 
 
-class ShuffledBatches(DistributedSampler[BatchRequest]):
-    """Training batches: one permutation of the dataset per epoch, the same on every rank, cut into global batches.
+class DealtBatches(DistributedSampler[Any]):
+    """Training batches: one order of the dataset per epoch, the same on every rank, cut into global batches.
 
-    Global batch k holds samples ``k * batch_size * num_replicas`` and following of the permutation, and each rank
-    takes every ``num_replicas``-th of them. So the union over the ranks is the batch that one process with
-    ``batch_size * num_replicas`` would see, and every rank has the same number of batches. A last, partial global
-    batch is shared out evenly; only if it has fewer samples than there are ranks are some of them repeated.
+    A step's samples are the next ones of the order, those that one process would see. Where gradients are accumulated
+    they are cut into as many global batches, whose sizes differ by one at most; of each every rank gets its share.
+    Every rank has the same number of batches; where one has no sample in the last of them, it repeats one of another's,
+    which is to count nothing (:meth:`weight`).
 
     It subclasses ``DistributedSampler`` so that Lightning leaves it in place and calls :meth:`set_epoch`.
 
+    Attributes:
+        drawn: Batches of the epoch that were drawn; a loader's workers are ahead of the training.
+
     Args:
-        seed: The permutation depends on ``(seed, epoch)`` only.
+        samples: Of an optimizer step over all ranks.
+        accumulated: Batches whose gradients make a step.
+        deals: The ranks' shares; by default equal ones.
     """
 
     def __init__(
         self,
         size: int,
-        batch_size: int,
+        samples: int,
         seed: int,
         num_replicas: int,
         rank: int,
         drop_last: bool,
+        accumulated: int = 1,
+        deals: Deals | None = None,
     ) -> None:
         super().__init__(range(size), num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
         self.size = size
-        self.samples_per_batch = batch_size * num_replicas
-        self.skip = 0
+        self.samples = samples
+        self.accumulated = accumulated
+        self.deals = Deals([1] * num_replicas) if deals is None else deals
+        self.drawn = 0
+        self._parts = deal(samples, [1] * accumulated)
+        self._starts = [0, *accumulate(self._parts)]
         if len(self) == 0:
             raise ConfigurationError(
-                f"{size} training samples do not fill one global batch of {batch_size} x {num_replicas} processes: "
-                "lower the batch size or set drop_last to false"
+                f"{size} training samples do not fill one global batch of {self._parts[0]}: lower the batch size or "
+                "set drop_last to false"
             )
-
-    def identity(self) -> dict[str, int]:
-        """What the batches depend on besides the epoch; with another of these, a batch's number means other samples."""
-        return {"samples": self.size, "samples_per_batch": self.samples_per_batch, "seed": self.seed}
 
     def __len__(self) -> int:
         """Number of batches in an epoch, the same on every rank."""
-        whole, rest = divmod(self.size, self.samples_per_batch)
-        return whole + (rest > 0 and not self.drop_last)
+        whole, rest = divmod(self.size, self.samples)
+        if self.drop_last:
+            more = sum(stop <= rest for stop in self._starts[1:])
+        else:
+            more = sum(start < rest for start in self._starts[:-1])
+        return whole * len(self._parts) + more
+
+    def _bounds(self, batch: int) -> tuple[int, int]:
+        step, part = divmod(batch, len(self._parts))
+        first = step * self.samples
+        return first + self._starts[part], min(first + self._starts[part + 1], self.size)
+
+    def counts(self, batch: int) -> tuple[int, ...]:
+        """Samples of each rank in a batch."""
+        start, stop = self._bounds(batch)
+        return self.deals.counts(self.epoch, batch, stop - start)
+
+    def step_of(self, batch: int) -> range:
+        """The batches of the step to which a batch belongs."""
+        first = batch // len(self._parts) * len(self._parts)
+        return range(first, min(first + len(self._parts), len(self)))
+
+    def weight(self, batch: int, batches: float, weighs: Weighs | None) -> float:
+        """What this rank's mean loss of a batch is to be multiplied by.
+
+        Then the mean over ranks, and over accumulated batches, is the mean over the samples of the step.
+
+        Args:
+            batches: Of an epoch, which ends a step wherever it is.
+            weighs: By which samples the strategy weighs the gradients of ranks.
+        """
+        counts = self.counts(batch)
+        step = [self.counts(one) for one in self.step_of(batch) if one < batches]
+        if weighs == "own":
+            own = sum(of_ranks[self.rank] for of_ranks in step)
+            return counts[self.rank] * self.accumulated / own if own else 1.0
+        part = sum(counts) if weighs == "all" else counts[self.rank] * self.num_replicas
+        return part * self.accumulated / sum(map(sum, step))
+
+    def own(self, order: Sequence[int], first: int = 0) -> Iterator[list[int]]:
+        """This rank's samples in each batch of an epoch, whose samples come in such an order."""
+        for batch in range(first, len(self)):
+            self.drawn = batch + 1
+            start, stop = self._bounds(batch)
+            places = turns(self.counts(batch))[self.rank] or [self.rank % (stop - start)]
+            yield [order[start + place] for place in places]
+
+
+class ShuffledBatches(DealtBatches):
+    """Of a permutation that is a new one in each epoch.
+
+    Attributes:
+        skip: Batches that are left out at the begin.
+
+    Args:
+        seed: The permutation depends on ``(seed, epoch)`` only.
+    """
+
+    skip = 0
+
+    def identity(self) -> dict[str, int]:
+        """What the batches depend on besides the epoch; with another of these, a batch's number means other samples."""
+        step = {"samples_of_a_step": self.samples, "accumulated": self.accumulated}
+        return {"samples": self.size, **step, "seed": self.seed}
 
     def __iter__(self) -> Iterator[BatchRequest]:
         """The epoch's batches from number ``skip`` on."""
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
         permutation = torch.randperm(self.size, generator=generator).tolist()
-        for batch in range(self.skip, len(self)):
-            shared = permutation[batch * self.samples_per_batch : (batch + 1) * self.samples_per_batch]
-            while len(shared) < self.num_replicas:
-                shared = shared + shared[: self.num_replicas - len(shared)]
-            seed = mixed_seed(self.seed, self.epoch, batch, self.rank)
-            yield BatchRequest(shared[self.rank :: self.num_replicas], seed)
+        for batch, indices in enumerate(self.own(permutation, self.skip), self.skip):
+            yield BatchRequest(indices, mixed_seed(self.seed, self.epoch, batch, self.rank))
+
+
+def dealt(trainer: Any) -> DealtBatches | None:
+    """What deals a trainer's training batches to its processes, if it does so by shares."""
+    loader = trainer.train_dataloader
+    found = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
+    return next((one for one in found if isinstance(one, DealtBatches)), None)
 
 
 class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
     """Evaluation batches: every sample exactly once over all ranks, and the same number of batches on each.
 
     Lightning's own sampler repeats samples to make the ranks even, which counts them twice in metrics. Here the
-    sizes of the batches differ by one at most instead. The number of batches is the same because DDP's forward
-    broadcasts buffers, a collective. Rank r takes a contiguous part of the dataset, in order.
+    sizes of the batches differ by one at most instead, or as the ranks' shares do. The number of batches is the same
+    because DDP's forward broadcasts buffers, a collective. Rank r takes a contiguous part of the dataset, in order.
 
     It subclasses ``DistributedSampler`` so that Lightning leaves it in place, and ``SequentialSampler`` so that it
     does so under ``overfit_batches`` too.
 
     Args:
-        batch_size: Samples per batch and rank; some batches have one more where the ranks cannot be even otherwise.
+        batch_size: Samples per batch and rank with equal shares; some batches have one more where the ranks cannot be
+            even otherwise.
+        deals: The ranks' shares; by default equal ones.
     """
 
-    def __init__(self, size: int, batch_size: int, num_replicas: int, rank: int) -> None:
+    def __init__(self, size: int, batch_size: int, num_replicas: int, rank: int, deals: Deals | None = None) -> None:
         super().__init__(range(size), num_replicas=num_replicas, rank=rank, shuffle=False)  # type: ignore[arg-type]
         if size < num_replicas:
             raise ConfigurationError(
@@ -93,6 +171,7 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
                 "devices or more data"
             )
         self.size = size
+        self.deals = Deals([1] * num_replicas) if deals is None else deals
         smallest, largest = size // num_replicas, -(-size // num_replicas)
         self.batches = min(-(-largest // batch_size), smallest)
 
@@ -107,6 +186,6 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
 
     def samples(self, batch: int, rank: int) -> list[int]:
         """The samples of a rank's batch."""
-        first, last = (self.size * r // self.num_replicas for r in (rank, rank + 1))
-        count = last - first
+        counts = deal(self.size, self.deals.shares, least=self.batches)
+        first, count = sum(counts[:rank]), counts[rank]
         return list(range(*(first + count * b // self.batches for b in (batch, batch + 1))))

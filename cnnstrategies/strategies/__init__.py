@@ -2,11 +2,12 @@
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from cnnstrategies.strategies.balanced import BalancedDDPStrategy
 from cnnstrategies.strategies.data_parallel import CompressedDDPStrategy
 from cnnstrategies.strategies.hybrid_pipeline import HybridPipelineStrategy
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
 
-__all__ = ["CompressedDDPStrategy", "HybridPipelineStrategy", "ParameterServerStrategy"]
+__all__ = ["BalancedDDPStrategy", "CompressedDDPStrategy", "HybridPipelineStrategy", "ParameterServerStrategy"]
 
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork"}
 
@@ -22,6 +23,7 @@ def _register(name: str, strategy: type[Strategy], description: str, **init_args
 _register("ddp_fp16", CompressedDDPStrategy, "DDP, gradients sent as fp16", compression="fp16")
 _register("ddp_bf16", CompressedDDPStrategy, "DDP, gradients sent as bf16", compression="bf16")
 _register("ddp_powersgd", CompressedDDPStrategy, "DDP, low-rank gradients", compression="powersgd")
+_register("ddp_balanced", BalancedDDPStrategy, "DDP in which slower devices have fewer samples")
 _register("hybrid_pipeline", HybridPipelineStrategy, "Pipeline stages, each replicated as often as it needs")
 _register("parameter_server", ParameterServerStrategy, "Servers make the step on the workers' mean gradient")
 _register("parameter_server_async", ParameterServerStrategy, "Servers apply each gradient as it comes", mode="async")

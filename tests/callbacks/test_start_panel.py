@@ -16,6 +16,7 @@ from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import StartPanel, start_panel
 from cnnstrategies.data import SyntheticDataModule
 from cnnstrategies.data.preprocessing import IMAGENET
+from cnnstrategies.data.sampling import ShuffledBatches
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.strategies import CompressedDDPStrategy
 
@@ -91,6 +92,7 @@ def test_each_trainer_function_in_a_script_says_what_it_does(capsys):
 
 def trainer_like(strategy, world=1, loading=None, **attributes):
     attributes = {"num_nodes": 1, "accumulate_grad_batches": 1, "num_training_batches": 10, **attributes}
+    attributes = {"train_dataloader": None, **attributes}
     sampling = None if world == 1 else {"num_replicas": loading or world, "rank": 0}
     return SimpleNamespace(strategy=strategy, world_size=world, distributed_sampler_kwargs=sampling, **attributes)
 
@@ -109,6 +111,9 @@ def test_the_global_batch_is_what_a_step_is_made_of():
     ):
         trainer = trainer_like(None, world, loading, accumulate_grad_batches=accumulated)
         assert start_panel.training_batch(trainer, size) == ("global batch", expected)
+    dealt = SimpleNamespace(sampler=ShuffledBatches(640, 64, 0, 3, 0, drop_last=False))
+    unequal = trainer_like(None, 3, train_dataloader=dealt)
+    assert start_panel.training_batch(unequal, 22) == ("global batch", f"64 images = 3 processes x 21 or 22{steps}")
     endless = trainer_like(None, num_training_batches=float("inf"))
     assert start_panel.training_batch(endless, 8) == ("global batch", "8 images")
 

@@ -1,15 +1,13 @@
 """The global batch of the configuration, whatever the strategy; nothing is started."""
 
-import itertools
-
 import pytest
 import yaml
 from conftest import ROOT, quiet_trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from cnnstrategies import ConfigurationError
+from cnnstrategies.callbacks import SampleWeights
 from cnnstrategies.data import DigitsDataModule, SyntheticDataModule
-from cnnstrategies.data.module import share
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 
@@ -42,27 +40,25 @@ def test_the_quickstart_makes_the_same_steps_everywhere():
     assert own.batch_size == 5, "of each process"
 
 
-def test_what_does_not_divide_is_refused_with_the_nearest():
-    for size, processes, accumulated in itertools.product(range(1, 40), (1, 2, 3, 4), (1, 2, 3)):
-        parts = processes * accumulated
-        if size % parts == 0:
-            assert share(size, processes, accumulated) * parts == size
-            continue
-        with pytest.raises(ConfigurationError) as refused:
-            share(size, processes, accumulated)
-        named = [int(word) for word in str(refused.value).split("use ")[1].split(",")[0].split(" or ")]
-        assert named == [other for other in range(1, 100) if other % parts == 0 and abs(other - size) < parts]
-
-
 def test_sizes_that_do_not_go_together_are_refused_before_a_run():
     data, scheduled = DigitsDataModule(global_batch_size=64), GradientAccumulationScheduler({0: 4, 2: 1})
     data.check_trainer(quiet_trainer("ddp", 4))
     DigitsDataModule(batch_size=64).check_trainer(quiet_trainer(callbacks=[scheduled]))
+    accumulated = quiet_trainer("ddp", 3, accumulate_grad_batches=4)
+
+    def loaders(trainer):
+        data.trainer = trainer
+        data.setup("fit")
+        data.train_dataloader()
+
+    loaders(quiet_trainer("ddp", 3, callbacks=[SampleWeights()]))
+    loaders(quiet_trainer("parameter_server", 3))
     for refused, said in (
         (
-            lambda: data.check_trainer(quiet_trainer("ddp", 3, accumulate_grad_batches=4)),
-            r"global_batch_size=64 .* by 3 processes that load x accumulate_grad_batches=4: use 60 or 72",
+            lambda: DigitsDataModule(global_batch_size=11).check_trainer(accumulated),
+            "less than one sample for each of 3 processes that load x accumulate_grad_batches=4: use at least 12",
         ),
+        (lambda: loaders(quiet_trainer("ddp", 3)), r"batches of 21 and 22 samples: add .*SampleWeights\(\)"),
         (
             lambda: data.check_trainer(quiet_trainer(callbacks=[scheduled])),
             "GradientAccumulationScheduler: the samples of a step change",

@@ -27,7 +27,7 @@ def loader(workers=0):
     )
 
 
-IDENTITY = {"samples": 50, "samples_per_batch": 8, "seed": 3}
+IDENTITY = {"samples": 50, "samples_of_a_step": 8, "accumulated": 1, "seed": 3}
 
 
 def assert_same(actual, expected):

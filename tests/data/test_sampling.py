@@ -1,6 +1,7 @@
 """Which rank sees which samples: every one, once, in the same number of batches."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -32,33 +33,48 @@ def test_evaluation_sees_each_sample_once_in_equal_batches():
         assert max(lengths) <= batch_size + (batch_size == 1), case
 
 
-def test_training_cuts_one_permutation_into_global_batches():
-    def epoch(size, world, batch_size, rank):
-        return [request.indices for request in ShuffledBatches(size, batch_size, 5, world, rank, drop_last=False)]
+def test_training_cuts_one_permutation_into_steps_and_shares():
+    def epoch(size, samples, world, rank, accumulated):
+        sampler = ShuffledBatches(size, samples, 5, world, rank, drop_last=False, accumulated=accumulated)
+        requests = [request.indices for request in sampler]
+        assert len(requests) == len(sampler)
+        return sampler, requests
 
-    for size, batch_size, world in SIZES:
-        case = f"{size} samples, batch_size {batch_size}, {world} ranks"
-        ranks = [epoch(size, world, batch_size, rank) for rank in range(world)]
-        single = epoch(size, 1, batch_size * world, 0)
-        assert {len(rank) for rank in ranks} == {len(single)}, case
+    for size, samples, world, accumulated in itertools.product((1, 7, 64, 65, 230), (5, 6, 13, 64), (1, 2, 3), (1, 2)):
+        case = f"{size} samples, {samples} in a step, {world} ranks, {accumulated} accumulated"
+        if samples < world * accumulated:
+            continue
+        ranks = [epoch(size, samples, world, rank, accumulated) for rank in range(world)]
+        _, single = epoch(size, samples, 1, 0, 1)
+        sampler = ranks[0][0]
         assert sorted(index for whole in single for index in whole) == list(range(size)), case
         for number, whole in enumerate(single):
-            union = [index for rank in ranks for index in rank[number]]
-            lengths = [len(rank[number]) for rank in ranks]
-            assert max(lengths) - min(lengths) <= 1, case
-            if len(whole) >= world:
-                assert sorted(union) == sorted(whole), case
-            else:
-                # Fewer samples than ranks: some are repeated, so that no rank is without.
-                assert set(union) == set(whole), case
-                assert min(lengths) == 1, case
+            of_step = sampler.step_of(number * accumulated)
+            counts = [count for batch in of_step for count in sampler.counts(batch)]
+            real = [
+                index
+                for own, requests in ranks
+                for batch in of_step
+                for index in requests[batch][: own.counts(batch)[own.rank]]
+            ]
+            assert sorted(real) == sorted(whole), case
+            assert len(whole) < samples or max(counts) - min(counts) <= 2, case
+            # Fewer samples than ranks: some are repeated, so that no rank is without, and count nothing.
+            assert all(requests[batch] for _, requests in ranks for batch in of_step), case
+            of_all = [own.weight(batch, math.inf, None) for own, _ in ranks for batch in of_step]
+            exact = [world * accumulated * count / len(whole) for own, _ in ranks for count in own_counts(own, of_step)]
+            assert of_all == pytest.approx(exact), case
+
+
+def own_counts(sampler, batches):
+    return [sampler.counts(batch)[sampler.rank] for batch in batches]
 
 
 def test_each_epoch_is_a_permutation_and_each_batch_has_a_seed():
     """Of the number of the epoch and the seed alone, wherever it begins."""
 
     def epoch(number=0, seed=0, skip=0, world=1, rank=0):
-        sampler = ShuffledBatches(100, 10 // world, seed, world, rank, drop_last=False)
+        sampler = ShuffledBatches(100, 10, seed, world, rank, drop_last=False)
         sampler.set_epoch(number)
         sampler.skip = skip
         return list(sampler)
@@ -75,7 +91,7 @@ def test_each_epoch_is_a_permutation_and_each_batch_has_a_seed():
 
 
 def test_drop_last_leaves_the_partial_batch_out():
-    assert len(ShuffledBatches(65, 16, 0, 2, 0, drop_last=True)) == 2
-    assert len(ShuffledBatches(65, 16, 0, 2, 0, drop_last=False)) == 3
-    with pytest.raises(ConfigurationError, match="31 training samples do not fill one global batch of 16 x 2"):
-        ShuffledBatches(31, 16, 0, 2, 0, drop_last=True)
+    assert len(ShuffledBatches(65, 32, 0, 2, 0, drop_last=True)) == 2
+    assert len(ShuffledBatches(65, 32, 0, 2, 0, drop_last=False)) == 3
+    with pytest.raises(ConfigurationError, match="31 training samples do not fill one global batch of 32"):
+        ShuffledBatches(31, 32, 0, 2, 0, drop_last=True)

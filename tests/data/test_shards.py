@@ -184,7 +184,13 @@ def test_storage_is_asked_for_a_whole_batch_before_reading(packed, monkeypatch):
 
 def test_bytes_are_normalised_on_the_device_to_the_same(packed):
     plain, late = module(), module(pin_memory=False)
-    late.trainer = SimpleNamespace(accelerator=CUDAAccelerator(), precision_plugin=DoublePrecision())
+    late.trainer = SimpleNamespace(
+        accelerator=CUDAAccelerator(),
+        precision_plugin=DoublePrecision(),
+        strategy=None,
+        callbacks=[],
+        accumulate_grad_batches=1,
+    )
     for (images, targets), batch in zip(plain.train_dataloader(), late.train_dataloader(), strict=True):
         assert batch[0].dtype == torch.uint8
         moved, moved_targets = late.transfer_batch_to_device(list(batch), torch.device("cpu"), 0)

@@ -57,7 +57,7 @@ def garbage_is_looked_for_in_all_that_is_imported(right, self, args):
 removes(
     leaves_out_classes,
     "every configuration is parsed twice",
-    killed_by=test_cli.test_an_indivisible_global_batch_is_refused_before_processes,
+    killed_by=test_cli.test_a_global_batch_that_is_too_small_is_refused_before_processes,
     gives=True,
 )
 removes(

@@ -1,12 +1,17 @@
 """Data parallel: what is sent, and what is measured."""
 
+import test_balanced
 import test_data_parallel
 import test_first_batch
+import test_sampling
 from lightning.pytorch.strategies import DDPStrategy
 from mutants.faulty import removes, replaces
 
 from cnnstrategies.callbacks.first_batch import check_lengths
+from cnnstrategies.data.sampling import DealtBatches
+from cnnstrategies.shares import Deals
 from cnnstrategies.strategies import CompressedDDPStrategy
+from cnnstrategies.strategies.balancing import propose
 
 removes(
     check_lengths,
@@ -20,3 +25,21 @@ removes(
 )
 def compressed_ddp_does_not_compress(right, self):
     DDPStrategy.configure_ddp(self)
+
+
+# Shares
+
+removes(
+    DealtBatches.weight,
+    "each rank counts alike whatever its share",
+    killed_by=test_sampling.test_training_cuts_one_permutation_into_steps_and_shares,
+    gives=1.0,
+)
+removes(
+    Deals.change, "a slow rank keeps its work", killed_by=test_balanced.test_a_slow_rank_loses_work_and_gets_it_back
+)
+
+
+@replaces(propose, killed_by=test_balanced.test_a_slow_rank_loses_work_and_gets_it_back)
+def what_a_rank_is_slow_at_is_dealt_to_it(right, samples, deals, epoch, batch, timed):
+    return right(samples, deals, epoch, batch, timed[::-1])

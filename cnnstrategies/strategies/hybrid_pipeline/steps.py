@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from cnnstrategies._lightning_private import ranks_are_children
+from cnnstrategies.data.sampling import dealt
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.losses import MeanLoss, PartialLoss, WeighedLoss
@@ -144,7 +145,7 @@ class Steps:
             if isinstance(self._loss, StepLoss):
                 self._loss.arguments = args, kwargs
                 self._loss.thorough = not self._loss_checked
-            gradients, local = pipeline.train(batch, self._loss, scale, self._accumulates)
+            gradients, local = pipeline.train(batch, self._loss, scale * self._weight(), self._accumulates)
             if scaler is not None:
                 self.overflow.share(gradients, self._accumulates)
             outputs = self._gather(batch, local)
@@ -154,6 +155,12 @@ class Steps:
         self._check_loss(loss)
         loss = hand_over(loss, gradients, scale, pipeline.parameters)
         return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+    def _weight(self) -> float:
+        """That of the batch among those whose gradients are accumulated, by its samples."""
+        sampler = dealt(self._trainer)
+        batches = self._trainer.num_training_batches
+        return 1.0 if sampler is None else sampler.weight(self._trainer.fit_loop.batch_idx, batches, "all")
 
     def evaluate(self, step: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a step that trains nothing for the loaded batch, with what the trainer calls it with."""

@@ -110,6 +110,7 @@ class HybridPipelineStrategy(DDPStrategy):
             before processes are started.
     """
 
+    weighs = "all"  # Gradients are means over the samples of the global batch.
     compiles_stages = True  # Nobody else is to compile the network.
 
     def __init__(

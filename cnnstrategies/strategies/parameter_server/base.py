@@ -42,6 +42,7 @@ class CoordinatedStrategy(DDPStrategy):
         membership: This worker's; None unless a session is open.
     """
 
+    weighs = "own"  # The servers take the mean over the samples of all workers' gradients.
     finds_hosts = True  # Its coordinator knows who is there.
     wait = WAIT
 

@@ -1,0 +1,131 @@
+"""How samples and microbatches are dealt to ranks: by shares, which are equal unless somebody says otherwise.
+
+Samplers, the replicas of a pipeline, evaluation, planner and simulator all ask here.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cnnstrategies.errors import ConfigurationError
+
+
+def deal(samples: int, shares: Sequence[float], least: int = 0, most: int | None = None) -> tuple[int, ...]:
+    """How many samples each rank gets: whole numbers whose sum is ``samples``, nearest to the shares.
+
+    By largest remainders; of equal ones those of lower ranks get the sample more.
+
+    Args:
+        shares: What each rank is to have in proportion to the others'; above 0.
+        least: Samples of each rank, as far as there are enough for all.
+        most: Samples that a rank can hold.
+
+    Raises:
+        ConfigurationError: There are more samples than all ranks can hold.
+    """
+    ranks = len(shares)
+    least = min(least, samples // ranks)
+    if most is not None and most * ranks < samples:
+        raise ConfigurationError(
+            f"{samples} samples for {ranks} processes, each of which holds {most} at most: {most * ranks} at most"
+        )
+    ideal = [samples * share / sum(shares) for share in shares]
+    fixed: dict[int, int] = {}
+    while True:
+        # Those below the least get that, or those above the most: whichever are farther off. The others share the rest.
+        bound = {rank: _within(ideal[rank], least, most) for rank in range(ranks) if rank not in fixed}
+        off = {rank: number - ideal[rank] for rank, number in bound.items()}
+        sign = 1 if sum(off.values()) >= 0 else -1
+        found = [rank for rank, difference in off.items() if difference * sign > 0]
+        if not found:
+            break
+        fixed |= {rank: round(bound[rank]) for rank in found}
+        free = [rank for rank in range(ranks) if rank not in fixed]
+        left, whole = samples - sum(fixed.values()), sum(shares[rank] for rank in free)
+        for rank in free:
+            ideal[rank] = left * shares[rank] / whole
+    return tuple(_rounded(samples, [fixed.get(rank, number) for rank, number in enumerate(ideal)]))
+
+
+def _within(number: float, least: int, most: int | None) -> float:
+    return max(least, number if most is None else min(number, most))
+
+
+class Deals:
+    """By which shares the batches of training are dealt, as it goes on: all ranks have the same ones.
+
+    Args:
+        shares: From the first batch on; equal ones for so many ranks.
+        least: Samples of each rank in a batch, as far as there are enough for all.
+        most: Samples that a rank can hold.
+    """
+
+    def __init__(self, shares: Sequence[float], least: int = 0, most: int | None = None) -> None:
+        self.least, self.most = least, most
+        self._since = [((0, 0), tuple(shares))]
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Those that were dealt last."""
+        return self._since[-1][1]
+
+    def change(self, epoch: int, batch: int, shares: Sequence[float]) -> None:
+        """Deal anew from a batch on, which no rank has drawn yet."""
+        assert self._since[-1][0] < (epoch, batch), "one change after the other"
+        now = [(since, old) for since, old in self._since if since[0] == epoch]
+        self._since = [*(now or self._since[-1:]), ((epoch, batch), tuple(shares))]
+
+    def counts(self, epoch: int, batch: int, samples: int) -> tuple[int, ...]:
+        """Samples of each rank in a batch of so many."""
+        shares = next((given for since, given in reversed(self._since) if since <= (epoch, batch)), self._since[0][1])
+        return deal(samples, shares, self.least, self.most)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"since": [[epoch, batch, *shares] for (epoch, batch), shares in self._since]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as before, if there are as many ranks; else with the shares that this run begins with."""
+        since = [((int(epoch), int(batch)), tuple(shares)) for epoch, batch, *shares in state["since"]]
+        if len(since[-1][1]) == len(self.shares):
+            self._since = since
+
+
+def _rounded(total: int, ideal: Sequence[float]) -> list[int]:
+    counts = [int(one) for one in ideal]
+    by_rest = sorted(range(len(ideal)), key=lambda index: (counts[index] - ideal[index], index))
+    for index in by_rest[: total - sum(counts)]:
+        counts[index] += 1
+    return counts
+
+
+def turns(counts: Sequence[int]) -> list[list[int]]:
+    """Which places of a global batch each rank gets that has so many of them.
+
+    The ranks take turns, as long as each has not all of its own: with equal counts rank r of R has r, r + R and so on.
+    """
+    places: list[list[int]] = [[] for _ in counts]
+    place = 0
+    for turn in range(max(counts, default=0)):
+        for rank, count in enumerate(counts):
+            if turn < count:
+                places[rank].append(place)
+                place += 1
+    return places
+
+
+def rotation(shares: Sequence[float], count: int) -> tuple[int, ...]:
+    """Who gets each of so many microbatches, one after another.
+
+    Smooth weighted round-robin: in any stretch each has nearly its share, and never all of it at once. With equal
+    shares microbatch m goes to ``m mod R``. Each has one where there are as many.
+    """
+    left = list(deal(count, shares, least=1))
+    total = list(left)
+    credit = [0] * len(left)
+    order = []
+    for _ in range(count):
+        credit = [have + gets for have, gets in zip(credit, total, strict=True)]
+        chosen = max(range(len(credit)), key=lambda rank: (credit[rank], -rank))
+        credit[chosen] -= count
+        order.append(chosen)
+    return tuple(order)

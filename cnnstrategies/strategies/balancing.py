@@ -1,0 +1,173 @@
+"""When, and how, the work is dealt anew to ranks that are not equally fast."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
+
+from cnnstrategies.data.sampling import DealtBatches, dealt
+from cnnstrategies.shares import Deals, deal
+
+EVERY = 5  # batches from one exchange of times to the next
+GAIN = 0.03  # that is predicted, for which it is dealt anew
+FIRST = 3  # batches of a run that are not timed: they build what the others have
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a rank says of its last batches: medians, in seconds."""
+
+    sample: float  # forward and backward, without waiting for others; 0 where nothing was timed
+    step: float  # from one batch to the next
+    drawn: int  # batches of the epoch that its loader has drawn
+
+    def as_row(self) -> list[float]:
+        """As numbers."""
+        return [self.sample, self.step, float(self.drawn)]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Shares that make a step quicker, and how much: the step's time before by that after, less 1."""
+
+    shares: tuple[float, ...]
+    gain: float
+
+
+def propose(samples: int, deals: Deals, epoch: int, batch: int, timed: Sequence[Timed]) -> Proposal | None:
+    """Other shares for a global batch of so many samples; None where they would not gain enough.
+
+    Every rank has its share when the slowest one has: then all wait for nobody. What a step takes beyond its slowest
+    rank's own time, as to reduce gradients, it takes whatever the shares (LB-BSP, Chen et al., SoCC 2020). A rank's
+    time for a sample is that of its present share; where it is not proportional to that, the next proposal is nearer.
+    """
+    if any(one.sample <= 0 for one in timed):
+        return None
+    now = deals.counts(epoch, batch, samples)
+    speeds = tuple(1 / one.sample for one in timed)
+    then = deal(samples, speeds, deals.least, deals.most)
+    before, after = (max(n * one.sample for n, one in zip(counts, timed, strict=True)) for counts in (now, then))
+    rest = max(0.0, median(one.step for one in timed) - before)
+    gain = (before + rest) / (after + rest) - 1
+    return Proposal(speeds, gain) if gain > GAIN else None
+
+
+class Stopwatch:
+    """A rank's own time in a step: from the forward's begin to the last gradient, which waits for nobody.
+
+    On a GPU by events, which are read when they have happened: nothing waits for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: list[tuple[Any, Any]] = []
+        self._on_device = device.type == "cuda"
+        self._begun: Any = None
+        self._seconds: list[float] = []
+
+    def begin(self) -> None:
+        """The forward begins."""
+        self._begun = self._now()
+
+    def end(self) -> None:
+        """The last gradient is there; if nothing has begun, nothing is timed."""
+        if self._begun is None:
+            return
+        begun, self._begun = self._begun, None
+        if self._on_device:
+            self._events.append((begun, self._now()))
+        else:
+            self._seconds.append(self._now() - begun)
+
+    def take(self) -> list[float]:
+        """Seconds of the steps that were timed since this was asked last."""
+        while self._events and self._events[0][1].query():
+            begun, ended = self._events.pop(0)
+            self._seconds.append(begun.elapsed_time(ended) / 1000)
+        seconds, self._seconds = self._seconds, []
+        return seconds
+
+    def _now(self) -> Any:
+        if not self._on_device:
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+class Balance(Callback):
+    """Has the ranks exchange their times every few batches, and deals anew where that gains.
+
+    All ranks see the same times, so they decide alike, and from the same batch on: one that no loader has drawn yet.
+
+    Args:
+        gather: Brings the rows of all ranks together, one after the other.
+    """
+
+    def __init__(self, deals: Deals, stopwatch: Stopwatch, gather: Callable[[list[float]], Tensor]) -> None:
+        self._deals = deals
+        self._stopwatch = stopwatch
+        self._gather = gather
+        self._sampler: DealtBatches | None = None
+        self._own: list[float] = []
+        self._steps: list[float] = []
+        self._last: float | None = None
+        self._left_out = FIRST
+        self._next = (0, 0)  # the batch from which on the last deal holds
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._sampler = dealt(trainer)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last = None
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        sampler = self._sampler
+        if sampler is None:
+            return
+        now, last = time.perf_counter(), self._last
+        self._last = now
+        seconds = self._stopwatch.take()
+        if self._left_out or (sampler.epoch, batch_idx) < self._next:
+            self._left_out = max(0, self._left_out - 1)
+            return
+        count = sampler.counts(batch_idx)[sampler.rank]
+        self._own += [one / count for one in seconds if count]
+        if last is not None:
+            self._steps.append(now - last)
+        if (batch_idx + 1) % EVERY == 0:
+            self._exchange(trainer, sampler, batch_idx)
+
+    def _exchange(self, trainer: Trainer, sampler: DealtBatches, batch: int) -> None:
+        own, steps = (median(found) if found else 0.0 for found in (self._own, self._steps))
+        self._own, self._steps = [], []
+        rows = self._gather(Timed(own, steps, sampler.drawn).as_row()).tolist()
+        timed = [Timed(sample, step, int(drawn)) for sample, step, drawn in rows]
+        found = propose(sum(sampler.counts(batch)), self._deals, sampler.epoch, batch, timed)
+        if found is None:
+            return
+        first = max(one.drawn for one in timed) + 1
+        since = (sampler.epoch, first) if first < len(sampler) else (sampler.epoch + 1, 0)
+        self._deals.change(*since, found.shares)
+        self._next = since
+        counts = self._deals.counts(*since, sum(sampler.counts(batch)))
+        rank_zero_info(f"Dealt anew: {', '.join(map(str, counts))} samples a batch; a step is {found.gain:.0%} quicker")
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._deals.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._deals.load_state_dict(state_dict)

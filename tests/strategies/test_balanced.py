@@ -1,0 +1,153 @@
+"""Whatever the ranks' shares, and whenever they change, the weights are those of one process."""
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import digit_runs
+import pytest
+import torch
+from conftest import PlainCNN, quiet_trainer
+from digit_runs import Digits, assert_same_run, load, train
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from cnnstrategies import ConfigurationError, ImageClassifier
+from cnnstrategies.strategies import BalancedDDPStrategy, balancing
+
+
+class DealAtRandom(Callback):
+    """Other shares every few batches, from a batch that no rank has drawn yet."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if self.random.random() < 0.5:
+            shares = [self.random.uniform(0.1, 4) for _ in range(trainer.world_size)]
+            trainer.strategy.deals.change(trainer.current_epoch, batch_idx + 3, shares)
+
+
+class SlowRank(Callback):
+    """One rank takes four times as long for each sample, as long as ``slow`` says; in a time of its own."""
+
+    def __init__(self, folder, slow):
+        self.folder, self.slow = folder, slow
+
+    def on_train_start(self, trainer, pl_module):
+        self.now, self.dealt = 0.0, []
+        balancing.time = SimpleNamespace(perf_counter=lambda: self.now)
+        pl_module.network.register_forward_pre_hook(lambda network, given: self.compute(trainer, len(given[0])))
+
+    def compute(self, trainer, samples):
+        if trainer.training:
+            self.dealt.append(samples)
+            slow = trainer.global_rank == 1 and self.slow(trainer.global_step)
+            self.now += 0.001 + samples * 0.001 * (4 if slow else 1)
+
+    def on_train_end(self, trainer, pl_module):
+        Path(self.folder, f"dealt-{trainer.global_rank}.json").write_text(json.dumps(self.dealt))
+
+
+def balanced(**options):
+    return BalancedDDPStrategy(start_method="fork", **options)
+
+
+@pytest.mark.parametrize(("ranks", "samples", "accumulated"), [(3, 64, 1), (2, 37, 3), (5, 13, 1)])
+def test_any_batch_under_shares_that_change_trains_one_process_s_weights(ranks, samples, accumulated):
+    seed = torch.initial_seed() % 1000
+    given = {"data": {"global_batch_size": samples}, "max_epochs": 1}
+    one = train("one", **given)
+    dealt = train(
+        "dealt",
+        balanced(shares=[random.Random(seed).uniform(0.1, 4) for _ in range(ranks)]),
+        ranks,
+        callbacks=[DealAtRandom(seed)],
+        accumulate_grad_batches=accumulated,
+        **given,
+    )
+    assert_same_run(dealt, one)
+
+
+class Weighted(ImageClassifier):
+    """Rare classes count more."""
+
+    def loss(self, outputs, targets):
+        return functional.cross_entropy(outputs, targets, self.weights(targets))
+
+    def loss_weight(self, targets):
+        return self.weights(targets)[targets].sum()
+
+    def weights(self, targets):
+        return torch.arange(1.0, 11, dtype=torch.float64, device=targets.device)
+
+
+def test_a_batch_counts_by_what_its_loss_is_divided_by(monkeypatch):
+    monkeypatch.setattr(digit_runs, "ImageClassifier", Weighted)
+    given = {"data": {"global_batch_size": 61}, "max_epochs": 1}
+    assert_same_run(train("dealt", balanced(shares=[3, 1, 2]), 3, **given), train("one", **given))
+
+
+class PlainDigits(Digits):
+    """Its training loader is torch's own."""
+
+    def train_dataloader(self):
+        world = self.trainer.world_size
+        source = self.train_source
+        images = torch.stack([self.train_transform(image[None])[0] for image in source.images])
+        dataset = TensorDataset(images, source.targets)
+        sampler = DistributedSampler(dataset, world, self.trainer.global_rank, seed=5)
+        return DataLoader(dataset, 60 // world, sampler=sampler)
+
+
+def test_a_loader_of_the_user_is_dealt_by_shares_too(monkeypatch):
+    """Of its sampler's order, without the samples that this repeats."""
+    monkeypatch.setattr(digit_runs, "Digits", PlainDigits)
+    one = train("one", data={"batch_size": 20, "global_batch_size": None})
+    dealt = train("dealt", balanced(shares=[1, 2.5, 4]), 3, data={"batch_size": 20, "global_batch_size": None})
+    assert_same_run(dealt, one)
+
+
+def test_a_slow_rank_loses_work_and_gets_it_back(tmp_path):
+    """Within twenty steps; a run that goes on in the middle of an epoch deals as before."""
+    slow = SlowRank(tmp_path, lambda step: step < 40)
+    given = {"data": {"global_batch_size": 20}, "max_epochs": 4}
+    train("auto", balanced(), 2, callbacks=[slow], **given)
+    assert_same_run(load("auto"), train("one", **given))
+    dealt = json.loads((tmp_path / "dealt-1.json").read_text())
+    assert dealt[0] == 10
+    assert 2 <= dealt[20] <= 6, dealt
+    assert dealt[-2] >= 8, dealt
+
+
+def test_a_run_that_goes_on_deals_as_before(tmp_path):
+    """Also what is dealt anew, from the very batch on: an interrupted run has the weights of one that was not."""
+    # Lightning loads a checkpoint into the network as it was made, and makes it float64 afterwards.
+    given = {"data": {"global_batch_size": 20}, "max_epochs": 2, "network": lambda: PlainCNN().double()}
+
+    def slow():
+        return SlowRank(tmp_path, lambda step: True)
+
+    whole = train("whole", balanced(), 2, callbacks=[slow()], **given)
+    dealt = json.loads((tmp_path / "dealt-1.json").read_text())
+    saved = ModelCheckpoint("cut", "cut", every_n_train_steps=25)
+    train("cut", balanced(), 2, callbacks=[slow(), saved], max_steps=25, **given)
+    gone_on = train("gone on", balanced(), 2, callbacks=[slow()], ckpt_path=Path("cut/cut.ckpt").resolve(), **given)
+    assert json.loads((tmp_path / "dealt-1.json").read_text())[0] == dealt[25] < 10
+    assert_same_run(gone_on, whole)
+
+
+def test_shares_that_cannot_be_are_refused_before_processes():
+    for refused, said in (
+        ({"shares": [3, 0]}, r"shares=\[3, 0\]: each rank needs a share above 0"),
+        ({"shares": "best"}, "shares='best': accepted are auto, equal and a list"),
+        ({"max_share": 0}, "max_share=0: a rank needs at least 1 sample"),
+        ({"ddp_comm_hook": print}, "ddp_comm_hook: this strategy brings its own hook"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            BalancedDDPStrategy(**refused)
+    with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] are 2, and there are 3 processes"):
+        quiet_trainer(BalancedDDPStrategy([3, 1]), 3).strategy.launcher.launch(print)

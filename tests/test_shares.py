@@ -1,0 +1,59 @@
+"""How samples and microbatches are dealt: completely, within bounds, as near to the shares as whole numbers are."""
+
+import random
+
+import pytest
+
+from cnnstrategies import ConfigurationError
+from cnnstrategies.shares import deal, rotation, turns
+
+pytestmark = pytest.mark.light
+
+
+@pytest.fixture(name="draws")
+def some_shares():
+    """Shares, and how many things are dealt by them."""
+    return [
+        ([random.choice([1.0, random.uniform(0.05, 4)]) for _ in range(random.randint(1, 6))], random.randint(0, 130))
+        for _ in range(3000)
+    ]
+
+
+def test_samples_are_dealt_completely_and_nearest_to_the_shares(draws):
+    for shares, samples in draws:
+        dealt = deal(samples, shares)
+        assert sum(dealt) == samples
+        for share, count in zip(shares, dealt, strict=True):
+            assert abs(count - samples * share / sum(shares)) < 1
+    assert deal(64, [1, 1, 1]) == (22, 21, 21)
+
+
+def test_a_least_and_a_most_hold_wherever_they_can(draws):
+    for shares, samples in draws:
+        ranks = len(shares)
+        least = random.randint(0, 10)
+        most = max(least, random.randint(-(-samples // ranks), 130))
+        dealt = deal(samples, shares, least, most)
+        assert sum(dealt) == samples
+        assert min(dealt) >= min(least, samples // ranks)
+        assert max(dealt) <= most
+    assert deal(100, [100, 1, 1], least=8, most=60) == (60, 20, 20)
+    with pytest.raises(ConfigurationError, match="9 samples for 2 processes, each of which holds 4 at most: 8 at most"):
+        deal(9, [1, 1], most=4)
+
+
+def test_ranks_take_turns_for_places_and_microbatches(draws):
+    for shares, count in draws:
+        dealt = deal(count, shares)
+        places = turns(dealt)
+        assert sorted(place for own in places for place in own) == list(range(count))
+        assert [len(own) for own in places] == list(dealt)
+        order = rotation(shares, count)
+        of_each = deal(count, shares, least=1)
+        assert tuple(order.count(rank) for rank in range(len(shares))) == of_each
+        # At no time is one ahead of its share by more than a microbatch or two.
+        for stretch in range(count):
+            for rank, number in enumerate(of_each):
+                assert abs(order[:stretch].count(rank) - stretch * number / count) < 2
+    assert turns((3, 3)) == [[0, 2, 4], [1, 3, 5]]
+    assert rotation([1, 1, 1], 7) == (0, 1, 2, 0, 1, 2, 0)
