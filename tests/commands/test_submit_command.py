@@ -67,8 +67,8 @@ REFUSED = {
     ),
     "nodes disagree with the layout": ([HYBRID, *TWO_NODES], r"replicas=\[3, 1\] need 4 devices, but there are 2"),
     "global batch of a pipeline": (
-        [HYBRID, "--trainer.num_nodes=4", "--trainer.devices=1", "--data.init_args.global_batch_size=64"],
-        "by 3 processes that load: use 63 or 66",
+        [HYBRID, "--trainer.num_nodes=4", "--trainer.devices=1", "--data.init_args.global_batch_size=2"],
+        "each of 3 processes that load: use at least 3",
     ),
     "own processes": ([QUICKSTART, "--trainer.strategy=ddp_spawn"], "starts its processes itself"),
 }
