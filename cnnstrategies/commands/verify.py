@@ -11,7 +11,7 @@ from cnnstrategies.commands.run.lightning_cli import ModelAndData
 from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.verifying.runs import QUIET, TrainingError, forked, verify
 
-LEFT_OUT = ("precision", "logger", "num_nodes", "max_time", *QUIET)  # Of a configuration's trainer.
+LEFT_OUT = ("precision", "logger", "num_nodes", "max_steps", "max_time", *QUIET)  # Of a configuration's trainer.
 
 
 class VerifiedCLI(ModelAndData):

@@ -57,7 +57,7 @@ def a_coordinator_that_fails_tells_nobody(right, self, peer, message):
     Message.integer,
     killed_by=test_insider_fuzz.test_no_member_makes_a_server_fail,
     noticed_by=(TypeError,),
-    options=test_insider_fuzz.MODES["sync"],
+    options=test_insider_fuzz.MODES["async"],
 )
 def what_a_server_takes_for_a_number_may_be_none(right, self, name, least=0):
     return self.fields.get(name)

@@ -30,7 +30,7 @@ def a_push_that_was_lost_is_not_sent_again(right, self, keys, step):
 removes(
     Pulls.with_push,
     "nobody waits for what comes of a pipelined push",
-    killed_by=test_sync.test_pipelined_steps_equal_one_process,
+    killed_by=test_sync.test_values_come_while_gradients_leave,
 )
 
 

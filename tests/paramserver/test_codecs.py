@@ -189,7 +189,8 @@ def test_auto_trains_with_what_it_has_chosen(mode: str, tmp_path: Path) -> None:
         assert rungs[-3:] == [2, 2, 2]
         assert set(rungs) == {0, 1, 2}
         assert loss < 0.6
-        assert sent == sum(72 * 6 + size[rung] for rung in rungs)
+        least = sum(72 * 6 + size[rung] for rung in rungs)
+        assert least <= sent <= least + 4 * (72 * 6 + size[0]), "what is not answered in good time leaves again"
         if mode == "sync" and number == 1:
             assert firsts[1:] == rungs_of_first[:-1], "what the first has used in the step before"
         else:

@@ -80,7 +80,7 @@ def test_fit_cuts_as_the_plan_does(monkeypatch: pytest.MonkeyPatch) -> None:
         images = torch.randn(32, 1, 8, 8)
         layout = request.choose(network, trainer, 2, torch.device("cpu"), lambda size, images=images: images)
         copies = 4 if isinstance(optimizer, torch.optim.AdamW) else 2
-        options: dict[str, Any] = {"microbatches": 8, "replicas": (1, 1), "families": ("hybrid",)}
+        options: dict[str, Any] = {"microbatches": 8, "replicas": (1, 1)}
         job = Job(uneven(), cluster, 64, state_copies=copies, memory_limit=limit, **options)
         chosen = rank(job).hybrid
         assert chosen is not None

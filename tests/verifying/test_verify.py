@@ -142,7 +142,11 @@ def test_the_command_exits_as_it_says_and_leaves_nothing(run_cli: Any, tmp_path:
     assert "3 on 192 samples, " in said, "of two epochs, for there are to be three steps"
     assert "loaded by 2 of 2 processes" in said
     assert "; 0 weights have moved" in said
-    for refused in ("--trainer.devices=3", "--data.init_args.roots=x", "--trainer.strategy=FSDPStrategy"):
+    for refused in (
+        "--data.init_args.global_batch_size=1",
+        "--data.init_args.roots=x",
+        "--trainer.strategy=FSDPStrategy",
+    ):
         code, said = run_cli(*QUICK, refused)
         assert code == 2, said
         assert said.startswith("cnnstrategies: error: ")
