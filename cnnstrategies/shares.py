@@ -68,9 +68,14 @@ class Deals:
         """Those that were dealt last."""
         return self._since[-1][1]
 
+    @property
+    def since(self) -> tuple[int, int]:
+        """From which epoch and batch on."""
+        return self._since[-1][0]
+
     def change(self, epoch: int, batch: int, shares: Sequence[float]) -> None:
         """Deal anew from a batch on, which no rank has drawn yet."""
-        assert self._since[-1][0] < (epoch, batch), "one change after the other"
+        assert self.since < (epoch, batch), "one change after the other"
         now = [(since, old) for since, old in self._since if since[0] == epoch]
         self._since = [*(now or self._since[-1:]), ((epoch, batch), tuple(shares))]
 

@@ -171,3 +171,4 @@ class Balance(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._deals.load_state_dict(state_dict)
+        self._next = self._deals.since  # It may be one that was to come.

@@ -31,8 +31,8 @@ class SampleWeights(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if has_mean_loss(pl_module):
-            self._targets = batch[1]
+        pair = isinstance(batch, list | tuple) and len(batch) > 1
+        self._targets = batch[1] if pair and has_mean_loss(pl_module) else None
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
