@@ -19,13 +19,12 @@ from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.data.sampling import DealtBatches
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import has_batch_norm
+from cnnstrategies.pipeline.microbatches import NORMALISED_TOGETHER
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import Balance, Stopwatch
 from cnnstrategies.strategies.dealt_loader import OrderBatches, with_batches
 from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
 from cnnstrategies.strategies.sample_weights import SampleWeights
-
-NORMALISED = 8  # samples of which mean and variance are still worth something
 
 
 class BalancedDDPStrategy(DDPStrategy):
@@ -83,7 +82,7 @@ class BalancedDDPStrategy(DDPStrategy):
         """By which shares batches are dealt."""
         if self._deals is None:
             shares: Sequence[float] = [1] * self.world_size if isinstance(self.shares, str) else self.shares
-            least = NORMALISED if self.lightning_module and has_batch_norm(self.lightning_module) else 1
+            least = NORMALISED_TOGETHER if self.lightning_module and has_batch_norm(self.lightning_module) else 1
             self._deals = Deals(shares, least, self.max_share)
         return self._deals
 

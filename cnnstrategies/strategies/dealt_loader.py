@@ -7,7 +7,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from cnnstrategies.data.sampling import DealtBatches
 from cnnstrategies.shares import Deals
-from cnnstrategies.strategies.parameter_server.loader import items_of
+from cnnstrategies.strategies.parameter_server.loader import items_of, options_of
 
 
 class OrderBatches(DealtBatches):
@@ -36,7 +36,4 @@ class OrderBatches(DealtBatches):
 
 def with_batches(loader: DataLoader[Any], batches: DealtBatches) -> DataLoader[Any]:
     """A loader of the same samples in other batches."""
-    names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
-    names += ["generator", "persistent_workers", *(["prefetch_factor"] if loader.num_workers else [])]
-    options = {name: getattr(loader, name) for name in names}
-    return DataLoader(loader.dataset, batch_sampler=batches, **options)
+    return DataLoader(loader.dataset, batch_sampler=batches, **options_of(loader))

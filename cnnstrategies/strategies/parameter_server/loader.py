@@ -115,11 +115,7 @@ class DispatchedLoader(DataLoader[Any]):
         whole = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         distributed(whole)
         self.chunks = ChunkSampler(whole, dispatch)
-        names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
-        names += ["generator", "persistent_workers"]
-        if loader.num_workers:
-            names.append("prefetch_factor")
-        options = {name: getattr(loader, name) for name in names}
+        options = options_of(loader)
         if whole is loader.sampler:
             options |= {"sampler": self.chunks, "batch_size": None}
         else:
@@ -150,6 +146,15 @@ class DispatchedLoader(DataLoader[Any]):
             if isinstance(batch, ConfigurationError):
                 raise ConfigurationError(str(batch))
             yield batch
+
+
+def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What another loader of the same samples is made with, but for which of them make a batch."""
+    names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
+    names += ["generator", "persistent_workers"]
+    if loader.num_workers:
+        names.append("prefetch_factor")
+    return {name: getattr(loader, name) for name in names}
 
 
 def items_of(sampler: Any, epoch: int) -> list[Any]:
