@@ -4,6 +4,7 @@ Samplers, the replicas of a pipeline, evaluation, planner and simulator all ask 
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from cnnstrategies.errors import ConfigurationError
@@ -118,7 +119,8 @@ def turns(counts: Sequence[int]) -> list[list[int]]:
     return places
 
 
-def rotation(shares: Sequence[float], count: int) -> tuple[int, ...]:
+@lru_cache(maxsize=256)  # A planner asks for the same ones again and again.
+def rotation(shares: tuple[float, ...], count: int) -> tuple[int, ...]:
     """Who gets each of so many microbatches, one after another.
 
     Smooth weighted round-robin: in any stretch each has nearly its share, and never all of it at once. With equal

@@ -48,7 +48,7 @@ def test_ranks_take_turns_for_places_and_microbatches(draws):
         places = turns(dealt)
         assert sorted(place for own in places for place in own) == list(range(count))
         assert [len(own) for own in places] == list(dealt)
-        order = rotation(shares, count)
+        order = rotation(tuple(shares), count)
         of_each = deal(count, shares, least=1)
         assert tuple(order.count(rank) for rank in range(len(shares))) == of_each
         # At no time is one ahead of its share by more than a microbatch or two.
@@ -56,4 +56,4 @@ def test_ranks_take_turns_for_places_and_microbatches(draws):
             for rank, number in enumerate(of_each):
                 assert abs(order[:stretch].count(rank) - stretch * number / count) < 2
     assert turns((3, 3)) == [[0, 2, 4], [1, 3, 5]]
-    assert rotation([1, 1, 1], 7) == (0, 1, 2, 0, 1, 2, 0)
+    assert rotation((1, 1, 1), 7) == (0, 1, 2, 0, 1, 2, 0)

@@ -229,8 +229,8 @@ class OutputGatherer:
             if not isinstance(row, Tensor):
                 continue
             gathered[index] = torch.empty((split.samples, *row.shape), dtype=row.dtype, device=self.device)
-            for replica, rank in enumerate(self.placement.ranks(last)):
-                own = [m for m in range(replica, split.microbatches, self.placement.replicas[last]) if split.sizes[m]]
+            for rank in self.placement.ranks(last):
+                own = [m for m in self.placement.own(rank) if split.sizes[m]]
                 if not own:
                     continue
                 rows = split.global_rows(*own, device=self.device)

@@ -59,6 +59,7 @@ class Pipeline:
 
     Attributes:
         module: This rank's stage, a module with the network's parameter names.
+        own: The microbatches that run here.
         shapes: Shape of each of the network's parameters and buffers.
         loss_sum: In the last stage what this rank's microbatches have added to the last step's loss.
         watchers: Called with each span of a training step; while there are none, nothing is timed. On a GPU timing
@@ -87,12 +88,13 @@ class Pipeline:
         check_backend(compile_backend)
         reuse_freed_memory()
         self.blueprint = divide_by_names(network, cuts)
-        self.placement = Placement(tuple(replicas), placement)
+        self.placement = Placement(tuple(replicas), placement, microbatches)
         self.microbatches = microbatches
         self.device = torch.device(device)
         self.rank = dist.get_rank()
         self.place = self.placement.place(self.rank)
-        self.tasks = tasks_of(self.place, replicas, microbatches, schedule, run_ahead)
+        self.tasks = tasks_of(self.placement, self.rank, schedule, run_ahead)
+        self.own = self.placement.own(self.rank)
         self.last = self.place.stage == self.placement.stages - 1
         self.shapes = {name: t.shape for name, t in (*network.named_parameters(), *network.named_buffers())}
         self.module = self.blueprint.build(self.place.stage).to(self.device)
@@ -257,11 +259,6 @@ class Pipeline:
         gradients = step.train(more)
         self.loss_sum = step.loss_sum
         return gradients, step.outputs
-
-    @property
-    def own(self) -> range:
-        """The microbatches that run here."""
-        return range(self.place.replica, self.microbatches, self.placement.replicas[self.place.stage])
 
     def evaluate(self, batch: Batch) -> dict[int, Any]:
         """Run the forwards of a batch, in the mode that ``module`` is in.

@@ -1,7 +1,4 @@
-"""Layouts of a network on ranks: their number and numbering, and which computes what in which order in a step.
-
-Microbatch m runs on replica ``m mod R`` of a stage with R replicas.
-"""
+"""Layouts of a network on ranks: their number and numbering, and which computes what in which order in a step."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,6 +8,7 @@ from itertools import accumulate
 from typing import Literal
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.shares import rotation
 
 Kind = Literal["forward", "backward"]
 KINDS: tuple[Kind, ...] = ("forward", "backward")
@@ -98,17 +96,22 @@ class Place:
 
 @dataclass(frozen=True)
 class Placement:
-    """The numbering of the ranks; neighbours in it are likely to be on one node.
+    """The numbering of the ranks, neighbours in which are likely to be on one node, and which runs what.
 
     Attributes:
         replicas: Replicas of each stage.
         order: ``stages``: those of stage 0 first, replica by replica, so that the replicas of a stage are together.
             ``replicas``: the first replica of each stage, then the second ones, so that those that send each other
             activations are together: all of them, where the replicas of each stage are a multiple of those of others.
+        microbatches: Of a step.
+        shares: For each rank what part of them it runs, in proportion to the other replicas of its stage; where there
+            are none, the replicas take turns.
     """
 
     replicas: tuple[int, ...]
     order: Order = "stages"
+    microbatches: int = 0
+    shares: tuple[float, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -130,8 +133,18 @@ class Placement:
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """The rank that runs a microbatch in a stage."""
-        ranks = self._ranks[stage]
-        return ranks[microbatch % len(ranks)]
+        return self._ranks[stage][self.runs[stage][microbatch]]
+
+    @cached_property
+    def runs(self) -> list[tuple[int, ...]]:
+        """For each stage which of its replicas runs each microbatch."""
+        shares = self.shares or (1,) * self.world_size
+        return [rotation(tuple(shares[rank] for rank in ranks), self.microbatches) for ranks in self._ranks]
+
+    def own(self, rank: int) -> list[int]:
+        """The microbatches that a rank runs."""
+        place = self.place(rank)
+        return [microbatch for microbatch, replica in enumerate(self.runs[place.stage]) if replica == place.replica]
 
     def describe(self, rank: int) -> str:
         """A rank in words, for messages."""
@@ -141,7 +154,8 @@ class Placement:
     def _places(self) -> list[Place]:
         places = [Place(stage, replica) for stage, count in enumerate(self.replicas) for replica in range(count)]
         if self.order == "replicas":
-            apart = math.gcd(*self.replicas)  # Microbatch m runs on replicas that are equal modulo this in all stages.
+            # With equal shares a microbatch runs on replicas that are equal modulo this in all stages.
+            apart = math.gcd(*self.replicas)
             places.sort(key=lambda place: (place.replica % apart, place.replica // apart, place.stage))
         return places
 
@@ -193,28 +207,31 @@ def turns(replicas: Sequence[int], microbatches: int, schedule: str, run_ahead: 
     return turn
 
 
-def tasks_of(
-    place: Place, replicas: Sequence[int], microbatches: int, schedule: str = "1f1b", run_ahead: bool = False
-) -> list[Task]:
+def tasks_of(placement: Placement, rank: int, schedule: str = "1f1b", run_ahead: bool = False) -> list[Task]:
     """One rank's computations in order; see :func:`timetable`."""
-    own = range(place.replica, microbatches, replicas[place.stage])
-    tasks = [Task(kind, place.stage, microbatch) for kind in KINDS for microbatch in own]
-    return sorted(tasks, key=turns(replicas, microbatches, schedule, run_ahead))
+    stage, own = placement.place(rank).stage, placement.own(rank)
+    tasks = [Task(kind, stage, microbatch) for kind in KINDS for microbatch in own]
+    return sorted(tasks, key=turns(placement.replicas, placement.microbatches, schedule, run_ahead))
 
 
 def timetable(
-    replicas: Sequence[int], microbatches: int, schedule: str = "1f1b", run_ahead: bool = False
+    replicas: Sequence[int],
+    microbatches: int,
+    schedule: str = "1f1b",
+    run_ahead: bool = False,
+    shares: Sequence[float] = (),
 ) -> list[list[Task]]:
     """Each rank's computations in order.
 
     ``gpipe`` runs all forwards, then all backwards (Huang et al., "GPipe", 2019). ``1f1b`` starts a microbatch's
     backward as soon as it can, which bounds the activations that are held (Narayanan et al., "PipeDream", 2019, and
     Fan et al., "DAPPLE", 2021, for the synchronous form).
-    For each replica of each stage its tasks, stage by stage; one that gets no microbatch has none.
+    For each replica of each stage its tasks, stage by stage; one that gets no microbatch has none. In that order are
+    the shares, if any.
     """
     if microbatches < 1:
         raise ConfigurationError(f"microbatches={microbatches}: a step needs at least 1; 4 per stage is usual")
     if not replicas or min(replicas) < 1:
         raise ConfigurationError(f"replicas={list(replicas)}: every stage needs at least 1 replica")
-    places = [Place(stage, replica) for stage, count in enumerate(replicas) for replica in range(count)]
-    return [tasks_of(place, replicas, microbatches, schedule, run_ahead) for place in places]
+    placement = Placement(tuple(replicas), microbatches=microbatches, shares=tuple(shares))
+    return [tasks_of(placement, rank, schedule, run_ahead) for rank in range(placement.world_size)]

@@ -78,9 +78,9 @@ def compiled_stages_run_as_others_do(right, self, again):
 
 @replaces(tasks_of, killed_by=test_executor.test_peak_memory_holds_the_microbatches_in_flight_alone)
 def a_stage_under_1f1b_holds_the_activations_of_all_microbatches(
-    right, place, replicas, microbatches, schedule="1f1b", run_ahead=False
+    right, placement, rank, schedule="1f1b", run_ahead=False
 ):
-    return right(place, replicas, microbatches, "gpipe", run_ahead)
+    return right(placement, rank, "gpipe", run_ahead)
 
 
 @replaces(

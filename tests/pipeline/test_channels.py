@@ -17,7 +17,7 @@ class SlowTransport:
     """Holds each tensor until it is waited for, as a slow link does."""
 
     rank, place, device = 1, Place(1, 0), torch.device("cpu")
-    placement = Placement((1, 1))
+    placement = Placement((1, 1), microbatches=20)
 
     def __init__(self) -> None:
         self.under_way: list[Tensor] = []

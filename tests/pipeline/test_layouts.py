@@ -99,7 +99,7 @@ def test_a_step_makes_one_collective_on_the_host() -> None:
 def test_ranks_are_numbered_by_stage_or_by_pipeline() -> None:
     """A node's ranks follow one another: those of two nodes of 3 send each other nothing but gradients to sum."""
     assert [Placement((4, 2)).ranks(stage) for stage in range(2)] == [[0, 1, 2, 3], [4, 5]]
-    placement = Placement((4, 2), "replicas")
+    placement = Placement((4, 2), "replicas", microbatches=8)
     for m in range(8):
         assert len({placement.rank_of(stage, m) // 3 for stage in range(2)}) == 1
     assert [(one.stage, one.replica) for one in map(Placement((2, 1, 3), "replicas").place, range(6))] == [
