@@ -17,11 +17,11 @@ from conftest import ROOT
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from cnnstrategies.cli import main
-from cnnstrategies.paramserver.security import KeyPair
 
 reason = missing()
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(reason is not None, reason=str(reason))]
 
+SERVER = "--trainer.strategy.init_args"
 ENDLESS = ("--trainer.max_epochs=10000", "--trainer.limit_train_batches=5", "--trainer.limit_val_batches=1")
 
 
@@ -48,28 +48,6 @@ def train(hosts: Network, node: int, *arguments: str, address: str = "alpha", po
     return hosts.start(hosts.hosts[node], run)
 
 
-def parameter_server(**options: object) -> list[str]:
-    given = {"timeout": 10, **options}
-    words = [f"--trainer.strategy.init_args.{name}={value}" for name, value in given.items()]
-    return ["--trainer.strategy=ParameterServerStrategy", *words]
-
-
-def cut_for_a_moment_and_for_good(hosts: Network, *arguments: str) -> list[str]:
-    """Train; pull a cable for two seconds, and again when the run has gone on since. What the hosts print."""
-    runs = [train(hosts, node, *arguments, *ENDLESS) for node in (0, 1)]
-    path = written(0, runs)
-    hosts.hosts[1].set_link("down")
-    time.sleep(2)  # Nothing can be on its way any more.
-    hosts.hosts[1].set_link("up")
-    written(path.stat().st_mtime_ns, runs)
-    hosts.hosts[1].set_link("down")
-    codes = [run.wait() for run in runs]
-    outputs = [run.output() for run in runs]
-    assert 0 not in codes, "\n".join(outputs)
-    torch.load(path, weights_only=True)  # It is whole.
-    return outputs
-
-
 def written(since: int, runs: list[Run]) -> Path:
     """The checkpoint, as soon as it has been written again."""
 
@@ -83,19 +61,19 @@ def written(since: int, runs: list[Run]) -> Path:
 def test_short_cuts_of_a_link_are_survived_and_long_ones_end_it(hosts: Network) -> None:
     """Over the interface that is named, and each tells the other's name."""
     network = ("--network.interface=10.77.9.0/24", "--network.timeout=10")
-    alpha, beta = cut_for_a_moment_and_for_good(hosts, "--trainer.strategy=hybrid_pipeline", *network)
+    runs = [train(hosts, node, "--trainer.strategy=hybrid_pipeline", *network, *ENDLESS) for node in (0, 1)]
+    path = written(0, runs)
+    hosts.hosts[1].set_link("down")
+    time.sleep(2)  # Nothing can be on its way any more.
+    hosts.hosts[1].set_link("up")
+    written(path.stat().st_mtime_ns, runs)
+    hosts.hosts[1].set_link("down")
+    codes = [run.wait() for run in runs]
+    alpha, beta = (run.output() for run in runs)
+    assert 0 not in codes, f"{alpha}\n{beta}"
+    torch.load(path, weights_only=True)  # It is whole.
     assert "alpha has not reached beta (10.77.9.2, node 1) for 10 s" in alpha
     assert "beta has not reached alpha (10.77.9.1, node 0) for 10 s" in beta
-
-
-def test_encrypted_runs_survive_short_cuts_and_end_at_long_ones(hosts: Network) -> None:
-    open_network = train(hosts, 0, *parameter_server())
-    assert open_network.wait() == 2
-    assert "--make-keys" in open_network.output()
-    KeyPair.create().save("run.key")
-    alpha, beta = cut_for_a_moment_and_for_good(hosts, *parameter_server(key_file="run.key"))
-    assert "server 1" in alpha, alpha
-    assert "coordinator" in beta, beta
 
 
 class Dies(Callback):
@@ -111,7 +89,8 @@ class Dies(Callback):
 
 def test_a_node_that_pushes_once_survives_its_leader(hosts: Network) -> None:
     arguments = [
-        *parameter_server(combine="true", security="none"),
+        "--trainer.strategy=ParameterServerStrategy",
+        *(f"{SERVER}.timeout=10", f"{SERVER}.combine=true", f"{SERVER}.security=none"),
         *("--trainer.devices=2", "--trainer.max_epochs=2", "--trainer.limit_train_batches=15"),
         "--trainer.callbacks+=cluster.test_hosts.Dies",
     ]
@@ -133,12 +112,14 @@ def test_hosts_that_do_not_find_each_other_say_why(hosts: Network) -> None:
     nothing_listens = train(hosts, 1, soon, port=29512)
     no_such_host = train(hosts, 1, soon, address="10.77.9.3")
     wrong = [train(hosts, node, "--network.interface=extra", port=29513) for node in (0, 1)]
-    runs = (alone, nothing_listens, no_such_host, *wrong)
-    assert [run.wait() for run in runs] == [2] * 5, "\n".join(run.output() for run in runs)
+    without_keys = train(hosts, 0, "--trainer.strategy=parameter_server")
+    runs = (alone, nothing_listens, no_such_host, without_keys, *wrong)
+    assert [run.wait() for run in runs] == [2] * 6, "\n".join(run.output() for run in runs)
     assert "alpha has waited 2 s for node 1" in alone.output()
     assert "main address alpha (10.77.9.1) on port 29512" in nothing_listens.output()
     assert "has rank 0 been started" in nothing_listens.output()
     assert "main address 10.77.9.3" in no_such_host.output()
+    assert "--make-keys" in without_keys.output()
     for run in wrong:
         assert "alpha (10.99.0.1 on extra) cannot reach beta (10.99.1.1, node 1)" in run.output()
         assert "--network.interface" in run.output()

@@ -23,15 +23,13 @@ class Lit(LightningModule):
     pass
 
 class Wraps(LightningModule):
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, head: nn.Module):
         super().__init__()
 """
 FILES = {
     "mine.py": MINE,
     "page.ckpt": "not found",
     "bad.yaml": "trainer: {max_epoch: 3}",
-    "misspelt.yaml": "model: {init_arg: {num_classes: 3}}",
-    "beside.yaml": "model: {class_path: ImageClassifier, num_classes: 3}",
     "listed.yaml": "trainer: {callbacks: [{class_path: EarlyStopping, monitor: val_loss}]}",
     "init_arg.yaml": "data: {class_path: DigitsDataModule, init_arg: {seed: 1}}",
     "strategy.yaml": "trainer.strategy: {class_path: ParameterServerStrategy, init_args: {mode: asink}}",
@@ -40,7 +38,6 @@ NETWORK = "--model.init_args.network"
 # Words, and parts of the line: its beginning first. Words without quickstart.yaml begin with FIT.
 REFUSED = {
     "FIT": ["no data and model: give --data CLASS and --model CLASS, or a configuration that has data and model"],
-    "FIT --trainer.max_epochs=3 --data=DigitsDataModule": ["no model: give --model CLASS, or a configuration"],
     "fitt": ["no command 'fitt'; did you mean 'fit'?"],
     "predict --model=mine.Lit": ["predict: Lit has no forward that maps images to logits: give it one, such as"],
     "quantize": ["no ckpt_path: give the checkpoint, --ckpt_path FILE"],
@@ -49,13 +46,9 @@ REFUSED = {
     "quantize --ckpt_path=other.ckpt": ["ckpt_path: other.ckpt is of another network than `model` describes: "],
     "fit --ckpt_path=nowhere.ckpt": ["", "nowhere.ckpt", "best or last or hpc or a path"],
     "fit --model=mine.Litt": ["model: cannot use 'mine.Litt': module 'mine' has no attribute 'Litt'"],
-    "fit --model=nowhere.Lit": ["model: cannot use 'nowhere.Lit': No module named 'nowhere'"],
-    "fit --model=mine.Wraps": ["model: mine.Wraps needs model: give --model.model"],
+    "fit --model=mine.Wraps": ["model: mine.Wraps needs model and head: give --model.model and --model.head"],
     "fit --model=torch.nn.ReLU": [
         "model: 'torch.nn.ReLU' is not accepted; it must be LightningModule or null (of lightning.pytorch, and not"
-    ],
-    f"fit {NETWORK}=torch.nn.Conv2d": [
-        "model.init_args.network: torch.nn.Conv2d needs out_channels and kernel_size: give --model."
     ],
     f"fit {NETWORK}=torchvision.models.resnet18 {NETWORK}.init_args.weights=DEFAULT": [
         "weights: trained for 1000 classes, and num_classes=10: class_path: cnnstrategies.pretrained.pretrained with "
@@ -66,7 +59,6 @@ REFUSED = {
     "fit --model.init_args.label_smoothing=3": ["", "label_smoothing=3.0", "[0, 1)"],
     "fit --model.init_args.optimizer.init_args.lrr=3": ["", "optimizer.init_args.lrr", "did you mean 'lr'", "momentum"],
     "fit --data=Nope": ["data: no class 'Nope'; give its import path"],
-    "fit --config=beside.yaml": ["model.num_classes stands beside class_path: arguments of a class go under model.ini"],
     "fit --config=listed.yaml": ["trainer.callbacks.monitor stands beside class_path: arguments"],
     "fit --config=init_arg.yaml": ["unknown key data.init_arg: did you mean 'init_args'?"],
     f"fit --data=CIFAR10DataModule --data.init_args.download=false {NETWORK}.init_args.in_channels=3": [
@@ -77,16 +69,13 @@ REFUSED = {
     ],
     "fit --trainer.accelerator=gpu": ["No supported gpu backend found: with --trainer.accelerator=cpu it runs here"],
     "fit --trainer.logger=WandbLogger": ["lightning.pytorch.loggers.WandbLogger: a package is missing: pip install '"],
-    "fit --trainer.max_epochs=many": ["trainer.max_epochs: ", "'many'", "int or null"],
     "fit --trainer.strategy=dpp": ["trainer.strategy: ", "'dpp'", "did you mean 'ddp'"],
     "fit --trainer.callbacks+=EarlyStopping": [
         "trainer.callbacks: EarlyStopping needs monitor: give --trainer.callbacks.monitor"
     ],
-    "fit --cluster.partitions=gpu": ["", "has no 'partitions'; did you mean 'part"],
     "fit --cluster.kubernetes.imag=cnn": ["unknown key cluster.kubernetes.imag: "],
     "fit --modle=3": ["", "modle", "did you mean 'model'", "data"],
     "fit --config=bad.yaml": ["unknown key trainer.max_epoch: Trainer has no", "'max_epochs'?"],
-    "fit --config=misspelt.yaml": ["unknown key model.init_arg: did you mean 'init_args'?"],
     "fit --config=strategy.yaml": ["", "mode: 'asink'", "'sync', 'async'"],
 }
 

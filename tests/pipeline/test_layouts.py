@@ -109,8 +109,8 @@ def test_ranks_are_numbered_by_stage_or_by_pipeline() -> None:
     ]
 
 
-def test_a_transfer_holds_its_tensor_and_a_sum_its_value() -> None:
-    """The tool itself: a tensor that is given away while it is under way, and one that is written to."""
+def test_a_transfer_holds_its_tensor() -> None:
+    """The tool itself: a tensor is given away while it is under way."""
 
     def sends_what_it_drops(rank: int) -> None:
         if rank == 0:
@@ -121,13 +121,5 @@ def test_a_transfer_holds_its_tensor_and_a_sum_its_value() -> None:
             dist.barrier()
             dist.irecv(torch.zeros(1), 0).wait()
 
-    def adds_to_what_is_summed(rank: int) -> None:
-        tensor = torch.ones(1)
-        work = dist.all_reduce(tensor, async_op=True)
-        tensor += 1
-        assert work is not None
-        work.wait()
-
-    for act, message in ((sends_what_it_drops, "freed"), (adds_to_what_is_summed, "written to")):
-        with pytest.raises(AssertionError, match=message):
-            World(2).run(act)
+    with pytest.raises(AssertionError, match="freed"):
+        World(2).run(sends_what_it_drops)
