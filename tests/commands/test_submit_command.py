@@ -100,6 +100,8 @@ def test_what_a_target_cannot_run_is_refused():
             target(replace(base, options=changed), "submit")
 
     refused(SlurmTarget, "make a key file with")
+    refused(RayTarget, "make a key file with")
+    refused(RayTarget, "cluster.server_nodes=1 with --to ray", server_nodes=1)
     refused(KubernetesTarget, "kubectl create secret generic run-key --from-file=run.key")
     refused(KubernetesTarget, "cluster.kubernetes.image: name the container image", kubernetes={"image": None})
     refused(KubernetesTarget, "small letters", job_name="My_Run")
@@ -119,6 +121,7 @@ def test_what_a_target_cannot_run_is_refused():
     SlurmTarget(base, "submit")
     base.cli.config.trainer.enable_checkpointing = False
     refused(SlurmTarget, "from the beginning each time", base)
+    refused(RayTarget, "set cluster.ray.max_restarts to 0", base)
     refused(KubernetesTarget, r"a pod would start .*; set cluster\.kubernetes\.max_restarts to 0", base)
 
 
@@ -149,17 +152,9 @@ def test_the_pods_read_a_configuration_that_fits_them(capsys):
     assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == (f"{name}-0.{name}", "29500")
 
 
-def test_a_ray_nodes_request_is_shown_and_the_unfit_refused(monkeypatch):
-    base = check([*PARAMETER_SERVER, *TWO_NODES, "--trainer.devices=2", "--cluster.cpus_per_task=3", "--to=ray"])
+def test_a_ray_nodes_request_is_shown(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)  # As if it were not installed.
-
-    def refused(words, **options):
-        with pytest.raises(ConfigurationError, match=words):
-            RayTarget(replace(base, options=replace(base.options, **options)), "")
-
-    refused("make a key file with")
-    refused("cluster.server_nodes=1 with --to ray", server_nodes=1)
-    base = replace(base, parameter_server=None)
+    base = check([QUICKSTART, *TWO_NODES, "--trainer.devices=2", "--cluster.cpus_per_task=3", "--to=ray"])
     options = replace(base.options, setup=["ulimit -n 4096"], venv=Path("/home/me/venv"))
     shown = RayTarget(replace(base, options=options), "submit").show()
     assert "(STRICT_SPREAD) of 2 nodes with 6 CPUs each" in shown
@@ -167,6 +162,4 @@ def test_a_ray_nodes_request_is_shown_and_the_unfit_refused(monkeypatch):
     assert f"{lines}fit --config {Path.cwd()}/ray/cnnstrategies-" in shown
     with pytest.raises(ConfigurationError, match=r"pip install '\.\[ray\]'"):
         RayTarget(base, "submit").submit()
-    base.cli.config.trainer.fast_dev_run = True
-    refused("set cluster.ray.max_restarts to 0")
     assert not list(Path().iterdir())
