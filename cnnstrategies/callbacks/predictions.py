@@ -20,8 +20,6 @@ from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.whole_file import whole_file
 
-GATHER_ROWS = 4096
-
 
 class PredictionWriter(Callback):
     """Writes what ``predict_step`` returns: probabilities as CSV, masks as pictures.
@@ -133,8 +131,7 @@ class PredictionWriter(Callback):
 def gather_rows(trainer: Trainer, rows: Tensor) -> Tensor:
     """The rows (M, ...) of all ranks, on every rank and on the CPU; in an order that depends on their numbers alone.
 
-    Ranks may hold different numbers of rows; they are sent in slices of at most ``GATHER_ROWS`` rows, so that the
-    extra memory on an accelerator is bounded.
+    Ranks may hold different numbers of rows.
     """
     world = trainer.world_size
     if world == 1:
@@ -145,14 +142,9 @@ def gather_rows(trainer: Trainer, rows: Tensor) -> Tensor:
         return trainer.strategy.all_gather(values.to(device)).reshape(world, *values.shape).cpu()
 
     counts = gather(torch.tensor([len(rows)])).flatten().tolist()
-    found = [rows[:0]]
-    for start in range(0, max(counts), GATHER_ROWS):
-        part = rows[start : start + GATHER_ROWS]
-        padded = rows.new_zeros(min(GATHER_ROWS, max(counts) - start), *rows.shape[1:])
-        padded[: len(part)] = part
-        for count, of_rank in zip(counts, gather(padded), strict=True):
-            found.append(of_rank[: max(0, count - start)])
-    return torch.cat(found)
+    padded = rows.new_zeros(max(counts), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    return torch.cat([of_rank[:count] for count, of_rank in zip(counts, gather(padded), strict=True)])
 
 
 def write_masks(folder: Path, datamodule: Any, indices: Sequence[int], masks: Tensor) -> None:

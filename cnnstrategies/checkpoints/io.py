@@ -41,21 +41,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if str(path).startswith(("http://", "https://")):
             # Lightning would run what is pickled there, and take the file of another URL that ends in the same name.
             raise ConfigurationError(f"ckpt_path: {path}: download it first, as by `curl -O`, and give the file")
-        if Path(path).is_file():
-            with open(path, "rb") as file:
-                check_sums(path, file)
+        if not Path(path).is_file():
+            return super().load_checkpoint(path, map_location or _to_memory, weights_only)
+        check_sums(path)
         try:
             return super().load_checkpoint(path, map_location or _to_memory, weights_only)
         except Exception as error:
-            if not Path(path).is_file():
-                raise
             raise unreadable(path, error) from error
 
 
 def load_mapped(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     """Load the checkpoint of a file, of which only what is used comes into memory."""
-    with open(path, "rb") as file:
-        check_sums(path, file)
+    check_sums(path)
     try:
         mapped: dict[str, Any] = torch.load(path, _to_memory, weights_only=weights_only, mmap=True)
         return mapped
@@ -68,11 +65,11 @@ def _to_memory(storage: Any, location: str) -> Any:
     return storage
 
 
-def check_sums(path: str | Path, content: BinaryIO) -> None:
+def check_sums(path: str | Path) -> None:
     """Compare a file with the checksums that torch and others write into each archive, and nobody reads."""
-    if zipfile.is_zipfile(content):
+    if zipfile.is_zipfile(path):
         try:
-            with zipfile.ZipFile(content) as archive:
+            with zipfile.ZipFile(path) as archive:
                 changed = archive.testzip()
         except Exception as error:  # Whatever a changed byte of its directory leads to.
             changed = f"its directory ({error})"
@@ -81,7 +78,6 @@ def check_sums(path: str | Path, content: BinaryIO) -> None:
                 f"ckpt_path: {path} is not as it was written: {changed} has changed since: copy it again, or "
                 "take another checkpoint"
             )
-    content.seek(0)
 
 
 def unreadable(path: str | Path, error: Exception) -> ConfigurationError:

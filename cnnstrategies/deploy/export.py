@@ -154,9 +154,9 @@ def to_onnx(network: nn.Module, example: Tensor, file: Path) -> Network:
     """The same for other runtimes."""
     import onnxruntime
 
+    logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), _silent("torch.onnx", "onnxscript"):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             torch.onnx.export(
                 network,
                 (example,),
@@ -171,17 +171,7 @@ def to_onnx(network: nn.Module, example: Tensor, file: Path) -> Network:
     except Exception as error:
         why = str(error).strip().splitlines()[0]
         raise ConfigurationError(f"torch.onnx cannot export {name_of(network)}: {why}; use another --format") from error
+    finally:
+        logging.disable(logging.NOTSET)
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
-
-
-@contextlib.contextmanager
-def _silent(*names: str) -> Any:
-    levels = [logging.getLogger(name).level for name in names]
-    for name in names:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for name, level in zip(names, levels, strict=True):
-            logging.getLogger(name).setLevel(level)
