@@ -135,10 +135,13 @@ class Worker:
         """
         self._run(self.role.meet(time.monotonic()))
 
-    def join(self) -> int:
+    def join(self, has: int | None = None) -> int:
         """Become a member at a step boundary: from the returned step on the others wait for this worker (in sync).
 
         Writes the servers' values into the parameters; waits until some worker has given them.
+
+        Args:
+            has: A step of which this worker has the gradients, if all who have begun that one may have died since.
 
         Returns:
             The step to begin with, also in :attr:`step`.
@@ -146,7 +149,7 @@ class Worker:
         Raises:
             ServersUnreachableError: A server does not answer.
         """
-        return self._run(self.role.join(time.monotonic()))
+        return self._run(self.role.join(time.monotonic(), has))
 
     def leave(self) -> None:
         """Wait for the pulls that are under way, and no longer be waited for; :meth:`join` comes back."""

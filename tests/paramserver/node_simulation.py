@@ -202,10 +202,9 @@ class World:
         self.left_out: dict[int, int] = dict.fromkeys(ranks, 0)
         self.finished: dict[int, int] = {}
         self.errors: list[BaseException] = []
-        deaths = self.random.randint(0, self.count - 1) if faults else 0
-        self._deaths = sorted(
-            (self.random.randint(0, 120 * self.count), rank) for rank in self.random.sample(list(ranks), deaths)
-        )
+        deaths = self.random.sample(list(ranks), self.random.randint(0, self.count - 1) if faults else 0)
+        last = self.random.choice((40, 120)) * self.count
+        self._deaths = sorted((self.random.randint(0, last), rank) for rank in deaths)
         self.dead: set[int] = set()
         self._killed: set[int] = set()
         self._speeds = {rank: self.random.choice((0.1, 1.0, 1.0)) for rank in ranks}
@@ -345,13 +344,9 @@ class World:
     # Checks
 
     def lost_a_leader(self, rank: int) -> bool:
-        """Whether one has died that has led a worker's node: the servers may make steps without what it has not pushed.
-
-        Where they wait for the members alone, and there is no other node, they wait for who comes after it.
-        """
+        """Whether one has died that has led a worker's node, and others go on without what it has not pushed."""
         first = rank // self.per_node * self.per_node
-        waits = self.nodes == 1 and not self.specification.pipelined
-        return not waits and any(other in self.dead for other in range(first, rank))
+        return self.nodes > 1 and any(other in self.dead for other in range(first, rank))
 
     def contributors(self, step: int, index: int) -> set[int]:
         """The ranks whose gradients are in a step, each with the weight that it should have."""
@@ -378,6 +373,7 @@ def simulate(seed: int, faults: bool = True, nodes: int | None = None) -> World:
         patch.setattr(board_module, "fence", world.pause)
         world.run()
     alive = set(range(world.count)) - world.dead
+    assert not any(world.left_out[rank] and not world.lost_a_leader(rank) for rank in alive), "a step is left out"
     assert world.servers.step >= STEPS or not alive
     for step in range(world.servers.step):
         for index in range(len(SIZES)):

@@ -307,10 +307,10 @@ class CombinedWorker:
         self._engine = self._connect(self._came)
         if self._first_state is not None and not self.step:
             self._engine.initialise(*self._first_state)
-        step = self._engine.join()
+        step = self._engine.join(self.step - 1 if self.step else None)
         self._own.lead(step)
         if self.step == step + 1:
-            # The servers have not made the step whose gradients all workers of the node have given, or will.
+            # The servers have not made all of the step whose gradients all workers of the node have given, or will.
             self._weights, self._open = None, dict.fromkeys(range(len(self._sums)))
             self._finish(self._engine)
             self._exact = False

@@ -40,6 +40,10 @@ class SyncClock:
         """Whether all workers are past a step, or begin after it."""
         return all(first > step for first in self._first.values())
 
+    def any_after(self, step: int) -> bool:
+        """Whether a worker begins after a step."""
+        return any(first > step for first in self._first.values())
+
     def leave(self, worker: int) -> None:
         """Count a worker no longer."""
         self._gone.add(worker)

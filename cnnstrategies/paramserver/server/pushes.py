@@ -70,6 +70,10 @@ class Pushes:
         """Whether all these workers have pushed a slice."""
         return self._pieces.get(key, {}).keys() >= set(workers)
 
+    def lacks(self, key: int) -> bool:
+        """Whether nobody has pushed a slice."""
+        return not self._pieces.get(key)
+
     def mean(self, slice_: Slice, workers: Iterable[Who], buffer: Tensor) -> Tensor | None:
         """The mean over all samples of the workers' gradients; None if none of them has one.
 
@@ -199,29 +203,32 @@ class Updater:
         self._buffers: dict[int | torch.dtype, Tensor] = {}
         self._todo: deque[int] = deque()
         self._waiting: set[int] = set()  # slices that lack pushes of the decided step
+        self._members: tuple[Who, ...] = ()  # whose pushes take part
         self._present: list[Who] = []  # the members whose pushes come again if they are not here
+        self._heirs = False  # No member's do, and those of any other worker take part.
 
-    def plan(self, decision: Decision | None) -> None:
-        """List the slices that the decided step is still to be applied to."""
-        versions = self._shard.store.versions
+    def plan(self, decision: Decision | None, heirs: bool) -> None:
+        """List the slices that the decided step is still to be applied to; `heirs` may push what nobody has pushed."""
         self._todo = deque()
         self._waiting = set()
         if decision is None:
             return
+        self._heirs = heirs
+        self._members = (*decision.who, *self.lives.items()) if heirs else decision.who
         self._present = [(worker, life) for worker, life in decision.who if self.lives.get(worker) == life]
-        pushes = self._backlog.of(decision.step)
+        self._waiting = {key for key in self._shard.own if self._shard.store.versions[key] == decision.step}
         for key in self._shard.own:
-            if versions[key] == decision.step:
-                if pushes.has(key, self._present):
-                    self._todo.append(key)
-                else:
-                    self._waiting.add(key)
+            self.came(key, decision.step)
 
     def came(self, key: int, step: int) -> None:
         """A push of the decided step has come for a slice."""
-        if key in self._waiting and self._backlog.of(step).has(key, self._present):
+        if key in self._waiting and self._has(self._backlog.of(step), key):
             self._waiting.discard(key)
             self._todo.append(key)
+
+    def _has(self, pushes: Pushes, key: int) -> bool:
+        """Whether the pushes of a slice are here that it waits for."""
+        return pushes.has(key, self._present) and not (self._heirs and pushes.lacks(key))
 
     @property
     def busy(self) -> bool:
@@ -232,14 +239,14 @@ class Updater:
         """Form the mean of the next slice, and apply it if the step's factor is known."""
         key = self._todo.popleft()
         pushes = self._backlog.of(decision.step)
-        mean = self._mean(pushes, key, decision.who)
+        mean = self._mean(pushes, key, self._members)
         if decision.scale is None:
             return
         if mean is not None and self._clip_value is not None:
             mean.clamp_(-self._clip_value, self._clip_value)
         if mean is not None and decision.scale != 1.0:
             mean.mul_(decision.scale)
-        absent = pushes.absent(key, decision.who)
+        absent = pushes.absent(key, self._members)
         chosen = [pushes.begun[one] for one in decision.who if one in pushes.begun] if self._may_choose else []
         pulls, rung = frozenset(begin.pulls for begin in chosen), chosen[0].rung if chosen else 0
         self._shard.update(key, mean, decision.options, EVERYBODY, decision.step, absent, pulls, rung)

@@ -223,7 +223,7 @@ class Server:
         said, answered = fields_of(payload, header), frozenset(unpack_keys(payload[header.meta :]))
         who, step = (worker, header.incarnation), None if header.step == NO_STEP else header.step
         joins, first, given = said.flag("joins"), said.integer("first"), said.flag("given")
-        request = None if said.fields.get("request") is None else said.integer("request")
+        request, has = (None if said.fields.get(one) is None else said.integer(one) for one in ("request", "has"))
         if said.flag("leaves"):
             self.mode.leave(worker)
         lacks = False
@@ -235,7 +235,9 @@ class Server:
             if self._own is not None:
                 self._own.met(who, first)
         # Only a question, at first: a newcomer becomes a member when it says from which step on.
-        begins = self.mode.join(worker, step) if joins else 0
+        begins: int | None = 0
+        if joins:
+            begins = self._common.join(worker, step, has) if self._common is not None else self.mode.join(worker, step)
         self.mode.here(worker)
         if begins is None:
             return  # It asks again until this server knows where the others are.

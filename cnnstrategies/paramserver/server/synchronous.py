@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.messages import Header, InvalidMessageError, Kind
+from cnnstrategies.paramserver.messages import LARGEST_NUMBER, Header, InvalidMessageError, Kind
 from cnnstrategies.paramserver.server.clocks import RollCall, SyncClock
 from cnnstrategies.paramserver.server.decision import Decision, Entry, Reports
 from cnnstrategies.paramserver.server.pushes import Backlog, Begin, Updater
@@ -24,6 +24,8 @@ from cnnstrategies.paramserver.server.shard import Shard
 from cnnstrategies.paramserver.server.store import Who
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
+
+NO_SLICES = LARGEST_NUMBER - 1  # the step that a server without slices has still to make
 
 
 class Synchronous:
@@ -44,6 +46,7 @@ class Synchronous:
         self.leader = server  # that decides: the one that has been there longest
         self._backlog = Backlog(shard)
         self._updater = Updater(specification, shard, self._backlog)
+        self._lowest: dict[int, int] = {}  # as leader: the steps that servers have still to make
         self._squares: dict[int, float] = {}  # as leader: the norms that servers have told
         self._told_norm = False
         self._reports = Reports(alone=self._pipelined)
@@ -86,6 +89,7 @@ class Synchronous:
         self._begin_norm()
         self._voted = self._countable()
         self._votes.clear()
+        self._lowest = {self._server: self._backlog.lowest(NO_SLICES)}
         if self.leader == self._server:
             self._reports.add(self._server, self._voted)
             if self._decision is not None:
@@ -107,22 +111,47 @@ class Synchronous:
 
     def _send_status(self) -> None:
         decision = None if self._decision is None else self._decision.as_dict()
-        report = {"decision": decision, "complete": [] if self._pipelined else sorted(self._voted)}
+        complete = [] if self._pipelined else sorted(self._voted)
+        report = {"decision": decision, "complete": complete, "lowest": self._backlog.lowest(NO_SLICES)}
         self._outbox.to_server(self.leader, Kind.STATUS, json=report)
 
-    def join(self, worker: int, step: int | None) -> int | None:
+    def join(self, worker: int, step: int | None, has: int | None = None) -> int | None:
         """Count a worker from now on, or from the step at which it is; :meth:`here` comes next.
 
-        The step to begin with; None for a newcomer while the leader does not know where the others are.
+        The step to begin with; None for a newcomer while the leader does not know where the others are. One that `has`
+        the gradients of a step which waits for heirs begins with that.
         """
-        if step is None and self.leader == self._server and not self._knows_all:
-            return None
+        if step is None and self.leader == self._server:
+            if not self._knows_all:
+                return None
+            if has is not None and self._waits_for_heirs and has == self.clock.step - 1 >= min(self._lowest.values()):
+                self.clock.join(worker, has)
+                return has
         if step is not None and step > self.clock.step and not self._shard.own:
             # It has been through the steps before, of which this server may not have heard.
             self.clock.decide(step - 1)
             self._forget_before(step - 1)  # It may not hear of decisions, while workers tell it of their steps.
             self._ask_the_early()
-        return self.clock.join(worker, step)
+        waited = self._waits_for_heirs
+        begins = self.clock.join(worker, step)
+        if waited and not self._waits_for_heirs:
+            self._plan()
+        return begins
+
+    @property
+    def _waits_for_heirs(self) -> bool:
+        """Whether all who make up the decided step have died, where it may be made before all have pushed it.
+
+        Then it waits for who has gradients of it, too, unless somebody is there already who begins after it.
+        """
+        decision = self._decision
+        if (
+            not self._pipelined
+            or decision is None
+            or any(self.roll.lives.get(one) == life for one, life in decision.who)
+        ):
+            return False
+        return not self.clock.any_after(decision.step)
 
     @property
     def _knows_all(self) -> bool:
@@ -270,6 +299,8 @@ class Synchronous:
                 self.adopt(Decision.of(decision, self._specification))
             if is_present:
                 self._reports.add(server, complete)
+                if header.kind == Kind.STATUS:
+                    self._lowest[server] = said.integer("lowest")
             if header.kind == Kind.STATUS and self._decision is not None and self.leader == self._server:
                 self._outbox.to_server(server, Kind.DECIDE, json=self._decision.as_dict())
             self._consider()
@@ -301,7 +332,7 @@ class Synchronous:
     # Application
 
     def _plan(self) -> None:
-        self._updater.plan(self._decision)
+        self._updater.plan(self._decision, self._waits_for_heirs)
         self._send_norm()
 
     @property

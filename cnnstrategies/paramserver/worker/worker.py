@@ -86,6 +86,7 @@ class WorkerRole:
         self._stopped_seconds = min(STOPPED_SECONDS, specification.timeout / 4)
         self._joined = False
         self._first = 0  # step
+        self._has: int | None = None  # while it joins, the step of which it has gradients
         self._given = False  # The parameters that it begins with have come.
         self._replaces = incarnation > 0
         self._unready: dict[int, float] = {}  # servers without values, and since when
@@ -112,14 +113,18 @@ class WorkerRole:
             states = cut_state(self._specification, self._slices, optimizer_state)
         self._first_values = self._began_with or self._parameters, states
 
-    def join(self, now: float) -> Generator[Wait, None, int]:
-        """Become a member at a step boundary, and take the parameters; the step to begin with."""
+    def join(self, now: float, has: int | None = None) -> Generator[Wait, None, int]:
+        """Become a member at a step boundary, and take the parameters; the step to begin with.
+
+        It may be one that this worker `has` the gradients of, and those who began it have not finished.
+        """
+        self._has = has
         yield from self.meet(now)
         steps = yield from self._ask_where_to_begin()
         # Never back where servers take a push with the number of an older one for the same push again.
         self.step = max(steps) if self._specification.aggregates else max(self.step, *steps)
         self._moved = self._moved or self.step > 0
-        self._joined, self._first, self._given = True, self.step, False
+        self._joined, self._first, self._given, self._has = True, self.step, False, None
         self._request(refresh=True)
         for server in self._servers:
             self.hello(server)
@@ -346,7 +351,7 @@ class WorkerRole:
     ) -> None:  # fmt: skip
         request = self.pulls.step if self.pulls.pending else None
         said: dict[str, Any] = {"joins": joins, "leaves": leaves, "first": self._first, "given": self._given}
-        said["request"] = request
+        said |= {"request": request, "has": self._has}
         self.connections.send(
             server, Kind.HELLO, pack_keys(answered), json=said, step=step, base=self.view.number, encoding=Encoding.KEYS
         )
