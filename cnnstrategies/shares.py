@@ -4,10 +4,14 @@ Samplers, the replicas of a pipeline, evaluation, planner and simulator all ask 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from cnnstrategies.errors import ConfigurationError
+
+GAIN = 0.03  # that is predicted, for which it is dealt anew
+NORMALISED_TOGETHER = 8  # Images of which mean and variance are still worth something.
 
 
 def deal(samples: int, shares: Sequence[float], least: int = 0, most: int | None = None) -> tuple[int, ...]:
@@ -49,6 +53,37 @@ def deal(samples: int, shares: Sequence[float], least: int = 0, most: int | None
 
 def _within(number: float, least: int, most: int | None) -> float:
     return max(least, number if most is None else min(number, most))
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Shares that make a step quicker, and how much: the step's time before by that after, less 1."""
+
+    shares: tuple[float, ...]
+    gain: float
+
+
+def proposal(
+    now: Sequence[int], seconds: Sequence[float], step: float, least: int = 0, most: int | None = None
+) -> Proposal | None:
+    """Other shares, for training and for the planner; None where they would not gain enough.
+
+    Every rank has its share when the slowest one has: then all wait for nobody. What a step takes beyond its slowest
+    rank's own time, as to reduce gradients, it takes whatever the shares (LB-BSP, Chen et al., SoCC 2020). A rank's
+    time for a sample is that of its present share; where it is not proportional to that, the next proposal is nearer.
+
+    Args:
+        now: Samples of each rank.
+        seconds: Of each rank for a sample.
+        step: Seconds of a step now.
+        least: As of :func:`deal`, with ``most``.
+    """
+    speeds = tuple(1 / one for one in seconds)
+    then = deal(sum(now), speeds, least, most)
+    before, after = (max(n * one for n, one in zip(counts, seconds, strict=True)) for counts in (now, then))
+    rest = max(0.0, step - before)
+    gain = (before + rest) / (after + rest) - 1
+    return Proposal(speeds, gain) if gain > GAIN else None
 
 
 class Deals:

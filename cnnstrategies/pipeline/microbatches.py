@@ -7,9 +7,10 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from cnnstrategies.shares import NORMALISED_TOGETHER as NORMALISED_TOGETHER
+
 CPU = torch.device("cpu")
 PER_STAGE_AND_REPLICA = 4
-NORMALISED_TOGETHER = 8  # Images of which mean and variance are still worth something.
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from cnnstrategies.data.sampling import DealtBatches, dealt
-from cnnstrategies.shares import Deals, deal
+from cnnstrategies.shares import Deals, Proposal, proposal
 
 EVERY = 5  # batches from one exchange of times to the next
-GAIN = 0.03  # that is predicted, for which it is dealt anew
 FIRST = 3  # batches of a run that are not timed: they build what the others have
 
 
@@ -33,30 +32,12 @@ class Timed:
         return [self.sample, self.step, float(self.drawn)]
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """Shares that make a step quicker, and how much: the step's time before by that after, less 1."""
-
-    shares: tuple[float, ...]
-    gain: float
-
-
 def propose(samples: int, deals: Deals, epoch: int, batch: int, timed: Sequence[Timed]) -> Proposal | None:
-    """Other shares for a global batch of so many samples; None where they would not gain enough.
-
-    Every rank has its share when the slowest one has: then all wait for nobody. What a step takes beyond its slowest
-    rank's own time, as to reduce gradients, it takes whatever the shares (LB-BSP, Chen et al., SoCC 2020). A rank's
-    time for a sample is that of its present share; where it is not proportional to that, the next proposal is nearer.
-    """
+    """Other shares for a global batch of so many samples; None where they would not gain enough."""
     if any(one.sample <= 0 for one in timed):
         return None
-    now = deals.counts(epoch, batch, samples)
-    speeds = tuple(1 / one.sample for one in timed)
-    then = deal(samples, speeds, deals.least, deals.most)
-    before, after = (max(n * one.sample for n, one in zip(counts, timed, strict=True)) for counts in (now, then))
-    rest = max(0.0, median(one.step for one in timed) - before)
-    gain = (before + rest) / (after + rest) - 1
-    return Proposal(speeds, gain) if gain > GAIN else None
+    now, seconds = deals.counts(epoch, batch, samples), [one.sample for one in timed]
+    return proposal(now, seconds, median(one.step for one in timed), deals.least, deals.most)
 
 
 class Stopwatch:
