@@ -108,7 +108,7 @@ def predicted(pieces: Pieces, key: str) -> float:
     cluster = Cluster(tuple(Host(1, link, link, speed=cores / RUNS["one"].quotas[0]) for cores in run.quotas))
     if len(run.quotas) == 1:
         costs = profile.at(BATCH)
-        return costs.forward_time + costs.backward_time
+        return costs.time
     family = {"ddp": "ddp", "async": "parameter_server_async"}[run.kind]
     ranking = rank(Job(profile, cluster, BATCH))
     return next(row.step for row in (*ranking.same, *ranking.changing) if row.family == family)

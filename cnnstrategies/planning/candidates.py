@@ -1,13 +1,14 @@
 """What is planned for; what can be chosen, what that changes, and what is predicted of it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.cluster import Cluster
-from cnnstrategies.planning.costs import Profile
+from cnnstrategies.planning.costs import GraphCosts, Profile
+from cnnstrategies.shares import NORMALISED_TOGETHER, deal, proposal
 
 Bottleneck = Literal["compute", "nic", "link", "server", "fill"]
 Checkpointing = Literal["never", "except_last", "always"]  # As the pipeline has it, whose module imports torch.
@@ -56,9 +57,38 @@ class Job:
         """What connects its devices, as a bottleneck."""
         return "nic" if len(self.cluster.hosts) > 1 else "link"
 
-    def share(self, devices: int) -> int:
-        """Samples of a step when each device has an equal number of them: as many as asked, or a few less."""
-        return self.samples // devices * devices
+    def equal(self, batches: int = 1) -> tuple[int, ...]:
+        """Samples of each device in the largest of so many batches that make a step."""
+        return deal(-(-self.samples // batches), [1] * self.cluster.devices)
+
+    def dealt(self, step: Callable[[Sequence[int]], float], state: int) -> tuple[int, ...]:
+        """Samples of each device as training would deal them by the devices' times; equal ones where that gains little.
+
+        Args:
+            step: Seconds of a step with such samples.
+            state: Bytes that a device holds beside what it keeps of its samples.
+        """
+        counts, most, whole = self.equal(), None, self.profile.costs
+        if self.memory is not None:
+            most = max(counts[0], int((self.memory - state) / max(1, whole.kept_bytes) * whole.microbatch_size))
+        least = NORMALISED_TOGETHER if self.profile.batch_norm else 1
+        while True:
+            seconds = [time / count for time, count in zip(self._seconds(counts), counts, strict=True)]
+            found = proposal(counts, seconds, step(counts), least, most)
+            then = deal(self.samples, found.shares, least, most) if found else counts
+            if step(then) >= step(counts):
+                return counts
+            counts = then
+
+    def slowest(self, counts: Sequence[int]) -> tuple[GraphCosts, float]:
+        """The costs and the speed of the device that takes longest for its samples."""
+        seconds = self._seconds(counts)
+        device = seconds.index(max(seconds))
+        return self.profile.at(counts[device]), self.cluster.speeds[device]
+
+    def _seconds(self, counts: Sequence[int]) -> list[float]:
+        times = {count: self.profile.at(count).time for count in set(counts)}
+        return [times[count] / speed for count, speed in zip(counts, self.cluster.speeds, strict=True)]
 
 
 class Effect(IntEnum):

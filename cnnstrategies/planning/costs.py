@@ -92,14 +92,14 @@ class GraphCosts:
         return self._crossing([value.gradient_bytes for value in self.values])
 
     @cached_property
-    def forward_time(self) -> float:
-        """Seconds of the whole network's forward."""
-        return sum(node.forward for node in self.nodes)
+    def time(self) -> float:
+        """Seconds of the whole network's forward and backward."""
+        return sum(node.forward + node.backward for node in self.nodes)
 
     @cached_property
-    def backward_time(self) -> float:
-        """Seconds of the whole network's backward."""
-        return sum(node.backward for node in self.nodes)
+    def kept_bytes(self) -> int:
+        """Bytes that are kept until the backward."""
+        return self.input_bytes + sum(node.saved_bytes for node in self.nodes)
 
     @cached_property
     def parameter_bytes(self) -> int:

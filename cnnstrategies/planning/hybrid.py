@@ -28,7 +28,7 @@ def hybrids(job: Job) -> Iterator[Hybrid]:
     for microbatches in _microbatches(job):
         costs = job.profile.at(job.samples / microbatches)
         # All devices computing all the time.
-        least = microbatches * (costs.forward_time + costs.backward_time) / sum(job.cluster.speeds)
+        least = microbatches * costs.time / sum(job.cluster.speeds)
         if least > 1.03 * best:
             continue
         predictor = Predictor(replace(job, microbatches=microbatches))
@@ -40,9 +40,8 @@ def hybrids(job: Job) -> Iterator[Hybrid]:
         if layout is None or len(layout.replicas) == 1:
             continue
         made = _candidate(predictor, layout, microbatches)
-        best = min(best, made.step / made.samples * job.samples)
-        if made.samples >= 0.98 * job.samples:
-            yield made
+        best = min(best, made.step)
+        yield made
 
 
 def _microbatches(job: Job) -> list[int]:
@@ -76,7 +75,7 @@ def _candidate(predictor: Predictor, layout: Layout, microbatches: int) -> Hybri
         family="hybrid",
         options={"replicas": list(layout.replicas), "microbatches": microbatches},
         effect=Effect.LEARNING if job.profile.batch_norm else Effect.ROUNDING,
-        samples=job.share(layout.replicas[0]) or 1,  # The replicas of the first stage load as many each.
+        samples=job.samples,
         step=step,
         sent_bytes=sent_in_a_step(predictor.costs, layout, microbatches),
         memory=max(predictor.stage_memory(layout, predictor.runs_ahead(layout))),

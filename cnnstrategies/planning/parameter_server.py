@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job
 from cnnstrategies.planning.cluster import slower
@@ -28,32 +29,34 @@ class ParameterServer:
 
     def candidates(self) -> Iterator[Candidate]:
         """The three modes; the step of an asynchronous one is as many updates as there are workers."""
-        samples = self.job.share(self.workers)
-        if not samples or self.workers < 2:
+        job = self.job
+        if not 2 <= self.workers <= job.samples:
             return
-        costs = self.job.profile.at(samples / self.workers)
-        free, waits = self._asynchronous(costs)
+        equal = job.equal()
+        mean = job.profile.at(job.samples / self.workers)
+        free, waits = self._asynchronous(mean)
         # Nobody is far ahead of the slowest, so all go at its mean rate in the long run.
-        bounded = max(free, (costs.forward_time + costs.backward_time) / min(self.job.cluster.speeds))
-        for family, options, step, bottleneck in (
-            ("parameter_server", {}, *self._synchronous(costs)),
-            ("parameter_server_async", {}, free, waits),
-            ("parameter_server_ssp", {"staleness": STALENESS}, bounded, waits),
-        ):
+        bounded = max(free, mean.time / min(job.cluster.speeds))
+        rows: list[tuple[str, dict[str, Any], Sequence[int], float, Bottleneck]] = [
+            ("parameter_server", {}, equal, *self._synchronous(equal)),
+            ("parameter_server_async", {}, equal, free, waits),
+            ("parameter_server_ssp", {"staleness": STALENESS}, equal, bounded, waits),
+        ]
+        for family, options, counts, step, bottleneck in rows:
             yield Candidate(
                 family=family,
                 options=options,
                 effect=Effect.ROUNDING if family == "parameter_server" else Effect.LEARNING,
-                samples=samples,
+                samples=job.samples,
                 step=step,
-                sent_bytes=round(2 * self.workers * costs.parameter_bytes * self.leaving),
-                memory=2 * costs.parameter_bytes + sum(node.saved_bytes for node in costs.nodes) + costs.input_bytes,
+                sent_bytes=round(2 * self.workers * mean.parameter_bytes * self.leaving),
+                memory=2 * mean.parameter_bytes + job.profile.at(max(counts)).kept_bytes,
                 bottleneck=bottleneck,
             )
 
-    def _synchronous(self, costs: GraphCosts) -> tuple[float, Bottleneck]:
+    def _synchronous(self, counts: Sequence[int]) -> tuple[float, Bottleneck]:
         """The time between two steps: each layer's forward awaits its own weights, each push leaves in the backward."""
-        speed = min(self.job.cluster.speeds)
+        costs, speed = self.job.slowest(counts)
         arrived = [0.0] * len(costs.nodes)
         ends: list[float] = []
         now = 0.0
@@ -72,8 +75,7 @@ class ParameterServer:
         moved, applied = (
             sum(map(of, (n.parameter_bytes for n in costs.nodes))) for of in (self._moving, self._applying)
         )
-        compute = (costs.forward_time + costs.backward_time) / speed
-        if step < 1.5 * compute:
+        if step < 1.5 * costs.time / speed:
             return step, "compute"
         return step, "server" if applied > moved else self.job.network
 
@@ -121,7 +123,7 @@ class ParameterServer:
         speeds = self.job.cluster.speeds
         size = costs.parameter_bytes
         messages = sum(self._messages(node.parameter_bytes) for node in costs.nodes)
-        away = (costs.forward_time + costs.backward_time) / (sum(speeds) / len(speeds)) + 2 * messages
+        away = costs.time / (sum(speeds) / len(speeds)) + 2 * messages
         moving = size * self.leaving / self.servers / self.link.bandwidth + self.link.latency
         server = (size / self.job.cluster.server_rate + messages) / self.servers
         ports = [2 * moving] if self.shares else [moving, moving]

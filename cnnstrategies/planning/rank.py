@@ -1,8 +1,10 @@
 """Price all strategies with one model and put them in order; DDP, with which all are compared, is priced here."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Candidate, Effect, Job
@@ -61,7 +63,10 @@ def rank(job: Job) -> Ranking:
         )
     same = _in_order([row for row in best.values() if row.effect < Effect.LEARNING])
     changing = _in_order([row for row in best.values() if row.effect == Effect.LEARNING])
-    notes += _fewer_samples(job, [*same, *changing]) + _reasons(same)
+    notes += _reasons(same)
+    for row in (*same, *changing):
+        if shares := row.options.get("shares"):
+            notes.append(f"{row}: by the devices' speeds, in a step {', '.join(map(str, shares))} samples")
     if not job.profile.fixed:
         notes.append("the profile has one batch size, so times are taken to be proportional to the samples")
     return Ranking(job, tuple(same), tuple(changing), tuple(notes))
@@ -75,16 +80,6 @@ def _in_order(rows: Sequence[Candidate]) -> list[Candidate]:
     return ties + ordered[len(ties) :]
 
 
-def _fewer_samples(job: Job, rows: Sequence[Candidate]) -> list[str]:
-    """Where something else than what was asked is answered."""
-    notes = []
-    for row in rows:
-        if row.samples != job.samples:
-            parts = row.options["replicas"][0] if "replicas" in row.options else job.cluster.devices
-            notes.append(f"{row}: {row.samples} of {job.samples} samples, since {parts} replicas load equal shares")
-    return notes
-
-
 def _reasons(same: Sequence[Candidate]) -> list[str]:
     quickest = max(same, key=lambda row: row.rate, default=None)
     if quickest is None or quickest is same[0]:
@@ -94,7 +89,7 @@ def _reasons(same: Sequence[Candidate]) -> list[str]:
 
 
 def data_parallel(job: Job) -> Iterator[Candidate]:
-    """DDP, and its variants with less to send; batches are accumulated where a whole one does not fit.
+    """DDP, its variants with less to send, and that with other shares; batches are accumulated where one does not fit.
 
     Casts and the algebra of PowerSGD are not in the profile and count as free.
     """
@@ -104,38 +99,50 @@ def data_parallel(job: Job) -> Iterator[Candidate]:
         "ddp_bf16": 0.5,
         "ddp_powersgd": low_rank_share(job.profile.costs),
     }
-    samples = job.share(job.cluster.devices)
-    if not samples:
+    devices, effect = job.cluster.devices, Effect.LEARNING if job.profile.batch_norm else Effect.ROUNDING
+    if job.samples < devices:
         return
+    equal = job.equal()
     for family, factor in sent_for_each_byte.items():
-        plain = _priced(job, family, factor, 1, Effect.NONE if family == "ddp" else Effect.LEARNING)
+        plain = _priced(job, family, Effect.NONE if family == "ddp" else Effect.LEARNING, equal, factor)
         yield plain
         if family == "ddp" and job.memory is not None and plain.memory > job.memory:
             # BatchNorm sees smaller batches.
-            changed = Effect.LEARNING if job.profile.batch_norm else Effect.ROUNDING
             for count in ACCUMULATED:
-                if samples % (count * job.cluster.devices) == 0:
-                    yield _priced(job, family, factor, count, changed)
+                if job.samples >= count * devices:
+                    options = {"accumulate_grad_batches": count}
+                    yield _priced(job, family, effect, job.equal(count), options=options, batches=count)
+    state = job.state_copies * job.profile.costs.parameter_bytes
+    dealt = job.dealt(lambda counts: _priced(job, "ddp", effect, counts).step, state)
+    if dealt != equal:
+        yield _priced(job, "ddp_balanced", effect, dealt, options={"shares": list(dealt)})
 
 
-def _priced(job: Job, family: str, factor: float, batches: int, effect: Effect) -> Candidate:
+def _priced(
+    job: Job,
+    family: str,
+    effect: Effect,
+    counts: Sequence[int],
+    factor: float = 1.0,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    batches: int = 1,
+) -> Candidate:
     """A variant that makes a step of so many batches; its time is by the recurrence of the buckets."""
     devices = job.cluster.devices
-    samples = job.share(devices)
-    (stage,) = stage_costs(job.profile.at(samples / devices / batches), ())
-    speed = min(job.cluster.speeds)
+    costs, speed = job.slowest(counts)
+    (stage,) = stage_costs(costs, ())
     compute, backward = batches * stage.time / speed, stage.backward / speed
     reduction = all_reduce(job.cluster, 0, devices)
     parts = stage.buckets(BUCKET_BYTES, backward, FIRST_BUCKET_BYTES)
     step = compute - backward + reduced_at(parts, backward, lambda size: reduction(size * factor))
     return Candidate(
         family=family,
-        options={"accumulate_grad_batches": batches} if batches > 1 else {},
+        options=options,
         effect=effect,
-        samples=samples,
+        samples=job.samples,
         step=step,
         sent_bytes=round(2 * (devices - 1) * stage.parameter_bytes * factor),
-        memory=job.state_copies * stage.parameter_bytes + stage.received_bytes + stage.saved_bytes,
+        memory=job.state_copies * stage.parameter_bytes + job.profile.at(max(counts)).kept_bytes,
         bottleneck="compute" if step < 1.5 * compute else job.network,
     )
 

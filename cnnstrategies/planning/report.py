@@ -20,7 +20,11 @@ from cnnstrategies.planning.stage_costs import messages, sent_in_a_step, stage_c
 from cnnstrategies.planning.tune.settings import write_commented
 
 COLUMNS = ("ms/step", "samples/s", "limit", "memory", "sent", "cost")
-HYBRID = "cnnstrategies.strategies.HybridPipelineStrategy"
+CLASSES = {
+    "hybrid": "HybridPipelineStrategy",
+    "ddp_balanced": "BalancedDDPStrategy",
+    "parameter_server": "ParameterServerStrategy",
+}
 
 
 def ranking_table(ranking: Ranking) -> Group:
@@ -123,10 +127,9 @@ def write_overlay(file: Path, ranking: Ranking) -> None:
         else:
             lines.append("The profile's nodes are not those that fit knows: it chooses the cuts by its own profile.")
         options |= {"schedule": job.schedule, "activation_checkpointing": job.activation_checkpointing}
-        trainer["strategy"] = {"class_path": HYBRID, "init_args": options}
+    if row.family in CLASSES and options:
+        strategy = f"cnnstrategies.strategies.{CLASSES[row.family]}"
+        trainer["strategy"] = {"class_path": strategy, "init_args": options}
     else:
         trainer["strategy"] = row.family
-    written: dict[str, Any] = {"trainer": trainer}
-    if row.samples != job.samples:
-        written["data"] = {"init_args": {"global_batch_size": row.samples}}
-    write_commented(file, written, lines)
+    write_commented(file, {"trainer": trainer}, lines)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -72,14 +73,55 @@ def test_what_changes_learning_is_ranked_apart() -> None:
     assert "hybrid" in [row.family for row in normalised.changing]
 
 
-def test_all_samples_are_answered_for_or_the_reason_is_given() -> None:
-    ranking = rank(job(VGG, samples=64))
-    row = ranking.best
-    assert row.samples == 63
-    assert any("63 of 64 samples, since 3 replicas load equal shares" in note for note in ranking.notes)
-    even = rank(job(VGG, samples=60))
-    assert even.best.samples == 60
-    assert not any("samples, since" in note for note in even.notes)
+def test_a_batch_of_any_size_is_priced_by_the_device_that_has_most_of_it() -> None:
+    for samples, most in ((64, 16), (63, 16), (65, 17)):
+        ddp = next(data_parallel(job([0] * 4, samples)))
+        assert ddp.samples == samples
+        assert ddp.step == pytest.approx(most / 8 * (0.093 - 8 * 0.0001) + 8 * 0.0001)
+    assert not list(data_parallel(job([0] * 4, samples=3))), "a device would have none"
+
+
+def unequal(parameters: list[int], samples: int = 80, **changes: Any) -> Job:
+    """Two devices, of which one takes four times as long."""
+    made = job(parameters, samples)
+    profile = replace(made.profile, fixed=())
+    cluster = Cluster((Host(1, FAST, FAST), Host(1, FAST, FAST, speed=0.25)))
+    return replace(made, profile=profile, cluster=cluster, **changes)
+
+
+def test_shares_gain_what_the_arithmetic_says(tmp_path: Path) -> None:
+    """40 samples each take 160 of the quick one's times for a sample, 64 and 16 take 64."""
+    ranking = rank(unequal([0] * 4))
+    rows = {row.family: row for row in ranking.same}
+    equal, dealt = rows["ddp"], rows["ddp_balanced"]
+    assert ranking.best is dealt
+    assert dealt.options["shares"] == [64, 16]
+    assert (equal.step, dealt.step) == pytest.approx((160 * 0.093 / 8, 64 * 0.093 / 8))
+    assert "ddp_balanced: by the devices' speeds, in a step 64, 16 samples" in ranking.notes
+    file = tmp_path / "strategy.yaml"
+    write_overlay(file, ranking)
+    strategy = yaml.safe_load(file.read_text())["trainer"]["strategy"]
+    assert strategy == {
+        "class_path": "cnnstrategies.strategies.BalancedDDPStrategy",
+        "init_args": {"shares": [64, 16]},
+    }
+
+
+def test_shares_are_dealt_where_they_gain_and_can_be_held() -> None:
+    def dealt(made: Job) -> list[int] | None:
+        found = [row.options["shares"] for row in data_parallel(made) if row.family == "ddp_balanced"]
+        return found[0] if found else None
+
+    assert dealt(unequal([0] * 4)) == [64, 16]
+    of_samples = next(data_parallel(unequal([0] * 4))).memory / 40
+    assert dealt(unequal([0] * 4, memory_limit=round(of_samples * 50))) == [50, 30]
+    assert dealt(unequal([10**11] * 4)) is None, "the reduction takes most of a step"
+    assert dealt(job([0] * 4)) is None, "equal devices"
+    waits = unequal([0] * 4)
+    fixed = replace(waits.profile, fixed=((0.009, 0.019),) * 3 + ((0.0005, 0.0015),))
+    assert dealt(replace(waits, profile=fixed, samples=16)) == [15, 1], "most of the time does not depend on samples"
+    normalised = replace(waits.profile, batch_norm=True)
+    assert dealt(replace(waits, profile=normalised, samples=30)) == [22, 8]
 
 
 def test_memory_leaves_out_what_does_not_fit_and_says_so() -> None:
@@ -115,11 +157,9 @@ def test_mean_value_analysis_of_known_networks() -> None:
 
 
 def test_async_does_not_wait_for_a_slow_worker_and_ssp_does() -> None:
-    hosts = (Host(1, FAST, FAST), Host(1, FAST, FAST, speed=0.25))
-    steps = {one.family: one for one in ParameterServer(replace(job([100] * 4), cluster=Cluster(hosts))).candidates()}
-    free, capped = steps["parameter_server_async"], steps["parameter_server_ssp"]
-    assert free.step < 0.5 * steps["parameter_server"].step
-    assert capped.step == pytest.approx(steps["parameter_server"].step, rel=0.05)
+    equal, free, capped = ParameterServer(unequal([100] * 4)).candidates()
+    assert free.step < 0.5 * equal.step
+    assert capped.step == pytest.approx(equal.step, rel=0.05)
 
 
 def test_the_best_is_written_as_lines_of_a_configuration(tmp_path: Path) -> None:
@@ -130,6 +170,5 @@ def test_the_best_is_written_as_lines_of_a_configuration(tmp_path: Path) -> None
     assert written["trainer"]["num_nodes"] == 4
     options = written["trainer"]["strategy"]["init_args"]
     assert (options["replicas"], options["cuts"]) == ([3, 1], ["n2"])
-    assert written["data"] == {"init_args": {"global_batch_size": 63}}
     write_overlay(file, rank(job([100] * 4)))
     assert yaml.safe_load(file.read_text())["trainer"]["strategy"] == "ddp"
