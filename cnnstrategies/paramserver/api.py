@@ -47,9 +47,6 @@ class Worker:
         came: Called with the index of each parameter that has come, and its value in the host's memory.
 
     Attributes:
-        step: Number of the step that is or will be worked on next, counted from the start of the run; a worker that
-            joins later starts with that of the others.
-        counters: What was sent, received and waited.
         leader: Who speaks for it: nobody else, other than for a worker of a node that pushes once.
         role: The role.
         chooser: Chooses the encodings of each step, where there are several to choose from.
@@ -106,7 +103,7 @@ class Worker:
 
     @property
     def step(self) -> int:
-        """Number of the step that is or will be worked on next."""
+        """Number of the step that is or will be worked on next, counted from the start of the run for all workers."""
         return self.role.step
 
     @property
@@ -310,24 +307,15 @@ class Worker:
         if wait.waiting():
             self.role.begin_waiting(begun, wait)
         while wait.waiting():
-            self._look(wait, POLL_SECONDS)
+            self._follow()
+            self.role.on_time(time.monotonic())
+            self._send()
+            for server, header, payload in self._links.receive(POLL_SECONDS):
+                self.role.on_message(server, header, payload)
+                if not wait.waiting():
+                    break
         self._send()
         self.counters.seconds_waited += time.monotonic() - begun
-
-    def _look(self, wait: Wait, seconds: float) -> None:
-        """Follow views, look at the time, and handle messages as long as something is waited for.
-
-        Args:
-            wait: What is waited for.
-            seconds: To wait for the first message.
-        """
-        self._follow()
-        self.role.on_time(time.monotonic())
-        self._send()
-        for server, header, payload in self._links.receive(seconds):
-            self.role.on_message(server, header, payload)
-            if not wait.waiting():
-                break
 
     def _follow(self) -> None:
         view = self._links.news()

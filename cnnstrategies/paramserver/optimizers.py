@@ -41,12 +41,8 @@ def load_optimizer(path: str) -> type[Optimizer]:
     return kind
 
 
-def is_elementwise(path: str) -> bool:
+def is_elementwise(kind: type[Optimizer]) -> bool:
     """Whether an optimizer may work on parts of a tensor: true of torch's that are known to."""
-    return _is_known(load_optimizer(path))
-
-
-def _is_known(kind: type[Optimizer]) -> bool:
     return any(kind is getattr(torch.optim, name) for name in _ELEMENTWISE)
 
 
@@ -63,7 +59,7 @@ class FusedOptimizer:
         accepted = inspect.signature(kind).parameters
         arguments = {name: tupled(value) for name, value in options.items() if name in accepted}
         self._is_fused = (
-            _is_known(kind)
+            is_elementwise(kind)
             and "fused" in accepted
             and options.get("fused") is None
             and options.get("foreach") is None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.optimizers import is_elementwise
+from cnnstrategies.paramserver.optimizers import is_elementwise, load_optimizer
 from cnnstrategies.paramserver.specification import DTYPES, Specification
 
 SHARED_BYTES = 1 << 18  # of small parameters that share a slice
@@ -98,7 +98,7 @@ def cut(specification: Specification) -> tuple[Slice, ...]:
 
 def _cut(specification: Specification) -> list[tuple[list[Part], torch.dtype]]:
     """The slices' parts, in the order of their first parameters, with their dtypes."""
-    whole = not is_elementwise(specification.optimizer)
+    whole = not is_elementwise(load_optimizer(specification.optimizer))
     small = _shared_bytes(specification)
     group_of = {index: number for number, group in enumerate(specification.groups) for index in group.parameters}
     found: list[tuple[list[Part], torch.dtype]] = []
@@ -128,7 +128,7 @@ def _shared_bytes(specification: Specification) -> int:
     Where something is left out of gradients, that of one which comes now and then must wait for it.
     """
     leaves_out = specification.compression in ("topk", "onebit", "auto")
-    if leaves_out or not is_elementwise(specification.optimizer):
+    if leaves_out or not is_elementwise(load_optimizer(specification.optimizer)):
         return 0
     total = sum(one.numel * DTYPES[one.dtype].itemsize for one in specification.parameters)
     return min(SHARED_BYTES, specification.slice_bytes, total // (SLICES_OF_A_SERVER * specification.servers))

@@ -25,7 +25,7 @@ from cnnstrategies.strategies.parameter_server.step import Stepper
 # Nodes that push once
 
 
-@replaces(Board.lead, killed_by=test_combiner.test_nothing_of_the_living_is_lost_or_counts_twice)
+@replaces(Board.lead, killed_by=test_combiner.test_nothing_of_the_living_is_lost_or_counts_twice, nodes=1)
 def gradients_that_a_dead_leader_has_not_pushed_are_lost(right, self, step):
     for gradient in self.gradients:
         gradient.zero_()

@@ -50,35 +50,32 @@ class Reports:
 
     def __init__(self, alone: bool = False) -> None:
         self._alone = alone
-        self._reports: dict[int, set[Entry]] = {}
-        self._servers: frozenset[int] = frozenset()
-        self._counts: dict[Entry, int] = {}
+        self._servers = 0
+        self._silent: set[int] = set()  # servers that have not reported yet
+        self._having: dict[Entry, set[int]] = {}  # servers
         self._complete: dict[int, set[int]] = {}
 
     def follow(self, servers: Collection[int]) -> None:
         """Go on with another view's servers: every one of them reports anew."""
-        self._servers = frozenset(servers)
-        for kept in (self._reports, self._counts, self._complete):
-            kept.clear()
+        self._servers = len(servers)
+        self._silent = set(servers)
+        self._having.clear()
+        self._complete.clear()
 
     def add(self, server: int, complete: Collection[Entry]) -> None:
         """Note what a server of the view has in full."""
-        known = self._reports.setdefault(server, set())
-        for entry in set(complete) - known:
-            count = self._counts[entry] = self._counts.get(entry, 0) + 1
-            if count == (1 if self._alone else len(self._servers)):
-                self._complete.setdefault(entry[0], set()).add(entry[1])
-        known.update(complete)
+        self._silent.discard(server)
+        for step, worker in complete:
+            having = self._having.setdefault((step, worker), set())
+            having.add(server)
+            if self._alone or len(having) == self._servers:
+                self._complete.setdefault(step, set()).add(worker)
 
     def complete(self, step: int) -> Set[int] | None:
         """The workers whose pushes of a step all servers have; None if a server has not reported yet."""
-        if not self._reports.keys() >= self._servers:
-            return None
-        return self._complete.get(step, frozenset())
+        return None if self._silent else self._complete.get(step, frozenset())
 
     def forget_before(self, step: int) -> None:
         """Drop what was said about earlier steps."""
-        for reported in self._reports.values():
-            reported.difference_update([entry for entry in reported if entry[0] < step])
-        self._counts = {entry: count for entry, count in self._counts.items() if entry[0] >= step}
+        self._having = {entry: servers for entry, servers in self._having.items() if entry[0] >= step}
         self._complete = {one: workers for one, workers in self._complete.items() if one >= step}

@@ -189,12 +189,10 @@ class Updater:
 
     Attributes:
         finished: Steps that are applied to all own slices.
-        lives: The incarnation of each worker of the view: pushes of others do not come again.
     """
 
     def __init__(self, specification: Specification, shard: Shard, backlog: Backlog) -> None:
         self.finished = 0
-        self.lives: dict[int, int] = {}
         self._clip_value = specification.clip_value
         self._may_choose = "auto" in (specification.compression, specification.pull_compression)
         self._shard = shard
@@ -204,18 +202,16 @@ class Updater:
         self._todo: deque[int] = deque()
         self._waiting: set[int] = set()  # slices that lack pushes of the decided step
         self._members: tuple[Who, ...] = ()  # whose pushes take part
-        self._present: list[Who] = []  # the members whose pushes come again if they are not here
-        self._heirs = False  # No member's do, and those of any other worker take part.
+        self._present: Collection[Who] = ()  # the members whose pushes are waited for
+        self._heirs = False  # What nobody has pushed is waited for, too.
 
-    def plan(self, decision: Decision | None, heirs: bool) -> None:
+    def plan(self, decision: Decision | None, present: Collection[Who], heirs: Collection[Who]) -> None:
         """List the slices that the decided step is still to be applied to; `heirs` may push what nobody has pushed."""
         self._todo = deque()
         self._waiting = set()
         if decision is None:
             return
-        self._heirs = heirs
-        self._members = (*decision.who, *self.lives.items()) if heirs else decision.who
-        self._present = [(worker, life) for worker, life in decision.who if self.lives.get(worker) == life]
+        self._members, self._present, self._heirs = (*decision.who, *heirs), present, bool(heirs)
         self._waiting = {key for key in self._shard.own if self._shard.store.versions[key] == decision.step}
         for key in self._shard.own:
             self.came(key, decision.step)

@@ -51,8 +51,7 @@ class Synchronous:
         self._told_norm = False
         self._reports = Reports(alone=self._pipelined)
         self._decision: Decision | None = None
-        self._voted: set[tuple[int, int]] = set()
-        self._votes: list[tuple[int, int]] = []
+        self._votes: list[Entry] = []
         self._early: set[int] = set()
 
     @property
@@ -84,14 +83,12 @@ class Synchronous:
             # One that has come during the run may have met some of the members only.
             self.roll.call(self.roll.lives.keys() - self.clock.known)
         self._backlog.compare()
-        self._updater.lives = view.lives
         self._reports.follow(self._servers)
         self._begin_norm()
-        self._voted = self._countable()
         self._votes.clear()
         self._lowest = {self._server: self._backlog.lowest(NO_SLICES)}
         if self.leader == self._server:
-            self._reports.add(self._server, self._voted)
+            self._reports.add(self._server, self._countable())
             if self._decision is not None:
                 self._tell_all(self._decision)
         else:
@@ -111,7 +108,7 @@ class Synchronous:
 
     def _send_status(self) -> None:
         decision = None if self._decision is None else self._decision.as_dict()
-        complete = [] if self._pipelined else sorted(self._voted)
+        complete = [] if self._pipelined else sorted(self._countable())
         report = {"decision": decision, "complete": complete, "lowest": self._backlog.lowest(NO_SLICES)}
         self._outbox.to_server(self.leader, Kind.STATUS, json=report)
 
@@ -144,14 +141,15 @@ class Synchronous:
 
         Then it waits for who has gradients of it, too, unless somebody is there already who begins after it.
         """
-        decision = self._decision
-        if (
-            not self._pipelined
-            or decision is None
-            or any(self.roll.lives.get(one) == life for one, life in decision.who)
-        ):
+        if not self._pipelined or self._decision is None or self._present:
             return False
-        return not self.clock.any_after(decision.step)
+        return not self.clock.any_after(self._decision.step)
+
+    @property
+    def _present(self) -> list[Who]:
+        """The members of the decided step that live: their pushes come again if they are not here."""
+        who = () if self._decision is None else self._decision.who
+        return [(worker, life) for worker, life in who if self.roll.lives.get(worker) == life]
 
     @property
     def _knows_all(self) -> bool:
@@ -195,7 +193,7 @@ class Synchronous:
         elif step >= lowest:
             self._backlog.of(step).begun.setdefault(who, begin)
             if self._pipelined:
-                self._vote(step, who[0])
+                self._votes.append((step, who[0]))
             else:
                 self._vote_if_complete(step, who)
 
@@ -221,18 +219,12 @@ class Synchronous:
 
     def _vote_if_complete(self, step: int, who: Who) -> None:
         if self._backlog.complete(step, who):
-            self._vote(step, who[0])
+            self._votes.append((step, who[0]))
 
-    def _countable(self) -> set[tuple[int, int]]:
+    def _countable(self) -> set[Entry]:
         """Steps with the members whose pushes of that step are all here."""
         complete = self._backlog.all_begun() if self._pipelined else self._backlog.all_complete()
         return {(step, worker) for step, (worker, life) in complete if self.roll.lives.get(worker) == life}
-
-    def _vote(self, step: int, worker: int) -> None:
-        if (step, worker) in self._voted:
-            return
-        self._voted.add((step, worker))
-        self._votes.append((step, worker))
 
     def flush(self) -> None:
         """Tell the leader whose pushes have come in full since the last time: the votes of one look at the messages."""
@@ -280,7 +272,6 @@ class Synchronous:
         """Drop the pushes of earlier steps and what was said about them: a step is decided with what is here."""
         self._backlog.forget_before(step)
         self._reports.forget_before(step)
-        self._voted = {entry for entry in self._voted if entry[0] >= step}
 
     def _ask_the_early(self) -> None:
         """Have the workers whose step was unknown here send it again."""
@@ -332,7 +323,8 @@ class Synchronous:
     # Application
 
     def _plan(self) -> None:
-        self._updater.plan(self._decision, self._waits_for_heirs)
+        heirs = self.roll.lives.items() if self._waits_for_heirs else ()
+        self._updater.plan(self._decision, self._present, heirs)
         self._send_norm()
 
     @property
