@@ -15,7 +15,7 @@ def some_shares():
     """Shares, and how many things are dealt by them."""
     return [
         ([random.choice([1.0, random.uniform(0.05, 4)]) for _ in range(random.randint(1, 6))], random.randint(0, 130))
-        for _ in range(3000)
+        for _ in range(500)
     ]
 
 

@@ -114,7 +114,7 @@ def speed() -> Rows:
         yield "fit, images/s", f"{ours:,.0f}"
         yield "the same loop in plain torch, images/s", f"{plain(make()):,.0f}"
     workers = min(8, os.cpu_count() or 1) if ON_GPU else 0
-    module = SyntheticDataModule(STEPS * BATCH // 4, 10, SIZE, batch_size=BATCH, num_workers=workers)
+    module = SyntheticDataModule(20 * BATCH, 10, SIZE, batch_size=BATCH, num_workers=workers)
     module.setup("fit")
     start = time.monotonic()
     count = sum(len(images) for images, _ in module.train_dataloader())

@@ -21,9 +21,11 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from cnnstrategies import ImageClassifier, cli
 from cnnstrategies.callbacks import GracefulStop, graceful_stop
+from cnnstrategies.planning import measure
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
 STEPS = 3
+PROFILE = partial(measure.profile, warm_up=0, repeats=1)  # It is to run; what it measures here says nothing.
 
 
 class Scaled(nn.Module):
@@ -137,6 +139,7 @@ def fit(case: Case, kind: str, world: int) -> Trained:
     os.environ["PL_GLOBAL_SEED"] = "2"  # Each step draws from it: a loader draws from the host's numbers, too.
     scaler = torch.amp.GradScaler(kind, init_scale=1024.0) if case.precision == "16-mixed" else None
     graceful_stop.CHECK_SECONDS = 1000.0  # It looks about twice a second, which may be each of such slow steps.
+    measure.profile = PROFILE
     trainer = quiet_trainer(
         case.strategy(),
         world,
