@@ -1,5 +1,6 @@
 """Every file under configs/ is built as it is, whole or as a part of the quickstart; those for one machine train."""
 
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -42,14 +43,16 @@ NEEDED = {
     **{f"model/torchvision_{name}": ["--data=SyntheticDataModule"] for name in ("alexnet", "vgg16")},
     "strategy/hybrid_pipeline_uneven": ["--data.init_args.global_batch_size=60"],
 }
-LARGE = ("experiments/synthetic_", "model/timm", "model/torchvision")
 FORKED = ("diloco", "slow_link", "elastic", "parameter_server")
 
 
-def words_of(file: str) -> list[str]:
-    whole = file == "quickstart" or file.startswith("experiments/")
-    configs = [f"--config={CONFIGS / name}.yaml" for name in ([file] if whole else ["quickstart", file])]
-    return ["fit", *configs, *HERE, *NEEDED.get(file, [])]
+def is_whole(file: str) -> bool:
+    return file == "quickstart" or file.startswith("experiments/")
+
+
+def words_of(*files: str) -> list[str]:
+    configs = [f"--config={CONFIGS / name}.yaml" for name in (files if is_whole(files[0]) else ["quickstart", *files])]
+    return ["fit", *configs, *HERE, *(word for file in files for word in NEEDED.get(file, []))]
 
 
 @pytest.fixture
@@ -63,19 +66,25 @@ def data() -> None:
     torch.save(shufflenet_v2_x0_5(num_classes=5).state_dict(), "weights.pth")
 
 
-def is_large(file: str) -> bool:
-    return file.startswith(LARGE)
+LARGE = [(file,) for file in FILES if file.startswith(("experiments/synthetic_", "model/timm", "model/torchvision"))]
+WHOLE = [(file,) for file in FILES if is_whole(file) and (file,) not in LARGE]
+STRATEGIES = [file for file in FILES if file.startswith("strategy/") and file != "strategy/fsdp"]
+OTHERS = [file for file in FILES if not is_whole(file) and not file.startswith("strategy/") and (file,) not in LARGE]
+# A strategy together with another part, as they are composed.
+PARTS = [tuple(filter(None, pair)) for pair in zip_longest(STRATEGIES, OTHERS)]
 
 
 @pytest.mark.parametrize(
-    "file", [pytest.param(file, marks=[pytest.mark.cluster] * is_large(file)) for file in FILES if "fsdp" not in file]
+    "files",
+    [*WHOLE, *PARTS, *(pytest.param(one, marks=pytest.mark.cluster) for one in LARGE)],
+    ids=" and ".join,
 )
 @pytest.mark.usefixtures("data")
-def test_it_is_built(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_built(files: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the data, which may have to be downloaded, and to the first process that would be started."""
     built = []
     monkeypatch.setattr(CLI, "_run", lambda cli, *args, **kwargs: built.append(cli))
-    main(words_of(file))
+    main(words_of(*files))
     assert len(built) == 1
 
 
