@@ -43,10 +43,10 @@ def who_has_missed_a_view_is_not_told_again(right, self, now, sender, message):
 
 
 @replaces(Roster.look, killed_by=HUNDRED_RUNS)
-def who_is_silent_stays_a_member(right, self, now, over):
+def who_is_silent_stays_a_member(right, self, now, over, view, waited):
     for member in () if over else self.members:
         member.seen = now
-    right(self, now, over)
+    right(self, now, over, view, waited)
 
 
 removes(Roster.not_seen, "workers begin before all servers know them", killed_by=HUNDRED_RUNS, gives=[])

@@ -81,14 +81,15 @@ class Run:
         self.coordinator = role.coordinator
         self._spawn(Peer("coordinator", 0, life), role, _idle())
 
-    def member(self, role: str, identity: int, life: int = 0) -> Peer:
-        """A worker or a server comes; a server sees every view at once."""
+    def member(self, role: str, identity: int, life: int = 0, sees: int = 1000) -> Peer:
+        """A worker or a server comes; a server sees so many views at once, and none after them."""
         timeout = self.settings["timeout"]
         address = Address("here", role, identity, life, timeout / 10, timeout, 600.0)
         hello = {"process": 4711, "host": "here", "endpoint": f"{role} {identity}.{life}", "public_key": ""}
         participant = Participant(address, 7, hello)
         participant.figures = lambda: self.figures(participant.peer)
-        return self._spawn(participant.peer, participant, _see(participant) if role == "server" else _idle())
+        program = _see(participant, sees if role == "server" else 0)
+        return self._spawn(participant.peer, participant, program)
 
     def _spawn(self, peer: Peer, role: Role, program: Program) -> Peer:
         before = self.world.processes.get(peer[:2])
@@ -189,8 +190,9 @@ def _idle() -> Program:
         yield Sleep(1e6)
 
 
-def _see(participant: Participant) -> Program:
+def _see(participant: Participant, views: int) -> Program:
     number = -1
-    while True:
+    for _ in range(views):
         number = (yield from newer_view(participant, number)).number
         yield Tell("seen", {"number": number})
+    yield from _idle()

@@ -57,6 +57,27 @@ def test_a_server_that_training_did_not_wait_for_is_filled(dies: bool) -> None:
     assert (came == roster.number > 1) == dies
 
 
+@pytest.mark.parametrize("copies", [0, 1])
+@pytest.mark.parametrize("set_up", [True, False])
+def test_a_server_that_lives_and_takes_up_no_view_is_lost(set_up: bool, copies: int) -> None:
+    """Not while it is set up, which may take as long as to appear."""
+    run = Run(1, 2, survivable=copies, supervised=False, appear=100.0)
+    run.member("server", 0)
+    blind = run.member("server", 1, sees=int(set_up))
+    worker = run.member("worker", 0)
+    start = run.collect(worker, "start", seal=True)
+    patience = 60 if set_up else 100
+    run.passes(patience - 2.0)
+    assert start.value is None
+    assert blind in run.members
+    run.passes(4.0)
+    how = f"server 1 (process 4711 on here) has not taken up view 3 for {patience} s"
+    assert how in str(run.ask()["faults"])
+    ended = run.ended(worker)
+    assert (ended is None) == isinstance(start.value, Message) == bool(copies)
+    assert ended is None or ended.reason.startswith(how)
+
+
 @pytest.mark.parametrize("comes", [True, False])
 def test_the_stopped_miss_a_lost_coordinator_after_a_time_out(comes: bool) -> None:
     """No sooner: it could not hear it. And no later, whatever had come while it was stopped."""

@@ -56,6 +56,7 @@ class Coordinator:
         self._want_specification: dict[Peer, int] = {}  # with the request
         self._circle: list[Wait] = []
         self._circle_since = 0.0
+        self._view, self._view_since = 0, 0.0  # which servers are to see, as results wait for it
         self._stopping: float | None = None
         self._supervisions = {0: settings.supervisor} if settings.supervisor else {}
         # What each role says once it has registered.
@@ -109,7 +110,9 @@ class Coordinator:
     def on_timer(self, now: float, name: str) -> Effects:
         """Look for members that are silent, and for what does not end."""
         awake = self._awake(now)
-        self.roster.look(awake, self.ended is not None)
+        if self.rounds.view != self._view:
+            self._view, self._view_since = self.rounds.view, awake
+        self.roster.look(awake, self.ended is not None, self._view, awake - self._view_since)
         self._look_for_circle(awake)
         self._after_change(awake)
         return [*self._take_effects(), Timer(TICK, now + self._tick)]

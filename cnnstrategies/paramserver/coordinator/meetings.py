@@ -222,6 +222,11 @@ class Rounds:
     # Who waits for whom
 
     @property
+    def view(self) -> int:
+        """The first that a result waits for: all servers are to see it; 0 if none does."""
+        return self._held[0][0].view if self._held else 0
+
+    @property
     def _awaited(self) -> list[int]:
         """Worker 0, if it is lost and not back yet."""
         present = self._roster.group | self._joiners.keys()

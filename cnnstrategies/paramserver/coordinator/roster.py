@@ -13,6 +13,7 @@ from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 
 WRITER = 0  # the worker that writes checkpoints and logs: its loss for ever ends the run
 CONFIRM_SECONDS = 5.0  # for a supervision to say what becomes of one that was silent
+PATIENCE = 6  # times the time-out: for a server that lives and does not take up a view
 MOST_FAULTS = 50
 LONGEST = 300  # characters of a fault
 
@@ -218,10 +219,11 @@ class Roster:
 
     # Losing
 
-    def look(self, now: float, over: bool) -> None:
+    def look(self, now: float, over: bool, view: int, waited: float) -> None:
         """Take out the members that give no sign of life; to be called several times a second.
 
-        Once the run is `over` nobody's loss matters any more.
+        And the servers for which a result has `waited` too long, that is told when they have seen a `view`. Once the
+        run is `over` nobody's loss matters any more.
         """
         timeout, appear = self._settings.timeout, self._settings.appear
         silent = [member for member in self.members if now - member.seen > timeout]
@@ -233,7 +235,12 @@ class Roster:
         if self._hears_nobody(now):
             return
         for member in silent:
-            self._miss(now, member)
+            self._miss(now, member, f"was silent for {timeout:g} s")
+        for member in self.members:
+            # One that has not seen any view yet is being set up.
+            patience = PATIENCE * timeout if member.acknowledged > 0 else max(appear, PATIENCE * timeout)
+            if member.peer.role == SERVER and member.acknowledged < view and waited > patience:
+                self._miss(now, member, f"has not taken up view {view} for {patience:g} s")
         if now - self.began > appear and (missing := self.missing()):
             self._finish(
                 f"{', '.join(missing)} did not appear within {appear:g} s: start the run on all "
@@ -274,15 +281,14 @@ class Roster:
             )
         return len(members) > 1 and quiet > timeout / 2
 
-    def _miss(self, now: float, member: Member) -> None:
+    def _miss(self, now: float, member: Member, how: str) -> None:
         self.remove(member)
         if not self.is_elastic(*member.peer[:2]):  # No supervision has started one of these.
             self.silent.append([*member.peer[:3]])
         self._forget(member)
         # The supervision asks for the silent, ends them, and says whether another takes their place.
         # That takes it a moment, unless it is gone itself.
-        timeout = self._settings.timeout
-        confirmed, how = min(timeout, CONFIRM_SECONDS), f"was silent for {timeout:g} s"
+        confirmed = min(self._settings.timeout, CONFIRM_SECONDS)
         self._lose(now, member, how, replaced=self._settings.supervised, seconds=confirmed)
 
     def _lose(self, now: float, member: Member, how: str, replaced: bool, seconds: float | None = None) -> None:
