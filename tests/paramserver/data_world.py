@@ -62,10 +62,10 @@ class Servers:
         """Start a server, in the place of another with that number."""
         self.roles[number] = Server(self.specification, number, store or self.store(number))
 
-    def follow(self, view: View) -> None:
-        """Show a view to all."""
+    def follow(self, view: View, servers: Collection[int] | None = None) -> None:
+        """Show a view to all, or to some."""
         self.view = view
-        for number in list(self.roles):
+        for number in list(self.roles if servers is None else servers):
             self._act(number, self.roles[number].follow(self.now, view))
 
     def without(self, server: int, workers: Collection[int] = ()) -> None:

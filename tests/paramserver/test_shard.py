@@ -1,6 +1,7 @@
 """What one server does with updates, without sockets: each counts once, and is seen when no death can take it back."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from training import specify
 
 from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.core.view import ServerInfo, View
-from cnnstrategies.paramserver.messages import NO_STEP, SERVER, Encoding, Header, Kind, Parcel, pack_keys
+from cnnstrategies.paramserver.messages import NO_STEP, SERVER, Encoding, Header, Kind, Parcel, pack_json, pack_keys
 from cnnstrategies.paramserver.server.clocks import PATIENCE_SECONDS
 from cnnstrategies.paramserver.server.decision import Decision
 from cnnstrategies.paramserver.server.senders import Outbox
@@ -183,6 +184,20 @@ def test_a_newcomer_waits_a_bounded_time_for_silent_workers() -> None:
         run.look(waited)
     run.say_hello(NEW, NO_STEP, worker=1)
     assert begins(run) == [3]
+
+
+def test_a_vote_under_an_older_view_does_not_count() -> None:
+    """Its sender may have to report more, or less, under the present one."""
+    run = fresh(specify(PLAIN, 1, servers=2))
+    run.lost = lambda sender, header: header.kind == Kind.VOTE
+    run.push(0)
+    (vote,) = [header for _, header, _ in run.missed if header.kind == Kind.VOTE]
+    run.follow(replace(run.view, number=2), servers=(0,))
+    run.roles[0].on_message(0.0, b"", "", vote, memoryview(pack_json({"complete": [(0, 0)]})))
+    run.look()
+    assert run.versions(0) == {0}
+    run.follow(run.view)
+    assert run.versions(0) == {1}
 
 
 def test_a_server_without_slices_learns_how_far_workers_are() -> None:
