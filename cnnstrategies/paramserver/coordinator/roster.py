@@ -34,7 +34,7 @@ class Member:
     seen: float  # when its last sign of life came
     endpoint: str = ""
     public_key: str = ""
-    acknowledged: int = -1  # number of the newest view that it has said to have seen
+    acknowledged: int = 0  # number of the newest view that it has said to have seen
     since: int = 0
     asked: int = 0  # the last collective for which a worker has come
     figures: Mapping[str, float] = field(default_factory=dict)
