@@ -20,16 +20,20 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from ports import free_port
+from roles import until
 from rough_wires import FAR, HERE, Wires
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from cnnstrategies.paramserver.places import Watcher
+from cnnstrategies.commands.joining_cli import JoinerEnvironment
+from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.places import RunAddress, Watcher, find_place
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import ServerProcess
 from cnnstrategies.paramserver.worker import worker as worker_role
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server import run as run_module
+from cnnstrategies.strategies.parameter_server.joining import JoiningStrategy
 
 RUNS = int(os.environ.get("CNNSTRATEGIES_FAULTS", "2"))
 FIRST = int(os.environ.get("CNNSTRATEGIES_FAULTS_FROM", "0"))
@@ -57,14 +61,24 @@ class Sums(LightningModule):
 
 
 class Notes(Callback):
-    """Writes down when a rank has made each step, and with which weights it ends."""
+    """Writes down when a rank has made each step, and with which weights it ends.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        joins: Whether the run's own ranks wait after a step until one that has joined has made one.
+    """
+
+    def __init__(self, directory: Path, joins: bool) -> None:
         self.directory = directory
+        self.joins = joins
         self.times: list[float] = []
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self.times.append(time.monotonic())
+        joined = self.directory / "joined"
+        if isinstance(trainer.strategy, JoiningStrategy):
+            joined.touch()
+        elif self.joins:
+            until(joined.exists)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         (self.directory / f"times-{trainer.global_rank}").write_text(json.dumps(self.times))
@@ -99,7 +113,25 @@ def watching(coordinator: str, key_file: str) -> Iterator[None]:
         process.kill()
 
 
-def train(mode: Any, replication: int, wires: Wires, directory: Path) -> str | None:
+def fit(strategy: ParameterServerStrategy, directory: Path, joins: bool, **more: Any) -> None:
+    trainer = Trainer(
+        accelerator="cpu", strategy=strategy, precision="64-true", callbacks=Notes(directory, joins), logger=False,
+        max_epochs=EPOCHS, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **more,
+    )  # fmt: skip
+    while True:
+        trainer.fit(Sums(), DataLoader(list(ROWS), BATCH))  # type: ignore[arg-type]
+        if not isinstance(strategy, JoiningStrategy):
+            return
+
+
+def join(run: RunAddress, own: ParameterServerStrategy, directory: Path) -> None:
+    """Help in a run until it is over."""
+    place = find_place(run, patience=60.0)
+    with contextlib.suppress(RunEnded):
+        fit(JoiningStrategy(own.options, run, place), directory, True, devices=1, plugins=JoinerEnvironment(place))
+
+
+def train(mode: Any, replication: int, wires: Wires, directory: Path, joins: bool) -> str | None:
     """Train with wires to the coordinator and to each server; what the run ends with, if not as it should."""
     ports = [free_port() for _ in range(1 + SERVERS)]
     for port in ports:
@@ -115,32 +147,32 @@ def train(mode: Any, replication: int, wires: Wires, directory: Path) -> str | N
     coordinator = f"tcp://{FAR}:{ports[0]}"
     strategy = ParameterServerStrategy(
         mode, servers=SERVERS, replication=replication, timeout=TIMEOUT, key_file=key_file, coordinator=coordinator,
-        start_method="fork",
-    )  # fmt: skip
-    trainer = Trainer(
-        accelerator="cpu", devices=WORKERS, strategy=strategy, precision="64-true", max_epochs=EPOCHS,
-        callbacks=Notes(directory), logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        start_method="fork", data_dispatch="dynamic" if joins else "static", elastic=int(joins),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, watching(coordinator, key_file):
         patch.setattr(run_module, "_listening", lambda endpoint: endpoint.replace(FAR, HERE))
         patch.setattr(run_module, "ServerProcess", behind_a_wire)
         patch.setattr(worker_role, "PROBE_SECONDS", 0.1)  # As at any other interval, but a test need not wait for it.
+        joiner = _context.Process(target=join, args=(RunAddress(coordinator, key_file), strategy, directory))
+        if joins:
+            joiner.start()
         wires.start()
         try:
-            trainer.fit(Sums(), DataLoader(list(ROWS), BATCH))  # type: ignore[arg-type]
+            fit(strategy, directory, joins, devices=WORKERS)
         except Exception as error:
             return str(error)
         finally:
             wires.end()
+            if joins:
+                joiner.kill()
     return None
 
 
-def run(seed: int, wires: Wires, directory: Path) -> None:
+def run(seed: int, wires: Wires, directory: Path, joins: bool = False) -> None:
     """Every worker ends with what one process makes of all gradients, and waits for none too long."""
     chance = random.Random(seed)
-    mode, replication = chance.choice(["sync", "async"]), chance.choice([1, 2])
-    error = train(mode, replication, wires, directory)
+    mode, replication = "async" if joins else chance.choice(["sync", "async"]), chance.choice([1, 2])
+    error = train(mode, replication, wires, directory, joins)
     print(mode, replication, wires.met, error)
     if error is not None:
         # On one wire they are a link that is down for too long.
@@ -154,19 +186,24 @@ def run(seed: int, wires: Wires, directory: Path) -> None:
         times = json.loads((directory / f"times-{rank}").read_text())
         events = sorted([*times, *(when for _, when in wires.met)])
         longest = max(after - at for at, after in itertools.pairwise(events))
-        assert longest < 2 * TIMEOUT + wires.starved, (events, wires.met, wires.starved)
+        assert joins or longest < 2 * TIMEOUT + wires.starved, (events, wires.met, wires.starved)
 
 
-HARM = {"any harm": Wires, "one in a hundred pieces is lost": partial(Wires, faults=("nothing",), lost=0.01)}
+BRIEF = ("byte", "drop", "half")  # Nobody is taken for dead, whose batches others would get again.
+HARM = {
+    "any harm": Wires,
+    "one in a hundred pieces is lost": partial(Wires, faults=("nothing",), lost=0.01),
+    "and a worker joins": partial(Wires, faults=BRIEF, faulty=2),
+}
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + RUNS))
 @pytest.mark.parametrize("wires", HARM.values(), ids=HARM)
 def test_a_run_ends_as_over_smooth_wires(wires: Any, seed: int, tmp_path: Path) -> None:
-    run(seed, wires(seed), tmp_path)
+    run(seed, wires(seed), tmp_path, joins=wires is HARM["and a worker joins"])
 
 
 def test_bytes_that_change_and_connections_that_break(tmp_path: Path) -> None:
     """The same in some seconds."""
-    run(0, Wires(0, ("byte", "drop", "half"), faulty=2), tmp_path)
+    run(0, Wires(0, BRIEF, faulty=2), tmp_path)
