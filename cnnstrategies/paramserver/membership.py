@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cnnstrategies.paramserver.coordinator.participant import VIEW, Participant
 from cnnstrategies.paramserver.coordinator.settings import Address
-from cnnstrategies.paramserver.core.node import Buffer, Call, ControlError, End, Message, Return
+from cnnstrategies.paramserver.core.node import Buffer, Call, End, Message, Return
 from cnnstrategies.paramserver.core.view import RunEnded, View
 from cnnstrategies.paramserver.drivers.control import Line, Loop
 from cnnstrategies.paramserver.security import KeyPair, process_number
@@ -234,15 +234,13 @@ class Membership:
 
     def run(self) -> None:
         """Serve until this process leaves: what the thread does."""
-        line = Line(self.address, self.participant.peer, self.keys, self._run_keys)
-        try:
-            self._serve(line)
-        except Exception as error:  # The main thread must hear of it, whatever it is.
-            traceback.print_exc()
-            reason = f"{self._name}: the heartbeat thread failed: {type(error).__name__}: {error}"
-            self._set_ended(End(reason, clean=False))
-        finally:
-            line.close()
+        with Line(self.address, self.participant.peer, self.keys, self._run_keys) as line:
+            try:
+                self._serve(line)
+            except Exception as error:  # The main thread must hear of it, whatever it is.
+                traceback.print_exc()
+                reason = f"{self._name}: the heartbeat thread failed: {type(error).__name__}: {error}"
+                self._set_ended(End(reason, clean=False))
 
     def _serve(self, line: Line) -> None:
         loop = Loop(self.participant, lambda to, message: line.send(message), self._take_result, self._set_ended)
@@ -259,11 +257,9 @@ class Membership:
                 closing_until = closing_until or now + self.address.timeout
                 if self.participant.idle or now > closing_until:
                     return
-            for sender, message in line.receive(loop.until_next(0.05 if closing else 1.0), self._wake.fileno()):
-                with contextlib.suppress(ControlError):
-                    loop.message(sender, message)
+            received = line.receive(loop.until_next(0.05 if closing else 1.0), self._wake.fileno())
             self._wake.hush()
-            loop.fire()
+            loop.hear(received)
 
     @property
     def _seen(self) -> int:

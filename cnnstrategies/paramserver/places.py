@@ -6,7 +6,6 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address
@@ -86,35 +85,24 @@ class RunAddress:
         return path != self.coordinator and not Path(path).exists()
 
 
-class Watcher:
+class Watcher(Line):
     """A connection to a coordinator, for questions, with the run's keys if there are any."""
 
     def __init__(self, coordinator: str, keys: KeyPair | None = None) -> None:
         own = None if keys is None else KeyPair.create()
-        peer = Peer(WATCHER, 0, 0, process_number(own))
-        self._line = Line(Address(coordinator, WATCHER, 0), peer, own, keys)
+        super().__init__(Address(coordinator, WATCHER, 0), Peer(WATCHER, 0, 0, process_number(own)), own, keys)
         self._asked = 0
 
     def ask(self, seconds: float, kind: str = WATCH) -> Message | None:
         """How the run goes, or a place in it; see :mod:`.coordinator.window`. None if no answer came in so long."""
         self._asked += 1
-        self._line.send(Message(kind, request=self._asked))
+        self.send(Message(kind, request=self._asked))
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            for _, answer in self._line.receive(left):
+            for _, answer in self.receive(left):
                 if answer.kind == DONE and answer.request == self._asked:
                     return answer
         return None
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._line.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @dataclass(frozen=True)

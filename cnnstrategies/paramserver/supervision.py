@@ -12,7 +12,7 @@ from typing import Self
 
 from cnnstrategies.paramserver.coordinator.participant import Reporter
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, Address
-from cnnstrategies.paramserver.core.node import Call, ControlError, Message, Peer
+from cnnstrategies.paramserver.core.node import Call, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
 from cnnstrategies.paramserver.drivers.control import Line, Loop
 from cnnstrategies.paramserver.security import KeyPair, process_number
@@ -286,24 +286,18 @@ class Supervision:
 
         What it has not answered before, it is asked again at every occasion: no death is untold because it was busy.
         """
-        line = Line(self.coordinator, self._peer, self._own, self.keys)
         number = next(self._numbers)
         answers: dict[int, Message | str] = {}
-        loop = Loop(
-            self._reporter,
-            lambda to, message: line.send(message),
-            lambda result: answers.update({result.call: result.value}),
-        )
-        try:
+        with Line(self.coordinator, self._peer, self._own, self.keys) as line:
+            loop = Loop(
+                self._reporter,
+                lambda to, message: line.send(message),
+                lambda result: answers.update({result.call: result.value}),
+            )
             loop.start()
             loop.act(self._reporter.on_call(time.monotonic(), Call(number, kind, fields or {})))
             until = time.monotonic() + ANSWER_SECONDS
             while number not in answers and (left := until - time.monotonic()) > 0:
-                for sender, message in line.receive(loop.until_next(left)):
-                    with contextlib.suppress(ControlError):
-                        loop.message(sender, message)
-                loop.fire()
-            answer = answers.get(number)
-            return answer if isinstance(answer, Message) and answer.kind == DONE else None
-        finally:
-            line.close()
+                loop.hear(line.receive(loop.until_next(left)))
+        answer = answers.get(number)
+        return answer if isinstance(answer, Message) and answer.kind == DONE else None

@@ -302,8 +302,8 @@ class Coordinator:
     def _epoch(self, now: float, member: Member, message: Message) -> Fields:
         number = message.integer("epoch")
         done = message.string("done") if "done" in message.fields else ""
-        self.dispatcher.begin(number, message.integer("samples"), message.integer("chunk"), done)
-        return {"samples": self.dispatcher.samples(number)}
+        samples = self.dispatcher.begin(number, message.integer("samples"), message.integer("chunk"), done)
+        return {"samples": samples}
 
     def _take(self, now: float, member: Member, message: Message) -> Fields:
         number, processed, ordinal = (message.integer(name) for name in ("epoch", "processed", "ordinal"))

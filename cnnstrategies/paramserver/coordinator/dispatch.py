@@ -68,16 +68,20 @@ class Dispatcher:
         self._epochs: dict[int, Epoch] = {}
         self._met: int | None = None  # the epoch at whose beginning the workers have met last
 
-    def begin(self, number: int, samples: int, chunk: int, done: str = "") -> None:
+    def begin(self, number: int, samples: int, chunk: int, done: str = "") -> int:
         """Cut an epoch into chunks; the first worker that gets there does it, the others find it done.
 
         What a worker left behind that died at the end of an earlier epoch comes first; what is `done`, as
         :meth:`progress` has told the run that has saved the checkpoint, does not come.
+
+        Returns:
+            How many samples it has; 0 for one that is forgotten.
         """
-        if number in self._epochs or chunk < 1 or samples > chunk * MOST_CHUNKS:
-            return
-        if number < max(self._epochs, default=number):
-            return  # One that is started again begins to load before it has heard where the others are.
+        if number in self._epochs:
+            return self._epochs[number].samples
+        # One that is started again begins to load before it has heard where the others are.
+        if chunk < 1 or samples > chunk * MOST_CHUNKS or number < max(self._epochs, default=number):
+            return 0
         before = set(places(done))
         left: list[Chunk] = []
         for old in [other for other in self._epochs if other < number]:
@@ -88,6 +92,7 @@ class Dispatcher:
         starts = [start for start in range(0, samples, chunk) if start // chunk not in before]
         cut = [Chunk(number, start, min(start + chunk, samples)) for start in starts]
         self._epochs[number] = Epoch(deque(left + cut), samples, chunk)
+        return samples
 
     def take(self, worker: int, number: int, processed: int, workers: Collection[int], ordinal: int) -> Chunk:
         """The next chunk for a worker.
@@ -139,10 +144,6 @@ class Dispatcher:
         chunks = range(-(-epoch.samples // epoch.chunk))
         bits = "".join("0" if place in open_places else "1" for place in reversed(chunks))
         return f"{int(bits or '0', 2):x}"
-
-    def samples(self, number: int) -> int:
-        """How many an epoch has; 0 of one that is forgotten."""
-        return self._epochs[number].samples if number in self._epochs else 0
 
     def processed(self, worker: int, number: int, processed: int) -> None:
         """A worker that leaves says how far it has come in an epoch: the rest of what it holds is another's."""

@@ -15,7 +15,8 @@ import itertools
 import json
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Self
 
 import zmq
 
@@ -138,6 +139,12 @@ class Line:
         self._socket.close()
         self._context.term()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 class Loop:
     """A role with its timers. Used by one thread; `send` must not wait."""
@@ -166,6 +173,13 @@ class Loop:
             ControlError: It is none. Whatever else is raised is a mistake of the role's own.
         """
         self.act(self.role.on_message(time.monotonic(), sender, message))
+
+    def hear(self, received: Iterable[tuple[Peer, Message]]) -> None:
+        """Some time has passed, and maybe messages have come; what is none is dropped."""
+        for sender, message in received:
+            with contextlib.suppress(ControlError):
+                self.message(sender, message)
+        self.fire()
 
     def fire(self) -> None:
         """Call the role for the timers whose time has come."""
