@@ -6,12 +6,22 @@ Samplers, the replicas of a pipeline, evaluation, planner and simulator all ask 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 from typing import Any
 
 from cnnstrategies.errors import ConfigurationError
 
 GAIN = 0.03  # that is predicted, for which it is dealt anew
 NORMALISED_TOGETHER = 8  # Images of which mean and variance are still worth something.
+
+
+def check_shares(shares: str | Sequence[float], named: Sequence[str]) -> None:
+    """Refuse what is neither a share above 0 for each rank nor one of some words, by a ConfigurationError."""
+    if isinstance(shares, str):
+        if shares not in named:
+            raise ConfigurationError(f"shares={shares!r}: accepted are {', '.join(named)} and a list such as [3, 1]")
+    elif not shares or not all(0 < share < inf for share in shares):
+        raise ConfigurationError(f"shares={list(shares)}: each rank needs a share above 0")
 
 
 def deal(samples: int, shares: Sequence[float], least: int = 0, most: int | None = None) -> tuple[int, ...]:
@@ -49,6 +59,15 @@ def deal(samples: int, shares: Sequence[float], least: int = 0, most: int | None
         for rank in free:
             ideal[rank] = left * shares[rank] / whole
     return tuple(_rounded(samples, [fixed.get(rank, number) for rank, number in enumerate(ideal)]))
+
+
+def check_count(shares: str | Sequence[float], ranks: int) -> None:
+    """Refuse a list of shares that is not one for each rank, by a ConfigurationError."""
+    if not isinstance(shares, str) and len(shares) != ranks:
+        raise ConfigurationError(
+            f"shares={list(shares)} are {len(shares)}, and there are {ranks} processes "
+            "(trainer.devices x trainer.num_nodes): give each one, or leave shares out"
+        )
 
 
 def _within(number: float, least: int, most: int | None) -> float:

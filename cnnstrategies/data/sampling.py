@@ -33,12 +33,15 @@ class DealtBatches(DistributedSampler[Any]):
 
     Attributes:
         drawn: Batches of the epoch that were drawn; a loader's workers are ahead of the training.
+        skip: Batches that are left out at the begin.
 
     Args:
         samples: Of an optimizer step over all ranks.
         accumulated: Batches whose gradients make a step.
         deals: The ranks' shares; by default equal ones.
     """
+
+    skip = 0
 
     def __init__(
         self,
@@ -118,14 +121,9 @@ class DealtBatches(DistributedSampler[Any]):
 class ShuffledBatches(DealtBatches):
     """Of a permutation that is a new one in each epoch.
 
-    Attributes:
-        skip: Batches that are left out at the begin.
-
     Args:
         seed: The permutation depends on ``(seed, epoch)`` only.
     """
-
-    skip = 0
 
     def identity(self) -> dict[str, int]:
         """What the batches depend on besides the epoch; with another of these, a batch's number means other samples."""
@@ -142,7 +140,11 @@ class ShuffledBatches(DealtBatches):
 
 def dealt(trainer: Any) -> DealtBatches | None:
     """What deals a trainer's training batches to its processes, if it does so by shares."""
-    loader = trainer.train_dataloader
+    return batches_of(trainer.train_dataloader)
+
+
+def batches_of(loader: Any) -> DealtBatches | None:
+    """What deals a loader's batches by shares."""
     found = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
     return next((one for one in found if isinstance(one, DealtBatches)), None)
 

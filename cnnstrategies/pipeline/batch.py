@@ -62,7 +62,6 @@ def share_batch(
     images: Images | None,
     rest: Sequence[Tensor],
     form: Any,
-    microbatches: int,
     transport: Transport,
     usual: int | None = None,
 ) -> Batch:
@@ -73,7 +72,7 @@ def share_batch(
     headers = _all_headers(header, transport)
     rows = tuple(0 if one is None else one.rows for one in headers)
     forms = tuple(None if one is None else one.form for one in headers)
-    split = Split(rows, microbatches, usual)
+    split = Split(rows, transport.placement.runs[0], usual)
     if not split.samples:
         return Batch(split, None, (), (), (), forms)
     like = next(one for one in headers if one is not None)

@@ -56,6 +56,8 @@ class Pipeline:
             :class:`~cnnstrategies.pipeline.timetable.Placement`.
         compile_backend: Compile the stage with this ``torch.compile`` backend, for each size of a microbatch anew; not
             compiled when left out.
+        shares: For each rank what part of the microbatches it runs, in proportion to the other replicas of its stage;
+            by default the same.
 
     Attributes:
         module: This rank's stage, a module with the network's parameter names.
@@ -83,12 +85,13 @@ class Pipeline:
         bucket_bytes: int = BUCKET_BYTES,
         placement: Order = "stages",
         compile_backend: str | None = None,
+        shares: Sequence[float] = (),
     ) -> None:
-        check_layout(len(cuts), replicas, microbatches, dist.get_world_size())
+        self.placement = Placement(tuple(replicas), placement, microbatches, tuple(shares))
+        check_layout(len(cuts), self.placement, dist.get_world_size())
         check_backend(compile_backend)
         reuse_freed_memory()
         self.blueprint = divide_by_names(network, cuts)
-        self.placement = Placement(tuple(replicas), placement, microbatches)
         self.microbatches = microbatches
         self.device = torch.device(device)
         self.rank = dist.get_rank()
@@ -162,11 +165,11 @@ class Pipeline:
                 the network takes several tensors; elsewhere ignored.
             rest: This replica's targets (n, ...), and what else belongs to the samples.
             form: Plain data that travels with the batch.
-            usual: Samples that a replica has in a full step, the same on every rank: with fewer, fewer microbatches
-                are filled, instead of all with very few each.
+            usual: Samples that a replica has, on an average, in a full step, the same on every rank: with fewer, fewer
+                microbatches are filled, instead of all with very few each.
         """
         with self.transport.collective("sharing a batch"):
-            return share_batch(images, rest, form, self.microbatches, self.transport, usual)
+            return share_batch(images, rest, form, self.transport, usual)
 
     def end_together(self) -> None:
         """See that no rank shares a further batch, where this one has no more; a collective.

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from cnnstrategies.shares import NORMALISED_TOGETHER as NORMALISED_TOGETHER
+from cnnstrategies.shares import turns
 
 CPU = torch.device("cpu")
 PER_STAGE_AND_REPLICA = 4
@@ -17,22 +19,26 @@ PER_STAGE_AND_REPLICA = 4
 class Split:
     """The microbatches of one global batch.
 
-    Replica r of the first stage holds ``rows[r]`` samples and cuts them into its microbatches r, r + R, r + 2 R and
-    so on, whose sizes differ by at most one; the last ones are empty when there are too few samples, and are left out
-    of the step. Where replicas usually have more samples, as before the last batch of an epoch, no more microbatches
-    are filled than the samples need at their usual size: batch normalisation has use for full ones.
+    Replica r of the first stage holds ``rows[r]`` samples and cuts them into its microbatches, whose sizes differ by at
+    most one; the last ones are empty when there are too few samples, and are left out of the step. Where replicas
+    usually have more samples, as before the last batch of an epoch, no more microbatches are filled than the samples
+    need at their usual size: batch normalisation has use for full ones.
 
-    The rows of the global batch are ordered as one process would have them: the i-th samples of all replicas, then
-    the next ones, because samplers deal the samples out to the replicas in turn.
+    The rows of the global batch are ordered as one process would have them: samplers deal them out in turn.
 
     Attributes:
-        microbatches: Microbatches of a full step, over all replicas.
-        usual: Samples that a replica of the first stage has in a full step; None where each step is one.
+        runs: For each microbatch of a full step which replica of the first stage runs it.
+        usual: Samples that such a replica has, on an average, in a full step; None where each step is one.
     """
 
     rows: tuple[int, ...]
-    microbatches: int
+    runs: tuple[int, ...]
     usual: int | None = None
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a full step, over all replicas."""
+        return len(self.runs)
 
     @property
     def samples(self) -> int:
@@ -42,29 +48,29 @@ class Split:
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """For each microbatch the first row and the row after the last, counted in its replica's samples."""
-        replicas = len(self.rows)
-        # For each replica how many of its microbatches are filled, their size, and how many have one more.
-        shares = []
+        left = []
         for replica, rows in enumerate(self.rows):
-            filled = self._filled(rows, len(range(replica, self.microbatches, replicas)) or 1)
-            shares.append((filled, *divmod(rows, filled)))
+            filled = self._filled(rows, self.runs.count(replica) or 1)
+            size, extra = divmod(rows, filled)
+            left.append(iter([size + 1] * extra + [size] * (filled - extra)))
+        stops = [0] * len(self.rows)
         bounds = []
-        for microbatch in range(self.microbatches):
-            index, replica = divmod(microbatch, replicas)
-            filled, size, extra = shares[replica]
-            start = min(index, filled) * size + min(index, extra)
-            bounds.append((start, start + (size + (index < extra) if index < filled else 0)))
+        for replica in self.runs:
+            start = stops[replica]
+            stops[replica] += next(left[replica], 0)
+            bounds.append((start, stops[replica]))
         return tuple(bounds)
 
     def _filled(self, rows: int, own: int) -> int:
         """How many of a replica's own microbatches get samples, if there are as many samples."""
-        if self.usual is None or rows >= self.usual:
+        whole = (self.usual or 0) * len(self.rows)
+        if self.samples >= whole:
             return own
-        size = -(-self.usual // own)
+        size = -(-whole // self.microbatches)
         filled = -(-rows // size)
         if size > 1 and filled and rows // filled == 1:
             filled -= 1  # Batch normalisation refuses a single sample; one microbatch has one more instead.
-        return max(1, filled)
+        return min(own, max(1, filled))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -74,13 +80,7 @@ class Split:
     @cached_property
     def positions(self) -> Tensor:
         """Row in the global batch of each sample, with the samples ordered replica by replica (N,)."""
-        rows = torch.tensor(self.rows)
-        replicas = torch.repeat_interleave(torch.arange(len(rows)), rows)
-        firsts = torch.cumsum(rows, 0) - rows
-        order = torch.argsort((torch.arange(len(replicas)) - firsts[replicas]) * len(rows) + replicas)
-        positions = torch.empty(len(order), dtype=torch.int64)
-        positions[order] = torch.arange(len(order))
-        return positions
+        return torch.tensor(list(chain(*turns(self.rows))), dtype=torch.int64)
 
     def global_rows(self, *microbatches: int, device: torch.device = CPU) -> Tensor:
         """Rows of the global batch that microbatches hold, one after the other and each in its order (n,)."""
@@ -92,9 +92,8 @@ class Split:
             return parts[0]
         joined = torch.cat(list(parts))
         result = torch.empty_like(joined)
-        every = range(self.microbatches)
-        own = (m for replica in range(len(self.rows)) for m in every[replica :: len(self.rows)])
-        result[self.global_rows(*own, device=joined.device)] = joined
+        by_replica = sorted(range(self.microbatches), key=self.runs.__getitem__)
+        result[self.global_rows(*by_replica, device=joined.device)] = joined
         return result
 
 
@@ -104,7 +103,7 @@ def rows_on(split: Split, microbatches: tuple[int, ...], device: torch.device) -
     """See :meth:`Split.global_rows`; kept, because the host would wait for each copy to a device."""
     rows = []
     for microbatch in microbatches:
-        offset = sum(split.rows[: microbatch % len(split.rows)])
+        offset = sum(split.rows[: split.runs[microbatch]])
         start, stop = split.bounds[microbatch]
         rows.append(split.positions[offset + start : offset + stop])
     return torch.cat(rows).to(device)

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Literal
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.shares import rotation
+from cnnstrategies.shares import check_count, deal, rotation
 
 Kind = Literal["forward", "backward"]
 KINDS: tuple[Kind, ...] = ("forward", "backward")
@@ -52,8 +52,9 @@ def even_replicas(devices: int, stages: int) -> tuple[int, ...]:
     return (devices // stages,) * stages
 
 
-def check_layout(cuts: int, replicas: Sequence[int], microbatches: int, ranks: int) -> None:
+def check_layout(cuts: int, placement: "Placement", ranks: int) -> None:
     """Refuse a layout that cannot run."""
+    replicas, microbatches = placement.replicas, placement.microbatches
     if not replicas or min(replicas) < 1:
         raise ConfigurationError(f"replicas={list(replicas)}: every stage needs at least 1 replica")
     if len(replicas) != cuts + 1:
@@ -71,6 +72,16 @@ def check_layout(cuts: int, replicas: Sequence[int], microbatches: int, ranks: i
             f"microbatches={microbatches} are fewer than the {max(replicas)} replicas of a stage, some of which would "
             f"have nothing to do: use at least {max(replicas)}, better {4 * max(replicas)}"
         )
+    if not placement.shares:
+        return
+    check_count(placement.shares, ranks)
+    for stage in range(len(replicas)):
+        shares = placement.shares_of(stage)
+        if not min(deal(microbatches, shares)):
+            raise ConfigurationError(
+                f"microbatches={microbatches}: the replicas of stage {stage} have shares {list(shares)} of them, by "
+                f"which one would have none; {math.ceil(sum(shares) / min(shares))} are enough"
+            )
 
 
 @dataclass(frozen=True)
@@ -138,8 +149,19 @@ class Placement:
     @cached_property
     def runs(self) -> list[tuple[int, ...]]:
         """For each stage which of its replicas runs each microbatch."""
-        shares = self.shares or (1,) * self.world_size
-        return [rotation(tuple(shares[rank] for rank in ranks), self.microbatches) for ranks in self._ranks]
+        return [rotation(self.shares_of(stage), self.microbatches) for stage in range(self.stages)]
+
+    def shares_of(self, stage: int) -> tuple[float, ...]:
+        """The shares of a stage's replicas."""
+        return tuple(self.shares[rank] if self.shares else 1 for rank in self._ranks[stage])
+
+    @property
+    def loads(self) -> tuple[float, ...]:
+        """By which shares the samples are dealt to the replicas of the first stage: by their microbatches, if unequal.
+
+        So that all microbatches have as many, but for one.
+        """
+        return tuple(map(self.runs[0].count, range(self.replicas[0]))) if self.shares else self.shares_of(0)
 
     def own(self, rank: int) -> list[int]:
         """The microbatches that a rank runs."""

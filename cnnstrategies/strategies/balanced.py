@@ -8,21 +8,18 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from typing_extensions import override
 
 from cnnstrategies.cluster.stores import on_loopback
-from cnnstrategies.data.sampling import DealtBatches
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.pipeline.microbatches import NORMALISED_TOGETHER
-from cnnstrategies.shares import Deals
+from cnnstrategies.shares import Deals, check_count, check_shares
 from cnnstrategies.strategies.balancing import Balance, Stopwatch
-from cnnstrategies.strategies.dealt_loader import OrderBatches, with_batches
+from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
 from cnnstrategies.strategies.sample_weights import SampleWeights
 
@@ -51,11 +48,7 @@ class BalancedDDPStrategy(DDPStrategy):
     ) -> None:
         if kwargs.get("ddp_comm_hook") is not None:
             raise ConfigurationError("ddp_comm_hook: this strategy brings its own hook; use strategy ddp with yours")
-        if isinstance(shares, str):
-            if shares not in ("auto", "equal"):
-                raise ConfigurationError(f"shares={shares!r}: accepted are auto, equal and a list such as [3, 1]")
-        elif not shares or min(shares) <= 0:
-            raise ConfigurationError(f"shares={list(shares)}: each rank needs a share above 0")
+        check_shares(shares, ("auto", "equal"))
         if max_share is not None and max_share < 1:
             raise ConfigurationError(f"max_share={max_share}: a rank needs at least 1 sample")
         super().__init__(**kwargs)
@@ -69,12 +62,7 @@ class BalancedDDPStrategy(DDPStrategy):
     @override
     def launcher(self) -> Any:
         """Lightning's launcher. It is asked for right before processes are started: the last place for checks."""
-        ranks = self.num_nodes * self.num_processes
-        if not isinstance(self.shares, str) and len(self.shares) != ranks:
-            raise ConfigurationError(
-                f"shares={list(self.shares)} are {len(self.shares)}, and there are {ranks} processes "
-                "(trainer.devices x trainer.num_nodes): give each one, or shares: auto"
-            )
+        check_count(self.shares, self.num_nodes * self.num_processes)
         return super().launcher
 
     @property
@@ -137,23 +125,7 @@ class BalancedDDPStrategy(DDPStrategy):
         """Have a loader's batches dealt by shares, in the place of Lightning's sampler."""
         module = self.lightning_module
         assert isinstance(module, LightningModule)
-        if not module.trainer.training or isinstance(getattr(dataloader, "sampler", None), DealtBatches):
-            return dataloader
-        batches = getattr(dataloader, "batch_sampler", None)
-        if (
-            not isinstance(dataloader, DataLoader)
-            or type(batches) is not BatchSampler
-            or not isinstance(batches.sampler, DistributedSampler)
-        ):
-            if self.world_size > 1:
-                rank_zero_warn(
-                    f"{self.strategy_name}: {type(dataloader).__name__} has an order of its own, so all ranks have "
-                    "batches of its own size, which count alike: shares are for loaders with a batch_size and a "
-                    "sampler that Lightning may distribute"
-                )
-            return dataloader
-        accumulated = module.trainer.accumulate_grad_batches
-        return with_batches(dataloader, OrderBatches(batches, accumulated, self.deals))
+        return by_shares(dataloader, module.trainer, self.deals)
 
     def describe(self, batch_size: int | None) -> list[tuple[str, str]]:
         """The shares, for a panel."""

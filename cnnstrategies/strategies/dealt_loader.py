@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
+from lightning.pytorch import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from cnnstrategies.data.sampling import DealtBatches
+from cnnstrategies.data.sampling import DealtBatches, batches_of
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.parameter_server.loader import items_of, options_of
 
@@ -34,6 +36,22 @@ class OrderBatches(DealtBatches):
         yield from self.own(items_of(self.sampler, self.epoch)[: self.size])
 
 
-def with_batches(loader: DataLoader[Any], batches: DealtBatches) -> DataLoader[Any]:
-    """A loader of the same samples in other batches."""
-    return DataLoader(loader.dataset, batch_sampler=batches, **options_of(loader))
+def by_shares(loader: Any, trainer: Trainer, deals: Deals) -> Any:
+    """A loader of training whose batches are dealt by shares; the same one, with a warning, where it cannot be."""
+    if not trainer.training or batches_of(loader) is not None:
+        return loader
+    batches = getattr(loader, "batch_sampler", None)
+    if (
+        not isinstance(loader, DataLoader)
+        or type(batches) is not BatchSampler
+        or not isinstance(batches.sampler, DistributedSampler)
+    ):
+        if len(deals.shares) > 1:
+            rank_zero_warn(
+                f"shares: {type(loader).__name__} has an order of its own, so all ranks have batches of its own size, "
+                "which count alike: shares are for loaders with a batch_size and a sampler that Lightning may "
+                "distribute"
+            )
+        return loader
+    order = OrderBatches(batches, trainer.accumulate_grad_batches, deals)
+    return DataLoader(loader.dataset, batch_sampler=order, **options_of(loader))

@@ -4,12 +4,15 @@ import test_batch
 import test_hybrid_pipeline
 import test_pipeline_comparison
 import test_pipeline_contract
+import test_pipeline_shares
 import torch
 from mutants.faulty import removes, replaces
 
+from cnnstrategies.data.sampling import batches_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.strategies import HybridPipelineStrategy
+from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.hybrid_pipeline.batches import PredictionLoader, StageLoader
 from cnnstrategies.strategies.hybrid_pipeline.comparison import compare, copies, differ
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss, try_optimizer
@@ -20,6 +23,21 @@ from cnnstrategies.strategies.hybrid_pipeline.steps import Overflow, clip_by_joi
 @replaces(clip_by_joint_norm, killed_by=test_hybrid_pipeline.test_accumulated_gradients_are_those_of_one_process_once)
 def each_stage_is_clipped_by_its_own_norm(right, optimizer, clip_val, counts, device):
     torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip_val)
+
+
+removes(
+    batches_of,
+    "a sample counts twice where there are fewer than replicas",
+    killed_by=test_pipeline_shares.test_any_batch_under_any_shares_trains_one_process_s_weights,
+    replicas=(3, 1),
+    samples=29,
+    accumulated=1,
+)
+
+
+@replaces(by_shares, killed_by=test_pipeline_shares.test_a_loader_of_the_user_is_dealt_by_shares_too)
+def replicas_load_equal_parts_and_run_unequal_ones(right, loader, trainer, deals):
+    return loader
 
 
 removes(

@@ -25,7 +25,7 @@ from cnnstrategies.pipeline.gradients import BUCKET_BYTES, Bucket, GradientReduc
 from cnnstrategies.pipeline.losses import WeighedLoss
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.step import RandomState, Step
-from cnnstrategies.pipeline.timetable import tasks_of
+from cnnstrategies.pipeline.timetable import Placement, tasks_of
 from cnnstrategies.pipeline.transport import RankWatch, Transport
 
 
@@ -81,6 +81,11 @@ def a_stage_under_1f1b_holds_the_activations_of_all_microbatches(
     right, placement, rank, schedule="1f1b", run_ahead=False
 ):
     return right(placement, rank, "gpipe", run_ahead)
+
+
+@replaces(Placement.rank_of, killed_by=test_layouts.test_random_layouts_equal_one_process, part=1)
+def messages_go_where_equal_shares_would_have_them(right, self, stage, microbatch):
+    return self.ranks(stage)[microbatch % self.replicas[stage]]
 
 
 @replaces(

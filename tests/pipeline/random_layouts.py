@@ -19,8 +19,9 @@ from rank_threads import World, divided_once
 from torch import Tensor, nn
 
 from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.timetable import CHECKPOINTING, ORDERS, SCHEDULES
+from cnnstrategies.pipeline.timetable import CHECKPOINTING, ORDERS, SCHEDULES, Placement
 from cnnstrategies.pipeline.tracing import cut_positions, trace
+from cnnstrategies.shares import deal
 
 STEPS = 2
 FIXED = [(1, 3), (3, 2), (2, 1, 3), (1, 4, 2), (4, 1, 1), (1, 1, 1, 1), (2, 3, 1, 2), (3, 1), (2, 1, 3, 1), (16, 48)]
@@ -41,6 +42,7 @@ class Case:
         seed: Of network, cuts and batches.
         placement: How the ranks are numbered.
         run_ahead: Whether stages hold one microbatch more than they need.
+        shares: For each rank what part of the microbatches it runs.
         accumulates: When the steps are those of plain torch, and add up: how often replicas sum, `each` time or `once`.
     """
 
@@ -54,6 +56,7 @@ class Case:
     seed: int
     placement: Any = "stages"
     run_ahead: bool = False
+    shares: tuple[float, ...] = ()
     accumulates: Any = None
 
 
@@ -92,6 +95,7 @@ def random_cases(seed: int, most_ranks: int = 64) -> Iterator[Case]:
             largest = rng.choice((1, 3, 6)) * microbatches // replicas[0] + 1
             step = [rng.randint(0, largest) for _ in range(replicas[0])]
             rows.append((step[0] or 1, *step[1:]))
+        order = rng.choice(ORDERS)
         yield Case(
             replicas,
             microbatches,
@@ -101,8 +105,9 @@ def random_cases(seed: int, most_ranks: int = 64) -> Iterator[Case]:
             rng.choice(("gloo", "nccl")),
             rng.choice((30, 200, 10**6)),
             rng.randrange(10**9),
-            rng.choice(ORDERS),
+            order,
             rng.random() < 0.7,
+            _shares(rng, Placement(replicas, order, microbatches)),
             rng.choice((None, None, "each", "once")),
         )
 
@@ -111,6 +116,17 @@ def _parts(rng: random.Random, whole: int, count: int) -> tuple[int, ...]:
     count = min(count, whole)
     places = sorted(rng.sample(range(1, whole), count - 1))
     return tuple(end - start for start, end in zip([0, *places], [*places, whole], strict=True))
+
+
+def _shares(rng: random.Random, placement: Placement) -> tuple[float, ...]:
+    """Unequal ones in stages where they leave no replica without a microbatch, in some of the cases."""
+    shares = [1.0] * placement.world_size
+    for stage in range(placement.stages if rng.random() < 0.7 else 0):
+        drawn = [rng.uniform(0.3, 3) for _ in placement.ranks(stage)]
+        if min(deal(placement.microbatches, drawn)):
+            for rank, share in zip(placement.ranks(stage), drawn, strict=True):
+                shares[rank] = share
+    return tuple(shares)
 
 
 class Trial:
@@ -147,6 +163,7 @@ class Trial:
             activation_checkpointing=case.recompute,
             bucket_bytes=case.bucket_bytes,
             placement=case.placement,
+            shares=case.shares,
         )
         names = {parameter: name for name, parameter in pipeline.module.named_parameters()}
         if case.accumulates is not None:

@@ -37,7 +37,7 @@ def refuses(read: Callable[[], object]) -> None:
 
 
 def a_peer_sends_pickles() -> None:
-    placement = Placement((1, 1))
+    placement = Placement((1, 1), microbatches=1)
     data = pickle.dumps(Hostile())
     link = Transport(placement, timedelta(seconds=20))
     images = torch.zeros(4, 1, 2, 2)
@@ -47,11 +47,11 @@ def a_peer_sends_pickles() -> None:
         for one in link.send_object(None, 1, "a message"):
             one.wait()
         refuses(lambda: broadcast_value(None, 0))
-        refuses(lambda: share_batch(images, [], None, 1, link))
+        refuses(lambda: share_batch(images, [], None, link))
     else:
         refuses(lambda: link.receive_object(0, "a message"))
         refuses(lambda: broadcast_value(None, 0))
-        refuses(lambda: share_batch(None, [], None, 1, link))
+        refuses(lambda: share_batch(None, [], None, link))
     dist.barrier()
 
 
@@ -64,7 +64,7 @@ def test_a_batch_that_cannot_be_sent_is_refused_by_class() -> None:
     link: Any = SimpleNamespace(check_peers=lambda: None, place=Place(0, 0))
     form = ("same", SimpleNamespace(crs=4326))
     with pytest.raises(ConfigurationError, match=r"a types.SimpleNamespace cannot be sent .* out in collate_fn"):
-        share_batch(torch.zeros(4, 1, 2, 2), [], form, 1, link)
+        share_batch(torch.zeros(4, 1, 2, 2), [], form, link)
 
 
 def refusals() -> list[str | None]:

@@ -15,7 +15,7 @@ from cnnstrategies.pipeline.losses import MeanLoss, WeighedLoss
 from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.strategies.hybrid_pipeline.steps import has_mean_loss
 
-SPLIT = Split((7, 4), 5)
+SPLIT = Split((7, 4), (0, 1, 0, 1, 0))
 GENERATOR = torch.Generator().manual_seed(0)
 TARGETS = torch.randint(4, (11,), generator=GENERATOR)
 TARGETS[SPLIT.global_rows(1)] = 3  # A microbatch in which all are ignored.

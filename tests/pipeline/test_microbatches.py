@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from cnnstrategies.pipeline.microbatches import Split, default_microbatches
+from cnnstrategies.shares import rotation
 
 pytestmark = pytest.mark.light
 
@@ -12,7 +13,7 @@ REPLICAS = [(1, 1), (2, 2), (3, 1), (1, 3), (1, 2, 1), (2, 3), (4,), (1, 1, 1, 1
 
 
 def smallest(replicas, samples, microbatches):
-    return min(Split((samples,) * replicas[0], microbatches).sizes)
+    return min(Split((samples,) * replicas[0], rotation((1,) * replicas[0], microbatches)).sizes)
 
 
 def test_with_batch_normalisation_as_many_as_leave_each_eight_images():
@@ -31,13 +32,13 @@ def test_with_batch_normalisation_as_many_as_leave_each_eight_images():
 
 
 def test_a_smaller_last_batch_fills_fewer_microbatches():
-    assert Split((5, 3), 5, usual=16).sizes == (5, 3, 0, 0, 0)
+    assert Split((5, 3), rotation((1, 1), 5), usual=16).sizes == (5, 3, 0, 0, 0)
     for rows, own, usual in itertools.product(range(20), range(1, 6), range(1, 20)):
-        split = Split((rows,), own, usual)
+        split = Split((rows,), (0,) * own, usual)
         assert sum(split.sizes) == rows
         assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(split.bounds))
         if rows < usual:
-            full = max(Split((usual,), own).sizes)
+            full = max(Split((usual,), (0,) * own).sizes)
             filled = [size for size in split.sizes if size]
             assert max(split.sizes) <= full + (full == 2), "as much memory, but for one sample"
             assert min(filled, default=full) > 1 or full == 1 or rows == 1, "batch normalisation refuses one"

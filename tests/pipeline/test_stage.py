@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.stage import check_backend, divide, divide_by_names
-from cnnstrategies.pipeline.timetable import check_layout
+from cnnstrategies.pipeline.timetable import Placement, check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace
 from cnnstrategies.strategies.hybrid_pipeline import comparison
 
@@ -277,8 +277,8 @@ def test_there_is_no_cut_inside_what_one_stage_must_have() -> None:
 
 
 REFUSED = [
-    (check_layout, (2, (1, 1), 4, 2), r"2 cuts make 3"),
-    (check_layout, (1, (2, 0), 2, 2), r"every stage needs at least 1 replica"),
+    (check_layout, (2, Placement((1, 1)), 2), r"2 cuts make 3"),
+    (check_layout, (1, Placement((2, 0)), 2), r"every stage needs at least 1 replica"),
     (divide_by_names, (Changing(), ["block.1", "block.0"]), "in the order in which the network runs"),
     (divide_by_names, (Changing(), ["head"]), "cannot be cut"),
     (check_backend, ("cudagraphs",), r"compile_backend='cudagraphs': .* use inductor, or strategy ddp"),

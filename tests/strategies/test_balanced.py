@@ -95,12 +95,11 @@ class PlainDigits(Digits):
     """Its training loader is torch's own."""
 
     def train_dataloader(self):
-        world = self.trainer.world_size
+        ranks = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         source = self.train_source
         images = torch.stack([self.train_transform(image[None])[0] for image in source.images])
         dataset = TensorDataset(images, source.targets)
-        sampler = DistributedSampler(dataset, world, self.trainer.global_rank, seed=5)
-        return DataLoader(dataset, 60 // world, sampler=sampler)
+        return DataLoader(dataset, 60 // ranks["num_replicas"], sampler=DistributedSampler(dataset, seed=5, **ranks))
 
 
 def test_a_loader_of_the_user_is_dealt_by_shares_too(monkeypatch):

@@ -77,12 +77,12 @@ def test_a_parameter_server_says_how_old_and_rounded_values_are():
 
 def test_small_normalised_microbatches_are_warned_of():
     with pytest.warns(UserWarning, match="BatchNorm normalises over 3 to 4 images: a batch of 28 is cut into 8"):
-        warn_of_small_microbatches(NORMALISED, Split((28,), 8))
+        warn_of_small_microbatches(NORMALISED, Split((28,), (0,) * 8))
     with pytest.warns(UserWarning, match="BatchNorm normalises over 1 image: a batch of 3 is cut into 8"):
-        warn_of_small_microbatches(NORMALISED, Split((3,), 8))
+        warn_of_small_microbatches(NORMALISED, Split((3,), (0,) * 8))
     with warnings.catch_warnings(action="error"):
-        warn_of_small_microbatches(NORMALISED, Split((64,), 8))
-        warn_of_small_microbatches(PlainCNN(), Split((8,), 8))
+        warn_of_small_microbatches(NORMALISED, Split((64,), (0,) * 8))
+        warn_of_small_microbatches(PlainCNN(), Split((8,), (0,) * 8))
 
 
 @pytest.mark.parametrize("strategy", [HybridPipelineStrategy, ParameterServerStrategy])

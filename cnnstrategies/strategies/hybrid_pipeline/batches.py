@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader, DistributedSampler
 
+from cnnstrategies.data.sampling import batches_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.batch import Batch, Images
@@ -206,10 +207,12 @@ class StageLoader:
             yield NoBatch() if batch is None else batch
 
     def _own(self) -> Iterator[Any]:
-        left = self._real_samples()
-        for batch in self.loader:
+        left, sampler = self._real_samples(), batches_of(self.loader)
+        for place, batch in enumerate(self.loader):
             if left is None:
-                yield batch
+                # One that has no sample repeats another's.
+                has_some = sampler is None or sampler.counts(sampler.skip + place)[sampler.rank]
+                yield batch if has_some else None
                 continue
             size = count_samples(batch)
             if left:

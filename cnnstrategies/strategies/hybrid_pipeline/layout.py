@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
@@ -22,6 +22,7 @@ from cnnstrategies.pipeline.timetable import (
     SCHEDULES,
     Checkpointing,
     Order,
+    Placement,
     Schedule,
     check_layout,
     even_replicas,
@@ -33,6 +34,7 @@ from cnnstrategies.planning.costs import Profile
 from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of
 from cnnstrategies.planning.measure_links import measure_cluster
 from cnnstrategies.planning.predict import choose_layout
+from cnnstrategies.shares import check_shares, deal
 from cnnstrategies.strategies.differences import RANDOM_DRAWS
 from cnnstrategies.strategies.hybrid_pipeline.comparison import on_device_of
 
@@ -63,8 +65,10 @@ class LayoutRequest:
     memory_limit: int | None
     activation_checkpointing: Checkpointing
     placement: Order
+    shares: Literal["equal"] | Sequence[float]
 
     def __post_init__(self) -> None:
+        check_shares(self.shares, ("equal",))
         for name, value, accepted in (
             ("schedule", self.schedule, SCHEDULES),
             ("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING),
@@ -102,6 +106,11 @@ class LayoutRequest:
         """Replicas of each stage; a ConfigurationError where devices do not divide evenly and none are given."""
         return tuple(self.replicas) if self.replicas is not None else even_replicas(devices, self.stage_count)
 
+    def placement_on(self, devices: int, microbatches: int = 0) -> Placement:
+        """The numbering of the ranks, and which of so many microbatches each runs."""
+        shares = () if isinstance(self.shares, str) else tuple(self.shares)
+        return Placement(self.replicas_on(devices), self.placement, microbatches, shares)
+
     def microbatches_on(self, devices: int, network: nn.Module, samples: int | None = None) -> int:
         """Microbatches of a global batch; batch normalisation wants larger ones, if a replica's samples are known."""
         if self.microbatches is not None:
@@ -110,8 +119,8 @@ class LayoutRequest:
 
     def check(self, network: nn.Module, devices: int) -> None:
         """Refuse what cannot run: layouts that do not fit together, and networks that cannot be cut so."""
-        replicas = self.replicas_on(devices)
-        check_layout(self.stage_count - 1, replicas, self.microbatches_on(devices, network), devices)
+        placement = self.placement_on(devices, self.microbatches_on(devices, network))
+        check_layout(self.stage_count - 1, placement, devices)
         places = len(cut_positions(trace(network)))
         if places < self.stage_count - 1:
             raise ConfigurationError(
@@ -246,7 +255,9 @@ def _has_spectral_norm(network: nn.Module) -> bool:
 def _images(pipeline: Pipeline, batch_size: int | None) -> str | None:
     if batch_size is None:
         return None
-    split = Split((batch_size,) * pipeline.placement.replicas[0], pipeline.microbatches)
+    placement = pipeline.placement
+    rows = deal(batch_size * placement.replicas[0], placement.loads)
+    split = Split(rows, placement.runs[0])
     return _range([size for size in split.sizes if size])
 
 

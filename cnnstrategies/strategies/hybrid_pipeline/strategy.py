@@ -33,6 +33,8 @@ from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Sc
 from cnnstrategies.pipeline.tracing import decide_by_shapes
 from cnnstrategies.pipeline.transport import PeerError, broadcast_value
 from cnnstrategies.runtime.processes import end_group_at_exit, failed_before, leave_group_at_exit
+from cnnstrategies.shares import Deals
+from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.hybrid_pipeline.batches import NoBatch, PredictionLoader, StageLoader
 from cnnstrategies.strategies.hybrid_pipeline.comparison import (
     compare_on_rank_zero,
@@ -73,8 +75,8 @@ class HybridPipelineStrategy(DDPStrategy):
     """Data and pipeline parallel: stages of the network on different devices, each replicated as often as it needs.
 
     Each replica of the first stage loads batches as a DDP process does; the other ranks load nothing. The global batch,
-    which the batches of these replicas make, is cut into microbatches, and microbatch m runs on replica ``m mod R`` of
-    a stage with R replicas. The gradients are means over the samples of the global batch.
+    which the batches of these replicas make, is cut into microbatches, for which the replicas of a stage take turns, as
+    often as their shares say. The gradients are means over the samples of the global batch.
 
     On every rank the module's steps see the same: the targets of the global batch, its images only by shape, and from
     ``self.network(images)`` the outputs for it, sent from the last stage. So what they log is the same everywhere and
@@ -100,6 +102,8 @@ class HybridPipelineStrategy(DDPStrategy):
             rank's last (``except_last``), or ``always``.
         placement: How ranks are numbered, and so which are on one node: ``stages`` puts the replicas of a stage
             together, which sum their gradients; ``replicas`` those that send each other activations.
+        shares: For each rank how many microbatches it runs in proportion to the other replicas of its stage, such as
+            ``[3, 1, 1]`` for replicas 2 and 1; or ``equal``. Replicas of the first stage load what they run.
         network: The path of the submodule that is divided, such as ``model``; by default the one that has all of the
             module's parameters.
         timeout: How long to wait for another rank.
@@ -124,6 +128,7 @@ class HybridPipelineStrategy(DDPStrategy):
         memory_limit: int | None = None,
         activation_checkpointing: Checkpointing = "never",
         placement: Order = "stages",
+        shares: Literal["equal"] | list[float] = "equal",
         network: str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
@@ -144,10 +149,12 @@ class HybridPipelineStrategy(DDPStrategy):
             memory_limit,
             activation_checkpointing,
             placement,
+            shares,
         )
         self.network_path = network
         self.time_limit = timeout
         self.pipeline: Pipeline | None = None
+        self.deals: Deals | None = None
         self._checked: LightningModule | None = None
         self._layout: tuple[nn.Module, ChosenLayout] | None = None
         self._steps: Steps | None = None
@@ -209,7 +216,7 @@ class HybridPipelineStrategy(DDPStrategy):
     @property
     def placement(self) -> Placement:
         """The numbering of the ranks."""
-        return Placement(self.request.replicas_on(self.num_nodes * self.num_processes), self.request.placement)
+        return self.request.placement_on(self.num_nodes * self.num_processes)
 
     @property
     @override
@@ -222,8 +229,11 @@ class HybridPipelineStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: object) -> StageLoader:
         loads = self.placement.place(self.global_rank).stage == 0
         assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn == TrainerFn.PREDICTING:
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == TrainerFn.PREDICTING:
             return PredictionLoader(dataloader, loads, self._most, has_rows=self.is_global_zero)
+        if self.deals is not None:
+            dataloader = by_shares(dataloader, trainer, self.deals)
         return StageLoader(dataloader, loads, self._most)
 
     @override
@@ -317,7 +327,10 @@ class HybridPipelineStrategy(DDPStrategy):
             self.time_limit,
             placement=self.request.placement,
             compile_backend=compile_backend_of(self.lightning_module),
+            shares=self.placement.shares,
         )
+        unequal = self.placement.shares and self.placement.replicas[0] > 1
+        self.deals = Deals(self.pipeline.placement.loads) if unequal else None
         if not whole:
             share_stage(self.pipeline)
         divided = DividedModule(self.lightning_module, path, self.pipeline, callbacks, whole)
