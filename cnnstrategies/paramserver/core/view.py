@@ -1,10 +1,10 @@
 """Who takes part: numbered views of the membership, where a process gets them from, and why it cannot go on."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol, TypeVar
+from dataclasses import astuple, dataclass
+from typing import Any, Protocol
 
-from cnnstrategies.paramserver.core.node import ControlError, Message
+from cnnstrategies.paramserver.core.node import Message
 
 
 @dataclass(frozen=True)
@@ -69,31 +69,16 @@ class View:
 
     def as_dict(self) -> dict[str, Any]:
         """This view as what JSON can hold."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        rows = {name: [list(astuple(one)) for one in getattr(self, name)] for name in ("servers", "workers")}
+        return {"number": self.number, **rows, "lost": list(self.lost), "begun": self.begun}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "View":
         """The view that :meth:`as_dict` described."""
         said = Message("view", values)
-        servers, workers = _infos(ServerInfo, said), _infos(WorkerInfo, said)
+        servers = tuple(ServerInfo(*row) for row in said.table("servers", int, str, str, int))
+        workers = tuple(WorkerInfo(*row) for row in said.table("workers", int, int, str))
         return cls(said.integer("number"), servers, workers, tuple(said.integers("lost")), said.integer("begun"))
-
-
-Info = TypeVar("Info", ServerInfo, WorkerInfo)
-
-
-def _infos(kind: type[Info], said: Message) -> tuple[Info, ...]:
-    listed, types = said.fields.get(_LISTS[kind]), _TYPES[kind]
-    if not isinstance(listed, list):
-        raise ControlError(f"a view without {_LISTS[kind]}")
-    for one in listed:
-        if not isinstance(one, dict) or {name: type(value) for name, value in one.items()} != types:
-            raise ControlError(f"a view with {_LISTS[kind]} of another form")
-    return tuple(kind(**one) for one in listed)
-
-
-_LISTS: dict[type, str] = {ServerInfo: "servers", WorkerInfo: "workers"}
-_TYPES = {kind: {field.name: field.type for field in fields(kind)} for kind in (ServerInfo, WorkerInfo)}
 
 
 class RunEnded(RuntimeError):  # noqa: N818 - an end, not always an error

@@ -42,7 +42,7 @@ class Asynchronous:
             self.leave(worker)
             self._begun.pop(worker, None)
         self._first = {who: step for who, step in self._first.items() if lives.get(who[0]) == who[1]}
-        self._release()
+        self.proceed()
 
     def join(self, worker: int, step: int | None) -> int | None:
         """Count a worker from now on; :meth:`here` comes next.
@@ -63,17 +63,13 @@ class Asynchronous:
     def here(self, worker: int) -> None:
         """A worker has said where it is, or that it is no member."""
         self.roll.here(worker)
-        self._release()
-
-    def proceed(self) -> None:
-        """Nobody is waited for any more before steps go on."""
-        self._release()
+        self.proceed()
 
     def leave(self, worker: int) -> None:
         """Count a worker no longer."""
         self.clock.leave(worker)
         self._held.pop(worker, None)
-        self._release()
+        self.proceed()
 
     def begin(self, who: Who, step: int, begin: Begin) -> None:
         """A worker's pushes of a step follow."""
@@ -106,7 +102,7 @@ class Asynchronous:
         self.clock.finished(who[0], request)
         self._held[who[0]] = keys, Pull(request, who=who, step=request - 1, encoding=encoding)
         # What holds the others is the slowest: while it has not moved there is nothing to look for among them.
-        self._release(self._held if self.clock.slowest != slowest else (who[0],))
+        self.proceed(self._held if self.clock.slowest != slowest else (who[0],))
 
     def holds(self, key: int, who: tuple[int, int], request: int) -> bool:
         """Whether a worker will get what it has asked for of an own slice without sending anything again."""
@@ -115,7 +111,8 @@ class Asynchronous:
         pull = pull or self._shard.pulled_by(key, who[0], request)
         return pull is not None and (pull.who is None or self._shard.store.seen[key].get(who, -1) >= pull.step)
 
-    def _release(self, workers: Collection[int] | None = None) -> None:
+    def proceed(self, workers: Collection[int] | None = None) -> None:
+        """Answer those who may go on, of some workers that are held or all."""
         if not (self._free or self.roll.complete):
             return
         for worker in list(self._held if workers is None else workers):

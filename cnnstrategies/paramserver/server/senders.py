@@ -6,7 +6,6 @@ found one: the other then sends the state that its lost messages have led to.
 """
 
 from collections import Counter
-from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -166,11 +165,6 @@ class Outbox:
     def ask_again(self, worker: int) -> None:
         """Have a worker send again what was not answered."""
         self.to_worker(worker, Kind.WELCOME, json={"again": True})
-
-    def sign(self, heard: Collection[int]) -> None:
-        """Give a sign of life to workers that were heard: who sends much is answered late."""
-        for worker in heard:
-            self.to_worker(worker, Kind.PING)
 
     def to_server(self, server: int, kind: Kind, payload: Any = b"", **fields: Any) -> None:
         """Send to another server; nothing happens if it is not in the view."""

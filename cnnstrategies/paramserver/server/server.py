@@ -151,7 +151,8 @@ class Server:
         self._goes_on(now)
         if now - self._gave_sign > self._sign_seconds:
             self._gave_sign = now
-            self._outbox.sign(self._heard_workers)
+            for worker in self._heard_workers:  # A sign of life: who sends much is answered late.
+                self._outbox.to_worker(worker, Kind.PING)
             self._heard_workers.clear()
         if now - self._pinged > PING_SECONDS:
             self._pinged = now
@@ -261,7 +262,7 @@ class Server:
     @property
     def _values_lost(self) -> bool:
         """Whether all who had values of own slices have died: steps are known to be made."""
-        return self._common is not None and self._common.begun and not self.shard.ready
+        return self._common is not None and self._common.clock.step > 0 and not self.shard.ready
 
     def _lacks(self, who: Who, step: int, answered: frozenset[int], first: int) -> bool:
         """Whether own slices lack updates that a worker knows of.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cnnstrategies.paramserver.compression import ENCODINGS, as_bytes, from_bytes, rounded
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind, Say
+from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, InvalidMessageError, Kind, Say
 from cnnstrategies.paramserver.optimizer_state import pack_state, split_state
 from cnnstrategies.paramserver.server.copies import Copies
 from cnnstrategies.paramserver.server.senders import Outbox
@@ -136,10 +136,11 @@ class Shard:
         if answer:
             return answer
         encoding = Encoding.DENSE if pull.whole else pull.encoding or self._encoding
+        values = None if changes is None else changes.values(key, encoding)
         if encoding not in encoded:
-            values = None if changes is None else changes.values(key, encoding)
             encoded[encoding] = as_bytes(rounded(self.store.values[key], encoding) if values is None else values)
-        return encoded[encoding], encoding, 0.0 if changes is None else changes.mark_of_values(key, encoding)
+        mark = 0.0 if changes is None else ALONE if values is None else changes.mark(key)
+        return encoded[encoding], encoding, mark
 
     # Updates
 

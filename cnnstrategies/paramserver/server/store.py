@@ -43,6 +43,7 @@ class Changes:
     Attributes:
         known: What workers have of each slice that have had all changes up to its version.
         lineages: Tells values apart that have the same version and another history.
+        behind: The slices of which workers have the exact values; `known` is older there, and nobody has it any more.
     """
 
     def __init__(
@@ -51,12 +52,12 @@ class Changes:
         self.encoding = encoding
         self.known = {key: value.clone() for key, value in values.items()}
         self.lineages = dict.fromkeys(values, 0)
+        self.behind: set[int] = set()
         self._ratio = ratio
         self._values = values
         self._whole = whole
         self._last: dict[int, memoryview] = {}
         self._rounded: dict[int, Tensor] = {}  # values that workers have, in that encoding
-        self._behind: set[int] = set()  # slices of which workers have the exact values, and `known` are older ones
         self._origin = 0
 
     def begin_with(self, since: int) -> None:
@@ -76,12 +77,7 @@ class Changes:
     def _forget(self, key: int) -> None:
         self._last.pop(key, None)
         self._rounded.pop(key, None)
-        self._behind.discard(key)
-
-    @property
-    def behind(self) -> list[int]:
-        """The slices of which workers have other values than :attr:`known`, which nobody has any more."""
-        return sorted(self._behind)
+        self.behind.discard(key)
 
     def take_over(self, key: int, known: Tensor, lineage: int, behind: bool) -> None:
         """Go on where another server was."""
@@ -89,7 +85,7 @@ class Changes:
         self.lineages[key] = lineage
         self._forget(key)
         if behind:
-            self._behind.add(key)
+            self.behind.add(key)
 
     def make(self, key: int, pulled: Collection[Encoding] = ()) -> memoryview:
         """The change that brings workers nearer to a slice's values, which have just had an update.
@@ -98,7 +94,7 @@ class Changes:
         returned: the change, or the encoding of the values that workers will have, or nothing.
         """
         wanted = self._whole is None or self.encoding in pulled
-        if wanted and key not in self._behind:
+        if wanted and key not in self.behind:
             difference = (self._values[key] - self.known[key]).view(-1)
             payload = compress(difference.float(), self.encoding, self._ratio)
         elif wanted:
@@ -128,7 +124,7 @@ class Changes:
             if payload[0] == self._whole:
                 self._rounded[key] = values
         else:
-            self._behind.add(key)
+            self.behind.add(key)
 
     def answer(
         self, key: int, mark: float, next_version: bool, asked: Encoding = Encoding.NOTHING
@@ -145,7 +141,7 @@ class Changes:
             return last, self.encoding, mark
         if asked not in CHANGES and not (self._whole is None and asked == Encoding.NOTHING):
             return None
-        if key in self._behind:
+        if key in self.behind:
             return bytes(as_bytes(self._values[key])), Encoding.DENSE, ALONE
         # The original changes, maybe before it has been sent.
         return bytes(as_bytes(self.known[key])), Encoding.DENSE, self.mark(key)
@@ -153,10 +149,6 @@ class Changes:
     def mark(self, key: int) -> float:
         """A slice's lineage as the weight of a message: 0 stands for none, and `ALONE` for values of none."""
         return float(self.lineages[key] + 2)
-
-    def mark_of_values(self, key: int, encoding: Encoding) -> float:
-        """The same for a slice's values that are sent in an encoding."""
-        return ALONE if self.values(key, encoding) is None else self.mark(key)
 
     def values(self, key: int, encoding: Encoding) -> Tensor | None:
         """A slice's values in an encoding if that is what the next change is made from."""

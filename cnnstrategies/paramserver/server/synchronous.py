@@ -64,11 +64,6 @@ class Synchronous:
         """Steps of which pushes are kept."""
         return len(self._backlog.steps)
 
-    @property
-    def begun(self) -> bool:
-        """Whether a step is known to be decided, here or by another server."""
-        return self.clock.step > 0
-
     # Membership
 
     def follow(self, view: View) -> None:
@@ -94,7 +89,7 @@ class Synchronous:
         else:
             self._send_status()
         self._plan()
-        self._consider()
+        self.proceed()
 
     def tell_again(self, server: int) -> None:
         """Repeat what a server has missed some messages about."""
@@ -162,16 +157,12 @@ class Synchronous:
     def here(self, worker: int) -> None:
         """A worker has said where it is, or that it is no member."""
         self.roll.here(worker)
-        self._consider()
-
-    def proceed(self) -> None:
-        """Nobody is waited for any more before steps go on."""
-        self._consider()
+        self.proceed()
 
     def leave(self, worker: int) -> None:
         """Count a worker no longer."""
         self.clock.leave(worker)
-        self._consider()
+        self.proceed()
 
     def is_missed(self, step: int) -> bool:
         """Whether a step that others have made cannot be made here: all who could push it once more are gone."""
@@ -231,11 +222,11 @@ class Synchronous:
         votes, self._votes = self._votes, []
         if votes and self.leader == self._server:
             self._reports.add(self._server, votes)
-            self._consider()
+            self.proceed()
         elif votes and not self._pipelined:
             self._outbox.to_server(self.leader, Kind.VOTE, json={"complete": votes})
 
-    def _consider(self) -> None:
+    def proceed(self) -> None:
         """As leader: decide the present step if all servers have what it needs."""
         if self.leader != self._server or not self.roll.complete:
             return
@@ -294,7 +285,7 @@ class Synchronous:
                     self._lowest[server] = said.integer("lowest")
             if header.kind == Kind.STATUS and self._decision is not None and self.leader == self._server:
                 self._outbox.to_server(server, Kind.DECIDE, json=self._decision.as_dict())
-            self._consider()
+            self.proceed()
         elif header.kind == Kind.DECIDE:
             before = self._decision
             self._decide(Decision.of(said, self._specification))

@@ -36,14 +36,6 @@ class Wait(NamedTuple):
     repeat: Callable[[], object] | None = None
 
 
-class Welcome(NamedTuple):
-    """What a server answers to a hello: from which step on the worker counts, to which message, and what else."""
-
-    step: int
-    asked: int
-    said: dict[str, Any]
-
-
 class WorkerRole:
     """One worker of a run, without sockets, threads and clocks.
 
@@ -90,7 +82,7 @@ class WorkerRole:
         self._given = False  # The parameters that it begins with have come.
         self._replaces = incarnation > 0
         self._unready: dict[int, float] = {}  # servers without values, and since when
-        self._welcomes: dict[int, Welcome] = {}
+        self._welcomes: dict[int, dict[str, Any]] = {}  # what servers have answered to the last hello
         self._first_values: tuple[Sequence[Tensor], dict[int, SliceState]] | None = None
         self._moved = False  # The parameters are no longer those of the run's start.
         self._version: int | None = None  # of the first slice's values
@@ -166,11 +158,7 @@ class WorkerRole:
     @property
     def is_first(self) -> bool:
         """Whether this worker chooses encodings: for itself, or where steps are common for all that live."""
-        return not self._specification.aggregates or self._is_lowest
-
-    @property
-    def _is_lowest(self) -> bool:
-        return all(self._id <= one.id for one in self.view.workers)
+        return not self._specification.aggregates or all(self._id <= one.id for one in self.view.workers)
 
     def encode_as(self, compression: Compression, pull_compression: Compression, rung: int) -> None:
         """From the next step on push and pull in these encodings; all parameters are up to date."""
@@ -267,7 +255,7 @@ class WorkerRole:
             self._send_again(own)
             return
         asked = int(values["asked"])
-        self._welcomes[server] = Welcome(header.step, asked, values)
+        self._welcomes[server] = {**values, "step": header.step}
         self.connections.check_deaf(self._now, server, values["deaf"])
         # It has answered what came before the question: what is still open then has been lost, or it holds it.
         if values["held"] and asked > self._asked:
@@ -323,13 +311,15 @@ class WorkerRole:
         while True:
             # In common steps one server counts. One that dies before it has answered is no longer there to be asked,
             # and one that has said before that it leads may be another by now, or an older one be back.
-            leaders = {one for one, welcome in self._welcomes.items() if welcome.said.get("leader") is True}
+            leaders = {one for one, welcome in self._welcomes.items() if welcome["leader"] is True}
             answers = yield from self._ask(leaders if aggregates else self._servers, joins=True)
-            if answers and (not aggregates or all(one.said["leader"] is True for one in answers.values())):
-                return [welcome.step for welcome in answers.values()]
+            if answers and (not aggregates or all(one["leader"] is True for one in answers.values())):
+                return [welcome["step"] for welcome in answers.values()]
             yield from self.meet(self._now)
 
-    def _ask(self, servers: set[int], joins: bool, leaves: bool = False) -> Generator[Wait, None, dict[int, Welcome]]:
+    def _ask(
+        self, servers: set[int], joins: bool, leaves: bool = False
+    ) -> Generator[Wait, None, dict[int, dict[str, Any]]]:
         """Say hello, or goodbye, until those of some servers that live have answered; their answers."""
         asked: set[int] = set()
         self._welcomes = {}
@@ -339,9 +329,9 @@ class WorkerRole:
                 self._say_hello(server, NO_STEP, joins, leaves=leaves)
                 asked.add(self.connections.sequence)
 
-        def answers() -> dict[int, Welcome]:
+        def answers() -> dict[int, dict[str, Any]]:
             # Others answer what was asked before, or who is there: they do not say from which step on this one counts.
-            return {one: told for one, told in self._welcomes.items() if one in servers and told.asked in asked}
+            return {one: told for one, told in self._welcomes.items() if one in servers and told["asked"] in asked}
 
         yield Wait(lambda: bool(servers & self._servers - answers().keys()), ask)
         return answers()

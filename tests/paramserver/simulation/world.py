@@ -402,7 +402,7 @@ def _short(message: Message) -> str:
     fields = {name: value for name, value in message.fields.items() if name not in ("session", "floor")}
     if "view" in fields and isinstance(fields["view"], dict):
         view = fields["view"]
-        workers = [f"{one['id']}.{one['incarnation']}" for one in view["workers"]]
-        servers = [f"{one['id']} since {one['since']}" for one in view["servers"]]
+        workers = [f"{id}.{life}" for id, life, _ in view["workers"]]
+        servers = [f"{id} since {since}" for id, _, _, since in view["servers"]]
         fields["view"] = f"{view['number']}: workers {workers}, servers {servers}, lost {[*view['lost']]}"
     return f"#{message.request} {fields}" if message.request else f"{fields}"
