@@ -3,8 +3,8 @@
 import copy
 import resource
 
+import test_codecs
 import test_combiner
-import test_compression
 import test_control_sockets
 import test_given_out_samples
 import test_security
@@ -35,9 +35,7 @@ def gradients_that_a_dead_leader_has_not_pushed_are_lost(right, self, step):
 # Compression
 
 
-@replaces(
-    Encoder.encode, killed_by=test_compression.test_error_feedback_sends_everything_in_the_end, compression="topk"
-)
+@replaces(Encoder.encode, killed_by=test_codecs.test_sent_and_kept_are_all_gradients_in_any_encoding, seed=0)
 def what_compression_leaves_out_is_lost(right, self, gradient):
     return right(copy.copy(self), gradient)
 

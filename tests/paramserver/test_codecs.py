@@ -137,7 +137,9 @@ def test_sent_and_kept_are_all_gradients_in_any_encoding(seed: int) -> None:
         encoder.encoding = Encoding[name]
         whole = name != "ONEBIT"
         gradient = torch.randint(-3, 4, (64,), generator=generator).float() if whole else torch.zeros(64)
+        before = gradient.clone()
         payload = memoryview(encoder.encode(gradient)).cast("B")
+        assert torch.equal(gradient, before), "what is encoded stays as it is"
         pushed += gradient
         came += decode(payload, encoder.encoding, 64, torch.float32)
         kept = encoder.left_out if encoder.left_out is not None else torch.zeros(64)
