@@ -18,9 +18,12 @@ from cnnstrategies.cluster.environment import Place
 from cnnstrategies.cluster.hosts import meet, wait_for
 from cnnstrategies.cluster.probe import Peer, measure
 from cnnstrategies.cluster.stores import POLL, open_store
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.runtime.whole_file import whole_file
 
 LINK_SECONDS = 5.0
 SHARED_SECONDS = 5.0  # NFS shows a new file to other clients after a few seconds
+SHARED = "checkpoints need a directory that all hosts share and may write to, as an NFS mount; name it with --shared"
 SHARED_MEMORY = 2**28  # bytes; a container has a quarter of it unless it is told otherwise
 DRIVER = Path("/proc/driver/nvidia/gpus")  # Has an entry for each card, whatever torch can do with it.
 
@@ -112,17 +115,17 @@ def examine(place: Place, directory: Path, interface: str | None, wait: float) -
         found.links.append((peer.node, *measure(peer.address, peer.port, LINK_SECONDS)))
     run = json.loads(store.get("host/0"))[2]  # The first host's port: files of another run have another.
     files = {node: directory / f".cnnstrategies-doctor-{run}-{node}" for node in range(place.nodes)}
-    problems = try_to_write(files[place.node])
+    try:
+        with whole_file(files[place.node], SHARED):  # As a checkpoint is written.
+            pass
+    except ConfigurationError as error:
+        found.problems.append(str(error))
     all_here("written")
-    problems += [f"does not see what {peer.host} writes there" for peer in unseen(others, files)]
+    missing = unseen(others, files)
+    found.problems += [f"{directory}: does not see what {peer.host} writes there: {SHARED}" for peer in missing]
     all_here("seen")
     with contextlib.suppress(OSError):  # Where it could not write.
         files[place.node].unlink()
-    found.problems += [
-        f"{directory}: {problem}: checkpoints need a directory that all hosts share and may write to, such as an NFS "
-        "mount; name it with --shared"
-        for problem in problems
-    ]
     store.set(f"found/{place.node}", json.dumps(asdict(found)))
     if place.node != 0:
         return None
@@ -130,18 +133,6 @@ def examine(place: Place, directory: Path, interface: str | None, wait: float) -
     wait_for(store, keys, place.node, place.nodes, wait)
     probe.close()
     return [Host(**json.loads(store.get(key))) for key in keys]
-
-
-def try_to_write(file: Path) -> list[str]:
-    """Write a file as a checkpoint is written; what is wrong."""
-    partial = file.with_name(f"{file.name}.partial")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial.touch()
-        partial.replace(file)
-    except OSError as error:
-        return [f"cannot write there: {error.strerror}"]
-    return []
 
 
 def unseen(others: Sequence[Peer], files: Mapping[int, Path]) -> list[Peer]:

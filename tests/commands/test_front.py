@@ -57,11 +57,6 @@ def test_no_garbage_is_looked_for_while_a_command_is_imported(monkeypatch):
     assert at_the_end == [gc.unfreeze], "bindings as triton's print that they are leaked"
 
 
-def test_the_version_is_told(capsys):
-    main(["--version"])
-    assert re.fullmatch(r"cnnstrategies \d+\.\d+\.\d+\n", capsys.readouterr().out)
-
-
 def keys_of(text):
     return set(re.findall(r"^  (?:-\w(?: \w+)?, )?--([\w.]+)", text, re.MULTILINE))
 

@@ -2,7 +2,6 @@
 
 import io
 import os
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,15 +98,11 @@ class ShardSource:
         self.decoder = decoder
         self.interpolation = interpolation
         self.decode_jpeg = find_decoder(decoder)
-        self._open_anew()
+        self.open_files: dict[int, io.FileIO] = {}  # By shard.
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave open files behind: a spawned process has its own."""
-        return {name: value for name, value in vars(self).items() if name not in ("open_files", "_close")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._open_anew()
+        return {**vars(self), "open_files": {}}
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -183,23 +178,14 @@ class ShardSource:
     def _path(self, number: int) -> Path:
         return self.paths[int(self.columns["shard"][number])]
 
-    def _open_anew(self) -> None:
-        self.open_files: dict[int, int] = {}
-        self._close = weakref.finalize(self, _close_all, self.open_files)
-
     def _file(self, shard: int) -> int:
         if shard not in self.open_files:
             if len(self.open_files) >= MOST_OPEN:
-                os.close(self.open_files.pop(next(iter(self.open_files))))
+                self.open_files.pop(next(iter(self.open_files))).close()
             try:
-                self.open_files[shard] = os.open(self.paths[shard], os.O_RDONLY)
+                self.open_files[shard] = io.FileIO(self.paths[shard])
             except OSError as error:
                 raise ConfigurationError(
                     f"cannot read {self.paths[shard]} ({error.strerror}): give the right to it, or copy it again"
                 ) from None
-        return self.open_files[shard]
-
-
-def _close_all(files: dict[int, int]) -> None:
-    for file in files.values():
-        os.close(file)
+        return self.open_files[shard].fileno()
