@@ -2,11 +2,13 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from cluster.processes_of import PYTHON, Program, fit
+from fault_injection import words
 from ports import free_port
 from test_loopback import addresses
 from torch.distributed import TCPStore
@@ -21,16 +23,6 @@ ALONE = {"GROUP_WORLD_SIZE": "1"}  # one machine
 STATIC = ("--nnodes=1", "--master-addr=127.0.0.1", "--master-port")
 # The other worker waits for the dead one's gradient as long as `timeout`.
 SERVER = ("--trainer.strategy=ParameterServerStrategy", "--trainer.strategy.init_args.timeout=8")
-DIES = """
-import os, signal
-from lightning.pytorch import Callback
-
-class Dies(Callback):
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        if first and trainer.global_rank == 1 and (trainer.current_epoch, batch_idx) == (2, 1):
-            os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 
 @pytest.mark.cluster
@@ -46,11 +38,10 @@ class Dies(Callback):
 def test_after_a_ranks_death_the_run_resumes_in_its_folder(
     tmp_path: Path, strategy: tuple[str, ...], launch: tuple[str, ...], folder: str
 ) -> None:
-    (tmp_path / "dies.py").write_text(DIES)
     if launch == STATIC:
         launch = (*launch, str(free_port()))
-    arguments = fit(*strategy, f"--trainer.max_epochs={EPOCHS}", *BATCHES, "--trainer.callbacks+=dies.Dies")
-    torchrun = Program([*TORCHRUN, *launch, *arguments], tmp_path / "log")
+    arguments = fit(*strategy, f"--trainer.max_epochs={EPOCHS}", *BATCHES, *words(step=9))
+    torchrun = Program([*TORCHRUN, *launch, *arguments], tmp_path / "log", PYTHONPATH=os.pathsep.join(sys.path))
     assert torchrun.wait() == 0, torchrun.output()
     assert len(re.findall(r"Going on from .*last\.ckpt", torchrun.output())) == 1, torchrun.output()
     (path,) = tmp_path.glob(f"runs/quickstart/{folder}/checkpoints/last.ckpt")

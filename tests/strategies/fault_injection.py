@@ -33,7 +33,8 @@ class Fault(Callback):
         self.how, self.victim, self.rank, self.step, self.until_back = how, victim, rank, step, until_back
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        first = os.environ.get("CNNSTRATEGIES_INCARNATION", "0") == "0"
+        lives = ("CNNSTRATEGIES_INCARNATION", "TORCHELASTIC_RESTART_COUNT")
+        first = all(os.environ.get(life, "0") == "0" for life in lives)
         if self.rank not in (None, trainer.global_rank) or trainer.global_step != self.step or not first:
             return
         if self.how == "exception":
