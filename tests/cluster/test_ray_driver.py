@@ -131,7 +131,8 @@ def test_each_node_has_its_rank_and_the_first_ones_address(monkeypatch, capsys):
     assert f"\n[node 1] is 1 of 127.0.0.1:{port} 3 .\n" in log
 
 
-def test_a_failure_is_retried_as_often_as_allowed_and_no_mistake(capsys):
+def test_a_failure_is_retried_as_often_as_allowed_and_no_mistake(capsys, monkeypatch):
+    monkeypatch.setattr(driver, "PATIENCE", 10.0)  # Each is to say that it was called.
     says = 'echo "called $CNNSTRATEGIES_RUN_NAME"; '
     code, log = run(FakeRay(), capsys, says + 'if [ "$NODE_RANK" = 1 ]; then exit 3; fi; exit 1')
     assert code in (1, 3)

@@ -34,9 +34,9 @@ print("went on")
 both = pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 
 
-def tell(signum: int, seconds: float = 0.1) -> None:
+def tell(signum: int) -> None:
     """Send a signal to this process a moment later."""
-    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -{int(signum)} {os.getpid()}"])
+    subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -{int(signum)} {os.getpid()}"])
 
 
 def end() -> None:
@@ -48,8 +48,8 @@ def test_a_main_thread_that_does_not_notice_is_ended(signum):
     def run() -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with heeds_signals(end, seconds=0.2):
-            tell(signum, 1.0)  # By then it is asleep, also where others keep the processors busy.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signum})  # The system hands it to the other thread.
+            tell(signum)
             ctypes.CDLL(None).sleep(1000)
 
     assert run_forked(run) == (128 + signum, "the others end\n")
