@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.commands.run.errors import check_checkpoint
-from cnnstrategies.commands.run.start_from import FOUND, SameCheckpoint, find_checkpoint, find_once
+from cnnstrategies.commands.run.start_from import FOUND, SameCheckpoint, checkpoint_of, find_checkpoint
 from cnnstrategies.data import DigitsDataModule
 
 RUNS = Path("runs/quickstart")
@@ -53,15 +53,15 @@ def test_the_newest_is_sought_where_runs_of_this_name_write():
 
 def test_a_rank_that_starts_later_does_not_look_again(monkeypatch):
     write("checkpoints/last.ckpt", 100)
-    first = find_once("last", trainer())
+    first = checkpoint_of(trainer(), "last", True, None)
     write("elsewhere/last.ckpt", 200)
     later = trainer(ModelCheckpoint("elsewhere"))
     for rank in ("0", "1"):  # A parameter server's supervisor starts rank 0, too.
         monkeypatch.setenv("LOCAL_RANK", rank)
-        assert find_once("last", later) == first == os.environ[FOUND]
+        assert checkpoint_of(later, "last", True, None) == first == os.environ[FOUND]
     # Another run, which one of this run's processes starts, looks for itself.
     monkeypatch.delenv("LOCAL_RANK")
-    assert find_once("last", later) == str(Path("elsewhere/last.ckpt").resolve())
+    assert checkpoint_of(later, "last", True, None) == str(Path("elsewhere/last.ckpt").resolve())
 
 
 class OtherOnRank1(SameCheckpoint):

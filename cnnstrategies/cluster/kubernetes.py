@@ -131,7 +131,7 @@ def _pod(run: Run, role: str) -> Object:
         "restartPolicy": "Never",  # The Job starts it again, on another node if need be.
         "terminationGracePeriodSeconds": run.options.grace_seconds,
         "containers": [_container(run, role)],
-        "volumes": _volumes(run),
+        "volumes": [{"name": name, **source} for name, _, source in _mounted(run)],
         **run.options.pod,
     }
 
@@ -143,20 +143,13 @@ def _container(run: Run, role: str) -> Object:
     resources = {key: str(value) for key, value in asked.items()}
     if trains and run.size.gpus_per_node:
         resources[options.gpu] = str(run.size.gpus_per_node)
-    mounts: list[Object] = [
-        {"name": "config", "mountPath": CONFIGURATION, "readOnly": True},
-        {"name": "shared-memory", "mountPath": "/dev/shm"},
-    ]
-    if options.key_secret is not None:
-        mounts.append({"name": "keys", "mountPath": KEYS, "readOnly": True})
-    mounts += [{"name": f"volume-{number}", "mountPath": path} for number, path in enumerate(options.volumes)]
     result: Object = {
         "name": role,
         "image": options.image,
         "command": ["/bin/sh", "-c", trainer_script(run) if trains else server_script(run)],
         "env": _environment(run),
         "ports": [{"containerPort": MAIN_PORT if trains else SERVER_PORT, "protocol": "TCP"}],
-        "volumeMounts": mounts,
+        "volumeMounts": [{"name": name, "mountPath": path} for name, path, _ in _mounted(run)],
     }
     if resources:
         # Both: a pod that asks for less than it may take is the first to be ended when memory is short.
@@ -176,20 +169,21 @@ def _environment(run: Run) -> list[Object]:
     return [index, *({"name": name, "value": value} for name, value in fixed.items())]
 
 
-def _volumes(run: Run) -> list[Object]:
+def _mounted(run: Run) -> list[tuple[str, str, Object]]:
+    """The names of a pod's volumes, where it sees them, and what they are."""
     options = run.options
     memory: Object = {"medium": "Memory"}
     if options.shared_memory is not None:
         memory["sizeLimit"] = options.shared_memory
-    result: list[Object] = [
-        {"name": "config", "configMap": {"name": run.name}},
+    result: list[tuple[str, str, Object]] = [
+        ("config", CONFIGURATION, {"configMap": {"name": run.name}}),
         # A container's own /dev/shm has 64 MiB, too little for data workers and for NCCL.
-        {"name": "shared-memory", "emptyDir": memory},
+        ("shared-memory", "/dev/shm", {"emptyDir": memory}),
     ]
     if options.key_secret is not None:
-        result.append({"name": "keys", "secret": {"secretName": options.key_secret, "defaultMode": 0o400}})
-    for number, claim in enumerate(options.volumes.values()):
-        result.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
+        result.append(("keys", KEYS, {"secret": {"secretName": options.key_secret, "defaultMode": 0o400}}))
+    for number, (path, claim) in enumerate(options.volumes.items()):
+        result.append((f"volume-{number}", path, {"persistentVolumeClaim": {"claimName": claim}}))
     return result
 
 

@@ -29,9 +29,10 @@ FOUND = "CNNSTRATEGIES_CHECKPOINT"  # Environment variable.
 def checkpoint_of(trainer: Trainer, given: Path | str | None, training: bool, name: str | None) -> Path | str | None:
     """The checkpoint to load: a file in the place of ``last`` and ``best``; the last one of a run started again.
 
-    A rank that another one has started as a program takes what that one has found. The trainer gets callbacks: one
-    makes sure that all ranks have found the same, and one that the loggers of a run started again go on. ``name`` is
-    that of a run that may be started again.
+    A rank that another one has started as a program takes what that one has found: it reads the configuration again,
+    and may be started again in the middle of the run, when there can be a newer checkpoint. The trainer gets callbacks:
+    one makes sure that all ranks have found the same, and one that the loggers of a run started again go on. ``name``
+    is that of a run that may be started again.
     """
     path = given
     said = told_by_starter(FOUND)
@@ -41,25 +42,13 @@ def checkpoint_of(trainer: Trainer, given: Path | str | None, training: bool, na
     if name is not None:
         path = (said or None) if said is not None else last_checkpoint(trainer, name) or given
     if path in WORDS:
-        path = find_once(str(path), trainer)
-    elif name is not None:
-        os.environ[FOUND] = str(path or "")
+        path = said or str(find_checkpoint(str(path), trainer))
     if path != given and said is None:
         rank_zero_info(f"Going on from {path}" if training else f"Weights: {path}")
     if name is not None or given in WORDS:
+        os.environ[FOUND] = str(path or "")
         trainer.callbacks.append(SameCheckpoint(path))  # type: ignore[attr-defined]
     return path
-
-
-def find_once(word: str, trainer: Trainer) -> str:
-    """What :func:`find_checkpoint` finds in the process that starts the ranks of a machine, in all of them.
-
-    A rank that is started as a program reads the configuration again, and may be started again in the middle of the
-    run; by then there can be a newer checkpoint, that of this run.
-    """
-    found = told_by_starter(FOUND) or str(find_checkpoint(word, trainer))
-    os.environ[FOUND] = found
-    return found
 
 
 def find_checkpoint(word: str, trainer: Trainer) -> Path:
