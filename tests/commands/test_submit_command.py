@@ -125,31 +125,20 @@ def test_what_a_target_cannot_run_is_refused():
     refused(KubernetesTarget, r"a pod would start .*; set cluster\.kubernetes\.max_restarts to 0", base)
 
 
-KUBERNETES = [QUICKSTART, *TWO_NODES, "--to=kubernetes", "--cluster.job_name=cnn", "--cluster.kubernetes.image=cnn:1"]
-VOLUME = '--cluster.kubernetes.volumes={"/runs": "runs"}'
-PS = PARAMETER_SERVER[1:]
+KUBERNETES = [
+    *(QUICKSTART, *TWO_NODES, "--to=kubernetes", "--cluster.job_name=cnn", "--cluster.kubernetes.image=cnn:1"),
+    '--cluster.kubernetes.volumes={"/runs": "runs"}',
+]
 
 
-def test_the_pods_read_a_configuration_that_fits_them(capsys):
-    """Their servers by name, the key where the pod has it, a grace that ends before the pod's."""
-    keys = ["--cluster.kubernetes.key_secret=run-key", "--cluster.server_nodes=2"]
+def test_what_does_not_count_for_pods_is_said_and_a_grace_ends_before_theirs(capsys):
     slurms = ["--cluster.partition=short", "--cluster.memory=64G", "--cluster.python=python3"]
-    main(["submit", "fit", *KUBERNETES, VOLUME, *PS, *keys, *slurms, "--dry_run"])
+    main(["submit", "fit", *KUBERNETES, *slurms, "--dry_run"])
     said = capsys.readouterr()
     assert said.err == "Note: with --to kubernetes these keys do not count: cluster.partition, cluster.memory\n"
-    configuration, _, _, job = yaml.safe_load_all(said.out)
-    name = job["metadata"]["name"]
-    config = yaml.safe_load(configuration["data"]["config.yaml"])
-    strategy = config["trainer"]["strategy"]["init_args"]
-    assert strategy["endpoints"] == [f"tcp://{name}-servers-{number}.{name}:29600" for number in (0, 1)]
-    assert strategy["coordinator"] == f"tcp://{name}-0.{name}:29500"
-    assert strategy["key_file"] == "/dev/shm/run.key"
-    assert config["checkpoint"]["dirpath"] == f"/runs/{name}/checkpoints"
-    assert (config["stop"]["grace"], config["stop"]["on_each_node"]) == (110, True)
-    pod = job["spec"]["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] == 120
-    variables = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
-    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == (f"{name}-0.{name}", "29500")
+    configuration, _, job = yaml.safe_load_all(said.out)
+    assert yaml.safe_load(configuration["data"]["config.yaml"])["stop"]["grace"] == 110
+    assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 120
 
 
 def test_a_ray_nodes_request_is_shown(monkeypatch):

@@ -1,9 +1,9 @@
 """Programs that are forked from a process which has imported their module."""
 
 import signal
-import time
 
 import pytest
+from cluster.processes_of import wait_until
 from conftest import kill_group
 
 from cnnstrategies.planning.tune import trial
@@ -42,22 +42,14 @@ def start(tmp_path, monkeypatch):
         program.close(0.1)
 
 
-def session(program):
-    """That of a program's, as soon as it has said it."""
-    until = time.monotonic() + 30
-    while not program.output.read_text().endswith("\n"):
-        assert time.monotonic() < until, program.output.read_text()
-        time.sleep(0.01)
-    return int(program.output.read_text())
-
-
 def test_its_end_is_told_and_all_its_processes_end_with_it(start):
     failed, waiting = start("fails"), start("waits")
     failed.process.join(30)
     assert failed.process.exitcode == 1
     with pytest.raises(trial.TrialError, match="out of memory"):
         failed.wait_until_ready()
-    group = session(waiting)
+    wait_until(lambda: waiting.output.read_text().endswith("\n"), waiting.output.read_text)
+    group = int(waiting.output.read_text())
     assert group == waiting.process.pid
     waiting.close()
     assert waiting.process.exitcode == -signal.SIGTERM
