@@ -1,20 +1,40 @@
 """A pod on this machine: a host, with its volumes mounted and its command as it is.
 
-There are no containers: the file system is this machine's, and so are the process numbers.
+There are no containers: the file system is this machine's, and so are the process numbers. ``python`` in a pod starts
+warm; see tests/warm.py.
 """
 
+import contextlib
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import warm
 from cluster.hosts import Network, bind
 from conftest import ROOT
 
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+# Sends what it was called with to the pod's own process, which has imported everything, and ends as the program does.
+CLIENT = f"""#!{sys.executable} -IS
+import json, os, signal, socket, sys
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server.connect(os.environ["POD_SOCKET"])
+socket.send_fds(server, [json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()], [0, 1, 2])
+pid = int(server.recv(64))
+signal.signal(signal.SIGTERM, lambda number, frame: os.kill(pid, number))
+code = int(server.recv(64))
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
 
 
 class Pod:
@@ -67,15 +87,21 @@ class Pod:
         os.kill(self.run.pid, signal.SIGTERM)
 
     def _run(self, own: Path) -> None:
-        """In the pod's first process: what kubelet does, and then the container's command."""
+        """In the pod's first process: what kubelet does, until the container ends."""
         (container,) = self.spec["containers"]
         volumes = {volume["name"]: volume for volume in self.spec["volumes"]}
         for mount in container["volumeMounts"]:
             self._mount(volumes[mount["name"]], Path(mount["mountPath"]), own)
-        (own / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        (own / "python").write_text(CLIENT)
         (own / "python").chmod(0o755)
-        os.chdir("/")
-        os.execvpe(container["command"][0], container["command"], self._environment(container, own))
+        with _server(own / "socket") as serve:
+            words = [shutil.which(container["command"][0]) or "", *container["command"][1:]]
+            shell = warm.popen(words, env=self._environment(container, own), cwd="/")
+            signal.signal(signal.SIGTERM, lambda number, frame: shell.send_signal(number))
+            warm.install()
+            while shell.poll() is None:
+                serve()
+        sys.exit(shell.returncode if shell.returncode >= 0 else 128 - shell.returncode)
 
     def _mount(self, volume: dict[str, Any], path: Path, own: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -102,6 +128,7 @@ class Pod:
             "HOME": str(own),
             "PYTHONPATH": str(ROOT),  # As if the image had the package.
             "OMP_NUM_THREADS": "1",
+            "POD_SOCKET": str(own / "socket"),
             # What Kubernetes sets.
             "HOSTNAME": self.host.name,
             "KUBERNETES_SERVICE_HOST": "10.96.0.1",
@@ -112,3 +139,37 @@ class Pod:
                 assert variable["valueFrom"] == {"fieldRef": {"fieldPath": INDEX}}
             result[variable["name"]] = variable.get("value", str(self.index))
         return result
+
+
+@contextlib.contextmanager
+def _server(path: Path) -> Iterator[Callable[[], None]]:
+    """Starts programs for the pod's `python`; to be called again and again."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(path))
+    listener.listen()
+    listener.settimeout(0.02)
+    programs: dict[int, socket.socket] = {}
+
+    def serve() -> None:
+        for pid in list(programs):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                with programs.pop(pid) as client, contextlib.suppress(OSError):
+                    client.send(str(os.waitstatus_to_exitcode(status)).encode())
+        try:
+            client, _ = listener.accept()
+        except TimeoutError:
+            return
+        text, files, _, _ = socket.recv_fds(client, 2**18, 3)
+        words, cwd, env = json.loads(text)
+        assert warm.helper is not None
+        program = {"words": words, "cwd": cwd, "env": env, "session": False, "warm": True}
+        pid = warm.helper.start(program, dict(enumerate(files)))
+        for file in files:
+            os.close(file)
+        programs[pid] = client
+        with contextlib.suppress(OSError):  # It may have been killed since.
+            client.send(str(pid).encode())
+
+    with listener:
+        yield serve
