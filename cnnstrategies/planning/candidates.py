@@ -21,6 +21,7 @@ class Job:
     Attributes:
         cluster: Its devices are the ranks, in order.
         samples: Of a step, over all devices.
+        shares: For each device how many microbatches it runs in proportion to the other replicas of its stage.
         cuts: First node of each stage but the first.
         activation_checkpointing: Whether a stage keeps only its inputs and runs its forward again before the
             backward: for no microbatch, for all but the last, or for all.
@@ -36,6 +37,7 @@ class Job:
     microbatches: int | None = None
     stages: int | None = None
     replicas: tuple[int, ...] | None = None
+    shares: tuple[float, ...] | None = None
     cuts: tuple[int, ...] | None = None
     schedule: str = "1f1b"
     activation_checkpointing: Checkpointing = "never"

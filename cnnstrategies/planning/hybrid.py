@@ -70,10 +70,11 @@ def _best(predictor: Predictor, known: list[Layout]) -> Layout | None:
 
 
 def _candidate(predictor: Predictor, layout: Layout, microbatches: int) -> Hybrid:
-    job, step = predictor.job, predictor.time(layout)
+    job, step, shares = predictor.job, predictor.time(layout), predictor.problem.shares(layout.replicas)
     return Hybrid(
         family="hybrid",
-        options={"replicas": list(layout.replicas), "microbatches": microbatches},
+        options={"replicas": list(layout.replicas), "microbatches": microbatches}
+        | ({"shares": list(shares)} if shares else {}),
         effect=Effect.LEARNING if job.profile.batch_norm else Effect.ROUNDING,
         samples=job.samples,
         step=step,
@@ -88,11 +89,10 @@ def _candidate(predictor: Predictor, layout: Layout, microbatches: int) -> Hybri
 def _bottleneck(predictor: Predictor, layout: Layout, step: float) -> Bottleneck:
     """What the step mostly consists of: the slowest stage's work, what it waits for, or filling and draining."""
     problem = predictor.problem
-    speed = min(problem.cluster.speeds)
-    work = max(
-        -(-problem.microbatches // count) * problem.time(start, end) / speed
-        for start, end, count in problem.stages(layout)
-    )
+    work, first = 0.0, 0
+    for start, end, count in problem.stages(layout):
+        rounds, speed = problem.work(first, count)
+        work, first = max(work, rounds * problem.time(start, end) / speed), first + count
     if step < 1.5 * work:
         return "compute"
     fill = problem.time(0, len(problem.costs.nodes)) / max(problem.cluster.speeds)

@@ -70,7 +70,8 @@ class Predictor:
 
     def simulate(self, layout: Layout, run_ahead: bool, microbatches: int | None = None) -> Simulation:
         """The predicted step, with all of its tasks; that of so many microbatches, where they are given."""
-        tasks = timetable(layout.replicas, microbatches or self.problem.microbatches, self.job.schedule, run_ahead)
+        replicas, count = layout.replicas, microbatches or self.problem.microbatches
+        tasks = timetable(replicas, count, self.job.schedule, run_ahead, self.problem.shares(replicas))
         return simulate(tasks, self._stages(layout), messages(self.costs, layout.cuts), self.job.cluster)
 
     def stage_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
@@ -102,7 +103,7 @@ class Predictor:
         """
         count, replicas = self.problem.microbatches, layout.replicas
         short = LONGEST // (2 * len(replicas))
-        period = lcm(*replicas) if lcm(*replicas) <= short else short // 2
+        period = lcm(*replicas) if lcm(*replicas) <= short and not self.problem.shares(replicas) else short // 2
         most = max(short, sum(replicas) + 2 * period)
         if count <= most:
             return self.simulate(layout, run_ahead).step_time

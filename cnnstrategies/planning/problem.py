@@ -2,12 +2,15 @@
 
 import heapq
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
-from cnnstrategies.pipeline.timetable import Layout, in_flight
+from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.costs import NodeCost
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, all_reduce
+from cnnstrategies.shares import deal, rotation
 
 
 class Problem:
@@ -47,10 +50,29 @@ class Problem:
         bounds = (0, *layout.cuts, len(self.costs.nodes))
         return zip(bounds[:-1], bounds[1:], layout.replicas, strict=True)
 
+    def dealt(self, first: int, replicas: int) -> tuple[int, ...]:
+        """Microbatches of each replica of a stage, counted from its first device: as they end soonest, unless given."""
+        if self.job.shares is not None:
+            return deal(self.microbatches, self.job.shares[first : first + replicas], least=1)
+        return _soonest(self.microbatches, self.cluster.speeds[first : first + replicas])
+
+    def shares(self, replicas: Sequence[int]) -> tuple[int, ...]:
+        """Microbatches of each device; empty where the replicas of each stage have as many, to within one."""
+        stages = [self.dealt(sum(replicas[:stage]), count) for stage, count in enumerate(replicas)]
+        return tuple(itertools.chain(*stages)) if any(max(one) > min(one) + 1 for one in stages) else ()
+
+    def work(self, first: int, replicas: int) -> tuple[int, float]:
+        """Microbatches of the replica of a stage that takes longest for its own, and its device's speed."""
+        pairs = zip(self.dealt(first, replicas), self.cluster.speeds[first : first + replicas], strict=True)
+        return max(pairs, key=lambda pair: pair[0] / pair[1])
+
     def flights(self, replicas: Sequence[int], stage: int, run_ahead: bool) -> int:
         """Most microbatches that a replica of a stage holds at once."""
-        rounds = -(-self.microbatches // replicas[stage])
-        return min(in_flight(replicas, stage, run_ahead), rounds) if self.job.schedule == "1f1b" else rounds
+        counts = self.dealt(sum(replicas[:stage]), replicas[stage])
+        if self.job.schedule != "1f1b":
+            return max(counts)
+        # A backward comes after the forwards of as many microbatches as there are ranks from this stage on.
+        return _most_of_one(counts, sum(replicas[stage:]) + (run_ahead and stage + 1 < len(replicas)))
 
     def memory(self, layout: Layout) -> float:
         """Bytes that the fullest device holds at most, since what only passes a stage is counted there, too."""
@@ -79,7 +101,7 @@ class Problem:
     def _stage(self, start: int, end: int, first: int, replicas: int) -> tuple[float, float]:
         """Seconds in which a microbatch passes a stage, with its transfers to the next, and what the others add."""
         costs, cluster, after = self.costs, self.cluster, first + replicas
-        speed = min(cluster.speeds[first:after])
+        rounds, speed = self.work(first, replicas)
         time = self.time(start, end) / speed
         transfer = 0.0
         if after < cluster.devices:
@@ -102,17 +124,15 @@ class Problem:
         parameters = self._parameters[end] - self._parameters[start]
         whole = reduction(parameters) - self._drain[end] / speed
         bucket = reduction(min(parameters, BUCKET_BYTES)) - self._drain[start] / speed
-        rounds = -(-self.microbatches // replicas)
         return time + transfer, (rounds - 1) * period + max(0.0, whole, bucket)
 
     def bound(self, layout: Layout) -> float:
         """A step time that the layout cannot fall below: one stage's work after one pass of those before it."""
         first, before, longest = 0, 0.0, 0.0
         for start, end, replicas in self.stages(layout):
-            time = self.time(start, end) / max(self.cluster.speeds[first : first + replicas])
-            # The first replica has one microbatch more, if any has; a quick one may have it.
-            longest = max(longest, before + -(-self.microbatches // replicas) * time)
-            before += time
+            rounds, speed = self.work(first, replicas)
+            longest = max(longest, before + rounds * self.time(start, end) / speed)
+            before += self.time(start, end) / max(self.cluster.speeds[first : first + replicas])
             first += replicas
         return longest
 
@@ -131,3 +151,25 @@ class Problem:
                 spare -= unit
                 heapq.heappush(queue, (-times[stage] / replicas[stage], stage))
         return Layout(cuts, tuple(replicas))
+
+
+@lru_cache(maxsize=4096)
+def _soonest(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
+    """How many of so many microbatches each replica runs, so that the last one is done soonest; none has nothing."""
+    counts = [min(1, count // len(speeds))] * len(speeds)
+    queue = [((own + 1) / speed, replica) for replica, (own, speed) in enumerate(zip(counts, speeds, strict=True))]
+    heapq.heapify(queue)
+    for _ in range(count - sum(counts)):
+        replica = queue[0][1]
+        counts[replica] += 1
+        heapq.heapreplace(queue, ((counts[replica] + 1) / speeds[replica], replica))
+    return tuple(counts)
+
+
+@lru_cache(maxsize=4096)
+def _most_of_one(counts: tuple[int, ...], stretch: int) -> int:
+    """Most microbatches of so many in a row that one replica runs."""
+    own: list[list[int]] = [[] for _ in counts]
+    for microbatch, replica in enumerate(rotation(counts, sum(counts))):
+        own[replica].append(microbatch)
+    return max(bisect_left(one, m + stretch) - index for one in own for index, m in enumerate(one))

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cnnstrategies.pipeline.timetable import Layout
@@ -87,6 +88,12 @@ def random_question(rng: random.Random) -> Predictor:
     if kind == "replicas" and stages * microbatches >= devices:
         fixed["replicas"] = rng.choice([one for one in compositions(devices, stages) if max(one) <= microbatches])
     return predictor(costs, link, devices, microbatches, **fixed)
+
+
+def with_unequal_devices(of: Predictor, rng: random.Random) -> Predictor:
+    """The same question for devices of which some are slower."""
+    hosts = tuple(replace(host, speed=rng.choice([0.25, 0.6, 1.0, 1.0])) for host in of.job.cluster.hosts)
+    return Predictor(replace(of.job, cluster=Cluster(hosts)))
 
 
 def random_question_on_machines(rng: random.Random) -> Predictor:

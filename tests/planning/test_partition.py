@@ -1,5 +1,6 @@
 """Partition: against exhaustive search by predicted time, and what it must respect."""
 
+import itertools
 import random
 import time
 from dataclasses import replace
@@ -14,9 +15,10 @@ from planning.random_graphs import (
     random_link,
     random_question,
     random_question_on_machines,
+    with_unequal_devices,
 )
 
-from cnnstrategies.pipeline.timetable import Layout
+from cnnstrategies.pipeline.timetable import Layout, timetable
 from cnnstrategies.planning import partition
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link
@@ -42,9 +44,28 @@ def test_the_search_is_within_5_percent_of_all_layouts(monkeypatch: pytest.Monke
 def test_no_time_is_below_its_bound() -> None:
     """Layouts whose bound is above the best time are not simulated."""
     rng = random.Random(5)
-    for _ in range(10):
-        of = random_question(rng)
+    for of in [
+        made for _ in range(10) for made in (random_question(rng), with_unequal_devices(random_question(rng), rng))
+    ]:
         assert all(of.problem.bound(one) <= of.time(one) * (1 + 1e-9) for one in all_layouts(of))
+
+
+def test_no_device_holds_more_microbatches_than_is_said() -> None:
+    rng = random.Random(8)
+    for _ in range(30):
+        of = with_unequal_devices(random_question(rng), rng)
+        for layout, run_ahead in itertools.product(all_layouts(of), (False, True)):
+            first, problem = 0, of.problem
+            tasks = timetable(
+                layout.replicas, problem.microbatches, of.job.schedule, run_ahead, problem.shares(layout.replicas)
+            )
+            for stage, count in enumerate(layout.replicas):
+                held = [
+                    max(itertools.accumulate(1 if task.kind == "forward" else -1 for task in own))
+                    for own in tasks[first : first + count]
+                ]
+                assert max(held) == problem.flights(layout.replicas, stage, run_ahead)
+                first += count
 
 
 def test_a_long_step_is_predicted_from_a_part_of_it() -> None:

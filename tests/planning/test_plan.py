@@ -10,6 +10,7 @@ from rich.console import Console
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Layout
+from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import GraphCosts, Link
 from cnnstrategies.planning.predict import Predictor, choose_layout
 from cnnstrategies.planning.report import stages_table
@@ -50,6 +51,23 @@ def test_stages_times_memory_and_step_by_hand() -> None:
     light, _ = plan(2, schedule="gpipe", stages=2, state_copies=2, activation_checkpointing="always")
     assert light.stage_memory(layout, False)[0] == 2 * 800 + 4 * 700 + 10000, "or with checkpoints their inputs"
     assert light.time(layout) == pytest.approx(held.time(layout) * 4 / 3), "the forward runs twice"
+
+
+def test_replicas_run_microbatches_as_fast_as_their_devices_do() -> None:
+    """A stage of two takes 60 ms for a microbatch on one device and 180 on the other; the last stage takes 60."""
+    link = Link(bandwidth=1e15, latency=0.0)
+    cluster = Cluster(tuple(Host(1, link, link, speed=speed) for speed in (1.0, 1 / 3, 1.0)))
+    layout = Layout((2,), (2, 1))
+    # The slow device's third microbatch comes back after 20 + 3 * 60 ms, and its backward takes 120; of two, the first
+    # comes back after 140, when both forwards are done, and both backwards follow.
+    dealt, equal = (3, 1, 4), ()
+    for given, shares, seconds in ((None, dealt, 0.32), ((3, 1, 1), dealt, 0.32), ((1, 1, 1), equal, 0.38)):
+        made = predictor(COSTS, cluster, 3, 4, shares=given)
+        assert made.problem.shares((2, 1)) == shares
+        assert made.time(layout) == pytest.approx(seconds)
+        assert made.time(layout) >= made.problem.bound(layout)
+    assert predictor(COSTS, cluster, 3, 8).problem.dealt(0, 2) == (6, 2)
+    assert predictor(COSTS, cluster, 3, 5).problem.dealt(0, 2) == (4, 1), "soonest, where no share is a whole number"
 
 
 def test_the_table_fits_80_columns() -> None:
