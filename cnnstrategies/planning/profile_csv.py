@@ -78,45 +78,38 @@ def _read(file: Path) -> list[_Row]:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         raise ConfigurationError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
-    reader = csv.reader(text.splitlines())
-    header = next(reader, [])
-    missing = [name for name in COLUMNS if name not in header]
+    reader = csv.DictReader(text.splitlines())
+    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
-        raise ConfigurationError(
-            f"{file}, line 1: no column {', '.join(missing)}; a profile has the columns {','.join(COLUMNS)}"
-        )
-    rows: list[_Row] = []
-    lines: dict[str, int] = {}
+        _refuse(file, 1, f"no column {', '.join(missing)}; a profile has the columns {','.join(COLUMNS)}")
+    rows: dict[str, _Row] = {}
     for fields in reader:
-        if not fields:
-            continue
-        row = _row(file, reader.line_num, dict(zip(header, fields, strict=False)), len(fields) == len(header))
-        if row.name in lines:
-            _refuse(file, row.line, f"node {row.name!r} is in line {lines[row.name]} too: each node has one row")
+        line = reader.line_num
+        if None in (*fields, *fields.values()):
+            _refuse(file, line, "not as many values as the first line has columns; quote those that have commas")
+        numbers = {name: _number(file, line, name, fields[name]) for name in COLUMNS[2:6]}
+        row = _Row(line, fields["node"], fields["operation"], numbers, tuple(fields["inputs"].split()))
+        if not row.name:
+            _refuse(file, line, "node: a name is needed")
+        if row.name in rows:
+            _refuse(file, line, f"node {row.name!r} is in line {rows[row.name].line} too: each node has one row")
         for name in row.inputs:
-            if name not in lines:
-                _refuse(file, row.line, f"inputs: no node {name!r} in a row before; give names of rows, with spaces")
-        lines[row.name] = row.line
-        rows.append(row)
-    if all(row.is_input for row in rows):
+            if name not in rows:
+                _refuse(file, line, f"inputs: no node {name!r} in a row before; give names of rows, with spaces")
+        rows[row.name] = row
+    if all(row.is_input for row in rows.values()):
         _refuse(file, 1, "no node of a network follows")
-    return rows
+    return list(rows.values())
 
 
-def _row(file: Path, line: int, fields: Mapping[str, str], is_whole: bool) -> _Row:
-    if not is_whole:
-        _refuse(file, line, "not as many values as the first line has columns; quote those that have commas")
-    numbers = {}
-    for name in COLUMNS[2:6]:
-        try:
-            numbers[name] = float(fields[name])
-        except ValueError:
-            numbers[name] = -1.0
-        if not 0 <= numbers[name] < float("inf"):
-            _refuse(file, line, f"{name}: {fields[name]!r} is not accepted; it must be a number of at least 0")
-    if not fields["node"]:
-        _refuse(file, line, "node: a name is needed")
-    return _Row(line, fields["node"], fields["operation"], numbers, tuple(fields["inputs"].split()))
+def _number(file: Path, line: int, name: str, given: str) -> float:
+    try:
+        number = float(given)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        _refuse(file, line, f"{name}: {given!r} is not accepted; it must be a number of at least 0")
+    return number
 
 
 def _refuse(file: Path, line: int, why: str) -> NoReturn:
