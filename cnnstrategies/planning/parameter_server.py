@@ -22,10 +22,10 @@ class ParameterServer:
         self.servers = len(cluster.hosts)
         self.most = max(host.devices for host in cluster.hosts)
         # What workers send and what servers send back leaves a machine through the same connection.
-        self.shares = self.servers > 1
-        self.link = slower(*(host.network for host in cluster.hosts)) if self.shares else cluster.hosts[0].inside
+        self.one_port = self.servers > 1
+        self.link = slower(*(host.network for host in cluster.hosts)) if self.one_port else cluster.hosts[0].inside
         # Of what a worker sends, the part for its own machine's server does not leave it.
-        self.leaving = (self.servers - 1) / self.servers if self.shares else 1.0
+        self.leaving = (self.servers - 1) / self.servers if self.one_port else 1.0
 
     def candidates(self) -> Iterator[Candidate]:
         """The three modes; the step of an asynchronous one is as many updates as there are workers."""
@@ -94,12 +94,12 @@ class ParameterServer:
             if is_back:
                 free = max(free, ready) + moving
                 arrived[index] = max(arrived[index], free + self.link.latency)
-                pushed = free if self.shares else pushed
+                pushed = free if self.one_port else pushed
             else:
                 pushed = max(pushed, ready) + moving
                 server = max(server, pushed + self.link.latency) + self._applying(size) / parts
                 heapq.heappush(waiting, (server, True, index))
-                free = pushed if self.shares else free
+                free = pushed if self.one_port else free
         return arrived
 
     def _moving(self, size: int) -> float:
@@ -126,7 +126,7 @@ class ParameterServer:
         away = costs.time / (sum(speeds) / len(speeds)) + 2 * messages
         moving = size * self.leaving / self.servers / self.link.bandwidth + self.link.latency
         server = (size / self.job.cluster.server_rate + messages) / self.servers
-        ports = [2 * moving] if self.shares else [moving, moving]
+        ports = [2 * moving] if self.one_port else [moving, moving]
         step = self.workers / mean_value_analysis(away, [server, *ports], self.workers)
         if step < 1.5 * away:
             return step, "compute"
