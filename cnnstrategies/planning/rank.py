@@ -66,7 +66,8 @@ def rank(job: Job) -> Ranking:
     notes += _reasons(same)
     for row in (*same, *changing):
         if shares := row.options.get("shares"):
-            notes.append(f"{row}: by the devices' speeds, in a step {', '.join(map(str, shares))} samples")
+            of = "microbatches" if isinstance(row, Hybrid) else "samples"
+            notes.append(f"{row}: the devices have {', '.join(map(str, shares))} {of} of a step")
     if not job.profile.fixed:
         notes.append("the profile has one batch size, so times are taken to be proportional to the samples")
     return Ranking(job, tuple(same), tuple(changing), tuple(notes))

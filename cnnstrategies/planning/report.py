@@ -126,6 +126,8 @@ def write_overlay(file: Path, ranking: Ranking) -> None:
             options["cuts"] = [row.predictor.costs.nodes[cut - 1].name for cut in row.layout.cuts]
         else:
             lines.append("The profile's nodes are not those that fit knows: it chooses the cuts by its own profile.")
+        if "shares" in options:
+            options["placement"] = "stages"  # In whose order they are.
         options |= {"schedule": job.schedule, "activation_checkpointing": job.activation_checkpointing}
     if row.family in CLASSES and options:
         strategy = f"cnnstrategies.strategies.{CLASSES[row.family]}"

@@ -88,7 +88,13 @@ def test_number_of_devices_must_be_known_and_be_the_clusters(tmp_path: Path) -> 
 def test_what_a_hybrid_pipeline_asks_for_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     strategy = {
         "class_path": "cnnstrategies.strategies.hybrid_pipeline.HybridPipelineStrategy",
-        "init_args": {"replicas": [2, 1], "cuts": ["pool1"], "microbatches": 6, "schedule": "gpipe"},
+        "init_args": {
+            "replicas": [2, 1],
+            "cuts": ["pool1"],
+            "microbatches": 6,
+            "schedule": "gpipe",
+            "shares": [2, 1, 1],
+        },
     }
     arguments = {
         "config": QUICKSTART,
@@ -99,7 +105,7 @@ def test_what_a_hybrid_pipeline_asks_for_is_kept(capsys: pytest.CaptureFixture[s
     }
     main(["plan", *[f"--{name}={value}" for name, value in arguments.items()]])
     text = " ".join(capsys.readouterr().out.split())
-    assert "hybrid [2, 1], M=6" in text
+    assert "hybrid [2, 1], M=6: the devices have 4, 2, 6 microbatches of a step" in text
     assert "stage 0: block1_0_0 to pool1" in text
     assert "for 32 samples" in text, "all of them, though 6 microbatches are not equal then"
     assert "on 3 devices, gpipe" in text

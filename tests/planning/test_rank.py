@@ -97,7 +97,7 @@ def test_shares_gain_what_the_arithmetic_says(tmp_path: Path) -> None:
     assert ranking.best is dealt
     assert dealt.options["shares"] == [64, 16]
     assert (equal.step, dealt.step) == pytest.approx((160 * 0.093 / 8, 64 * 0.093 / 8))
-    assert "ddp_balanced: by the devices' speeds, in a step 64, 16 samples" in ranking.notes
+    assert "ddp_balanced: the devices have 64, 16 samples of a step" in ranking.notes
     file = tmp_path / "strategy.yaml"
     write_overlay(file, ranking)
     strategy = yaml.safe_load(file.read_text())["trainer"]["strategy"]
@@ -170,5 +170,9 @@ def test_the_best_is_written_as_lines_of_a_configuration(tmp_path: Path) -> None
     assert written["trainer"]["num_nodes"] == 4
     options = written["trainer"]["strategy"]["init_args"]
     assert (options["replicas"], options["cuts"]) == ([3, 1], ["n2"])
+    hosts = tuple(Host(1, SLOW, SLOW, speed=speed) for speed in (1.0, 1.0, 0.5, 1.0))
+    write_overlay(file, rank(replace(job(VGG), cluster=Cluster(hosts), microbatches=10)))
+    options = yaml.safe_load(file.read_text())["trainer"]["strategy"]["init_args"]
+    assert (options["shares"], options["placement"]) == ([4, 4, 2, 10], "stages")
     write_overlay(file, rank(job([100] * 4)))
     assert yaml.safe_load(file.read_text())["trainer"]["strategy"] == "ddp"

@@ -58,6 +58,7 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
         samples=samples,
         microbatches=asked.microbatches_on(devices, network, samples // loading) if asked else None,
         replicas=asked.replicas_on(devices) if asked else None,
+        shares=asked.shares_on(devices) if asked else None,
         cuts=tuple(find_cut(traced, name) for name in asked.cuts) if asked and asked.cuts is not None else None,
         schedule=asked.schedule if asked else "1f1b",
         activation_checkpointing=asked.activation_checkpointing if asked else "never",

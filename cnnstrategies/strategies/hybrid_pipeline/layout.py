@@ -1,5 +1,6 @@
 """A pipeline's layout: from what a user asks to one that can run, and in words."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -111,6 +112,12 @@ class LayoutRequest:
         shares = () if isinstance(self.shares, str) else tuple(self.shares)
         return Placement(self.replicas_on(devices), self.placement, microbatches, shares)
 
+    def shares_on(self, devices: int) -> tuple[float, ...] | None:
+        """The shares that are given, stage by stage."""
+        placement = self.placement_on(devices)
+        stages = [placement.shares_of(stage) for stage in range(placement.stages)]
+        return tuple(itertools.chain(*stages)) if placement.shares else None
+
     def microbatches_on(self, devices: int, network: nn.Module, samples: int | None = None) -> int:
         """Microbatches of a global batch; batch normalisation wants larger ones, if a replica's samples are known."""
         if self.microbatches is not None:
@@ -164,6 +171,7 @@ class LayoutRequest:
                     samples=whole,
                     microbatches=microbatches,
                     replicas=replicas,
+                    shares=self.shares_on(devices),
                     schedule=self.schedule,
                     activation_checkpointing=self.activation_checkpointing,
                     run_ahead=self.run_ahead,
