@@ -1,6 +1,7 @@
 """What steps change beside gradients: running statistics of batch normalisation, and the buffers of other layers."""
 
 import copy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,8 @@ def buffers_after_steps(recompute: str) -> tuple[dict[str, Tensor], dict[str, Te
     """Those of this rank's stage, and those that one process has."""
     network = Network().double()
     alone = copy.deepcopy(network)
-    pipeline = Pipeline(network, ["stem"], (1, 2), MICROBATCHES, activation_checkpointing=recompute)  # type: ignore[arg-type]
+    options: Any = {"activation_checkpointing": recompute, "shares": (1, 3, 1)}
+    pipeline = Pipeline(network, ["stem"], (1, 2), MICROBATCHES, **options)
     generator = torch.Generator().manual_seed(1)
     for size in (16, 8, 16):
         images = 3 * torch.randn(size, 1, 8, 8, generator=generator, dtype=torch.float64) + 20

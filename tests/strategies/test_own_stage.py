@@ -99,7 +99,8 @@ def trainer_of(replicas: list[int], epochs: int, name: str, **options: Any) -> T
     if dist.is_initialized():  # As a launcher of the cluster's starts them.
         os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": str(sum(replicas))}
     if replicas:
-        options = {"cuts": ["1", "3"][: len(replicas) - 1], "microbatches": replicas[0], **options}
+        unequal = {"microbatches": replicas[0] ** 2, "shares": [3, *[1] * (sum(replicas) - 1)]}
+        options = {"cuts": ["1", "3"][: len(replicas) - 1], **unequal, **options}
         strategy = HybridPipelineStrategy(replicas=replicas, **options)
     return quiet_trainer(
         strategy,

@@ -54,6 +54,7 @@ class Deals(Callback):
 
     def on_train_start(self, trainer, pl_module):
         assert dealt(trainer).counts(0) == (47, 13)
+        assert ("shares", "of the microbatches: [3, 1, 1], rank by rank") in trainer.strategy.describe(None)
 
 
 def test_a_loader_of_the_user_is_dealt_by_shares_too(monkeypatch):

@@ -215,6 +215,8 @@ def describe_pipeline(
     images = _images(pipeline, batch_size)
     microbatches = str(pipeline.microbatches) if images is None else f"{pipeline.microbatches} of {images}"
     rows = [("microbatches", f"{microbatches}{' (as configured)' if configured else ''}, schedule {schedule}")]
+    if pipeline.placement.shares:
+        rows.append(("shares", f"of the microbatches: {list(pipeline.placement.shares)}, rank by rank"))
     for stage, parameters in enumerate(stage_parameters(pipeline)):
         nodes = [node for node in pipeline.blueprint.stages[True][stage].graph.nodes if _computes(node)]
         ranks = pipeline.placement.ranks(stage)
