@@ -1,8 +1,8 @@
 """Where a run can be watched and joined, and as whom, which its coordinator says to whoever has its keys."""
 
-import contextlib
 import json
 import os
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,19 +33,15 @@ class RunAddress:
     def save(self, folder: Path) -> None:
         """Write it into a run's folder, for its owner alone; one that was there before is replaced."""
         folder.mkdir(parents=True, exist_ok=True)
-        scratch = folder / f".{NAME}-{os.getpid()}"
-        with contextlib.suppress(FileNotFoundError):
-            scratch.unlink()
-        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor, scratch = tempfile.mkstemp(prefix=f".{NAME}-", dir=folder)
         with os.fdopen(descriptor, "w") as file:
             json.dump(asdict(self), file)
-        scratch.replace(folder / NAME)
+        os.replace(scratch, folder / NAME)
 
     @staticmethod
     def remove(folder: Path) -> None:
         """Remove what :meth:`save` wrote, if it is there."""
-        with contextlib.suppress(FileNotFoundError):
-            (folder / NAME).unlink()
+        (folder / NAME).unlink(missing_ok=True)
 
     @classmethod
     def find(cls, run: str) -> "RunAddress":

@@ -4,7 +4,6 @@ A program reads its settings as JSON from its standard input, so that they appea
 in the environment.
 """
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -147,9 +146,6 @@ class ServerProcess:
         finally:
             listener.close()
             membership.close()
-            if self.endpoint.startswith("ipc://"):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self.endpoint.removeprefix("ipc://"))
 
 
 def load_keys(path: str | None) -> KeyPair | None:

@@ -207,13 +207,10 @@ class Coordinator:
     # Members
 
     def _hello(self, now: float, sender: Peer, message: Message) -> None:
-        refusal = self.roster.refusal(sender)
         if self.roster.gone.get(sender):
             return  # It has left, perhaps before it was told that it is a member.
-        if refusal is not None:
-            self._send(sender, Message(REFUSED, {"message": refusal}, request=message.request))
-        elif self.ended is not None:
-            self._send(sender, Message(REFUSED, self.ended.fields, request=message.request))
+        if (end := self._end_of(sender)) is not None:
+            self._send(sender, Message(REFUSED, end, request=message.request))
         elif self.roster.admit(now, sender, message):
             self._send(sender, Message(DONE, self.roster.view_message.fields, request=message.request))
 
@@ -223,11 +220,15 @@ class Coordinator:
             if message.kind == "leave":
                 self._send(sender, Message(DONE, request=message.request))
             return
+        if (end := self._end_of(sender)) is not None:
+            self._send(sender, Message("ended", end))
+
+    def _end_of(self, sender: Peer) -> Fields:
+        """Why the run is over for a process that is no member; None if it is not."""
         refusal = self.roster.refusal(sender)
         if refusal is not None:
-            self._send(sender, Message("ended", {"message": refusal, "clean": False}))
-        elif self.ended is not None:
-            self._send(sender, self.ended)
+            return {"message": refusal, "clean": False}
+        return None if self.ended is None else self.ended.fields
 
     def _beat(self, now: float, member: Member, message: Message) -> None:
         figures = window.figures_of(message)

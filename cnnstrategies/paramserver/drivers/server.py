@@ -83,8 +83,9 @@ class ServerService:
     ) -> None:
         keep_freed_memory()
         allow_files(2 * specification.most_workers + 4 * specification.servers, f"server {id}")
-        listener = Listener(endpoint, keys is not None, insecure) if isinstance(endpoint, str) else endpoint
-        self.endpoint = listener.endpoint
+        encrypted = keys is not None
+        self._listener = Listener(endpoint, encrypted, insecure) if isinstance(endpoint, str) else endpoint
+        self.endpoint = self._listener.endpoint
         self._specification = specification
         self._views = views
         self._keys = keys
@@ -92,13 +93,13 @@ class ServerService:
         self.bounds = Bounds(max(largest_payload(slices), 4 * len(slices)) + LARGEST_JSON, len(slices))
         self._largest = largest_frame(self.bounds.payload)
         self._context: Context = zmq.Context(io_threads=IO_THREADS)
-        self._gatekeeper = Gatekeeper(self._context, self._admitted) if keys is not None else None
-        self._router = server_socket(self._context, listener, keys, self._largest)
-        self._inbox = Inbox(self._router, specification.session, routed=True, encrypted=keys is not None)
+        self._gatekeeper = Gatekeeper(self._context, self._admitted) if encrypted else None
+        self._router = server_socket(self._context, self._listener, keys, self._largest)
+        self._inbox = Inbox(self._router, specification.session, routed=True, encrypted=encrypted)
         self._dealers: dict[int, tuple[ServerInfo, Socket]] = {}
         self._bundles: dict[int | bytes, Bundle] = {}
         store = Store(specification, [slice_ for slice_ in slices if id in slice_.servers])
-        self.role = Server(specification, id, store, keys is not None)
+        self.role = Server(specification, id, store, encrypted)
         self._sent = self._received = 0  # bytes
         self._stopping = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -155,9 +156,7 @@ class ServerService:
             self._gatekeeper.close()
         self._context.term()
         os.close(self._wake)
-        if self.endpoint.startswith("ipc://"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.endpoint.removeprefix("ipc://"))
+        self._listener.close()
 
     # Membership
 

@@ -35,22 +35,22 @@ class Listener:
             Path(path).unlink(missing_ok=True)  # left by a process that was killed
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket.bind(path)
+            self._socket.listen(128)
             self.endpoint = endpoint
         else:
             host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-            self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind((host, 0 if port == "*" else int(port)))
+            self._socket = socket.create_server((host, 0 if port == "*" else int(port)), backlog=128)
             self.endpoint = f"tcp://{host}:{self._socket.getsockname()[1]}"
-        self._socket.listen(128)
 
     def detach(self) -> int:
         """The listening socket's file descriptor, for whom it now belongs to."""
         return self._socket.detach()
 
     def close(self) -> None:
-        """Stop listening, unless detached."""
+        """Stop listening, unless detached, and remove the file."""
         self._socket.close()
+        if self.endpoint.startswith("ipc://"):
+            Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 Socket = zmq.Socket[bytes]
