@@ -81,14 +81,9 @@ class Roles:
         self.kill(number)
         self.publish(servers=tuple(info for info in self.view.servers if info.id != number))
 
-    def without_worker(self, number: int) -> None:
-        """Tell all that a worker counts as dead."""
-        self.publish(workers=tuple(info for info in self.view.workers if info.id != number))
-
-    def with_worker(self, number: int, life: int = 0) -> None:
-        """Tell all that a worker has come, or has taken the place of a former one."""
-        others = tuple(info for info in self.view.workers if info.id != number)
-        self.publish(workers=(*others, WorkerInfo(number, life, self._public(f"worker-{number}"))))
+    def with_worker(self, number: int) -> None:
+        """Tell all that a worker has come."""
+        self.publish(workers=(*self.view.workers, WorkerInfo(number, 0, self._public(f"worker-{number}"))))
 
     # Servers
 
