@@ -121,16 +121,6 @@ def test_a_worker_that_needs_those_who_wait_for_it_ends_the_run():
     assert end_of_the_run({0: {}, 1: {}, 2: {"pushed": 6, "needs": 6}}) is None, "these have not said how far they are"
 
 
-def test_the_silence_of_rank_0_ends_a_run() -> None:
-    """Its supervision may be gone with it: then the promise that it would be replaced is nobody's."""
-    run, (zero, one) = trained(2)
-    run.strike("pause", zero, 1000.0)
-    run.passes(25.0)  # The time-out, and as long for a supervision.
-    ended = run.ended(one)
-    assert ended is not None
-    assert "worker 0 (process 4711 on here) was silent for 10 s, and nobody took" in ended.reason
-
-
 # Who watches
 
 
