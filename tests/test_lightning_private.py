@@ -10,7 +10,6 @@ import torch
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
-from lightning.pytorch.utilities.compile import from_compiled
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
@@ -19,17 +18,10 @@ from cnnstrategies._lightning_private import (
     asks_of_sigterm,
     built_by_cli,
     end_observation,
-    is_compiled_whole,
     leave_samplers,
     set_batches_that_stepped,
     train_loader,
 )
-
-
-def test_a_module_is_known_that_torch_has_compiled_as_a_whole():
-    module = LightningModule()
-    assert not is_compiled_whole(module)
-    assert is_compiled_whole(from_compiled(torch.compile(module, backend="eager")))
 
 
 def test_built_by_cli_is_true_only_in_lightnings_context():

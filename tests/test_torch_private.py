@@ -7,12 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, SequentialLR
 
-from cnnstrategies._torch_private import (
-    PARTS_OF_A_SCHEDULE,
-    communication_seconds,
-    is_compiled,
-    measure_every_step,
-)
+from cnnstrategies._torch_private import PARTS_OF_A_SCHEDULE, communication_seconds, measure_every_step
 
 
 def step(rank, store):
@@ -31,14 +26,6 @@ def step(rank, store):
 
 def test_the_reducer_times_the_all_reduce_of_every_step(tmp_path):
     mp.start_processes(step, args=(tmp_path / "store",), nprocs=2, start_method="fork")
-
-
-def test_a_compiled_module_is_told_from_others():
-    layer = nn.Linear(1, 1)
-    assert not is_compiled(layer)
-    assert is_compiled(torch.compile(layer, backend="eager"))
-    layer.compile(backend="eager")
-    assert is_compiled(layer)
 
 
 def test_a_schedule_of_several_has_them_and_their_states():

@@ -53,9 +53,7 @@ def a_checkpoint_has_what_the_first_stage_has_learned_alone(right, self, state):
     return {name: value if name in state else torch.zeros_like(value) for name, value in whole.items()}
 
 
-@replaces(
-    DividedModule.restore, killed_by=test_hybrid_pipeline.test_an_own_module_trains_and_its_parent_has_all_weights
-)
+@replaces(DividedModule.restore, killed_by=test_hybrid_pipeline.test_metrics_and_best_checkpoint_equal_one_process)
 def after_fit_each_rank_has_the_weights_of_its_own_stage_alone(right, self, merge):
     right(self, False)
 

@@ -209,9 +209,12 @@ class Siamese(Module):
 
 
 class Normalised(Classifier):
-    """Batch normalisation, which one sample cannot train: one microbatch takes all of a last batch of 3."""
+    """Batch normalisation, which one sample cannot train: one microbatch takes all of a last batch of 3.
 
-    cut = "fc"
+    And a stage without parameters, which has a backward, too.
+    """
+
+    cut = "flat"
 
     def __init__(self) -> None:
         super().__init__()
