@@ -283,6 +283,23 @@ class Same(Dataset[Any]):
         return self.batch
 
 
+def trainer_of(strategy: Any, precision: Any, callbacks: list[Callback], **options: Any) -> Trainer:
+    """One of two epochs that shows and writes nothing."""
+    return Trainer(
+        accelerator=ACCELERATOR,
+        strategy=strategy,
+        precision=precision,
+        max_epochs=2,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+        **options,
+    )
+
+
 def fit(
     strategy: Any,
     network: nn.Module,
@@ -293,19 +310,7 @@ def fit(
     **options: Any,
 ) -> float:
     """Train two epochs, and tell the images of a second of all but the first step."""
-    trainer = Trainer(
-        accelerator=ACCELERATOR,
-        devices=devices,
-        strategy=strategy,
-        precision=precision,
-        max_epochs=2,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[SamplesPerSecond()],
-    )
+    trainer = trainer_of(strategy, precision, [SamplesPerSecond()], devices=devices)
     trainer.fit(ImageClassifier(network, classes, SGD, **options), data(classes, watched))
     return float(trainer.callback_metrics["samples_per_s"])
 

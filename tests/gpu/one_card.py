@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torchvision
-from checks import ACCELERATOR, ON_GPU, SGD, NoWaits
+from checks import ON_GPU, SGD, NoWaits, trainer_of
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -90,26 +90,12 @@ def train(strategy: Any, ranks: int, shards: int, options: dict[str, Any]) -> di
     if precision == "64-true":
         images = images.double()
     callbacks: list[Callback] = [NoWaits()] if options.get("no_waits") else []
+    callbacks += [Lost()] if options.get("lost") else []
+    module: LightningModule = ImageClassifier(network(), 10, SGD, compile_backend=options.get("compile"))
     if "held" in options:
+        module = InTurn()
         callbacks.append(Held(options["held"]))
-    trainer = Trainer(
-        accelerator=ACCELERATOR,
-        devices=1,
-        num_nodes=ranks,
-        strategy=strategy,
-        precision=precision,
-        max_epochs=2,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[*callbacks, *([Lost()] if options.get("lost") else [])],
-    )
-    module: LightningModule = InTurn()
-    if "held" not in options:
-        module = ImageClassifier(network(), 10, SGD, compile_backend=options.get("compile"))
+    trainer = trainer_of(strategy, precision, callbacks, devices=1, num_nodes=ranks, use_distributed_sampler=False)
     data = TensorDataset(images, targets)
     rank = int(os.environ.get("NODE_RANK", "0"))
     # Lightning's own would shuffle. Of a pipeline those that are not of the first stage load nothing.
