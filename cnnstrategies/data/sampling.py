@@ -1,11 +1,14 @@
 """Which rank sees which samples, in which batch."""
 
+import random
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
-from torch.utils.data import DistributedSampler, SequentialSampler
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.seeds import mixed_seed
@@ -191,3 +194,36 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
         counts = deal(self.size, self.deals.shares, least=self.batches)
         first, count = sum(counts[:rank]), counts[rank]
         return list(range(*(first + count * b // self.batches for b in (batch, batch + 1))))
+
+
+def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What another loader of the same samples is made with, but for which of them make a batch."""
+    names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
+    names += ["generator", "persistent_workers"]
+    if loader.num_workers:
+        names.append("prefetch_factor")
+    return {name: getattr(loader, name) for name in names}
+
+
+def items_of(sampler: Any, epoch: int) -> list[Any]:
+    """All items of an epoch, those of all ranks in turn.
+
+    What is drawn at random is drawn anew for each rank, and in each worker: all begin with the same numbers.
+    """
+    inner = getattr(sampler, "sampler", sampler)
+    inner.set_epoch(epoch)
+    own, shares = inner.rank, []
+    with isolate_rng(include_cuda=False):
+        for rank in range(inner.num_replicas):
+            inner.rank = rank
+            seed_all(mixed_seed(inner.seed, epoch))
+            shares.append(list(sampler))
+    inner.rank = own
+    return [share[place] for place in range(len(shares[0])) for share in shares if place < len(share)]
+
+
+def seed_all(seed: int) -> None:
+    """Of torch on the CPU, NumPy and Python."""
+    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would change that of accelerators, too.
+    np.random.seed(seed % (1 << 32))
+    random.seed(seed)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
 from typing_extensions import override
 
 from cnnstrategies.data.sampling import DealtBatches, dealt
@@ -17,6 +16,10 @@ from cnnstrategies.shares import Deals, Proposal, proposal
 
 EVERY = 5  # batches from one exchange of times to the next
 FIRST = 3  # batches of a run that are not timed: they build what the others have
+
+
+# Brings the numbers of all ranks together, one after the other: those of the ranks that are there.
+Rows = Callable[[list[float]], list[list[float]]]
 
 
 @dataclass(frozen=True)
@@ -44,16 +47,22 @@ class Stopwatch:
     """A rank's own time in a step: from the forward's begin to the last gradient, which waits for nobody.
 
     On a GPU by events, which are read when they have happened: nothing waits for them.
+
+    Args:
+        waited: Seconds that this rank has waited for others, which are left out.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._events: list[tuple[Any, Any]] = []
+    def __init__(self, device: torch.device, waited: Callable[[], float] = float) -> None:
+        self._waited = waited
+        self._before = 0.0  # seconds that had been waited when the forward began
+        self._events: list[tuple[Any, Any, float]] = []
         self._on_device = device.type == "cuda"
         self._begun: Any = None
         self._seconds: list[float] = []
 
     def begin(self) -> None:
         """The forward begins."""
+        self._before = self._waited()
         self._begun = self._now()
 
     def end(self) -> None:
@@ -61,16 +70,17 @@ class Stopwatch:
         if self._begun is None:
             return
         begun, self._begun = self._begun, None
+        waited = self._waited() - self._before
         if self._on_device:
-            self._events.append((begun, self._now()))
+            self._events.append((begun, self._now(), waited))
         else:
-            self._seconds.append(self._now() - begun)
+            self._seconds.append(self._now() - begun - waited)
 
     def take(self) -> list[float]:
         """Seconds of the steps that were timed since this was asked last."""
         while self._events and self._events[0][1].query():
-            begun, ended = self._events.pop(0)
-            self._seconds.append(begun.elapsed_time(ended) / 1000)
+            begun, ended, waited = self._events.pop(0)
+            self._seconds.append(begun.elapsed_time(ended) / 1000 - waited)
         seconds, self._seconds = self._seconds, []
         return seconds
 
@@ -88,10 +98,10 @@ class Balance(Callback):
     All ranks see the same times, so they decide alike, and from the same batch on: one that no loader has drawn yet.
 
     Args:
-        gather: Brings the rows of all ranks together, one after the other.
+        gather: Brings the times of all ranks together.
     """
 
-    def __init__(self, deals: Deals, stopwatch: Stopwatch, gather: Callable[[list[float]], Tensor]) -> None:
+    def __init__(self, deals: Deals, stopwatch: Stopwatch, gather: Rows) -> None:
         self._deals = deals
         self._stopwatch = stopwatch
         self._gather = gather
@@ -133,7 +143,9 @@ class Balance(Callback):
     def _exchange(self, trainer: Trainer, sampler: DealtBatches, batch: int) -> None:
         own, steps = (median(found) if found else 0.0 for found in (self._own, self._steps))
         self._own, self._steps = [], []
-        rows = self._gather(Timed(own, steps, sampler.drawn).as_row()).tolist()
+        rows = self._gather(Timed(own, steps, sampler.drawn).as_row())
+        if len(rows) < len(self._deals.shares):
+            return  # One has died.
         timed = [Timed(sample, step, int(drawn)) for sample, step, drawn in rows]
         found = propose(sum(sampler.counts(batch)), self._deals, sampler.epoch, batch, timed)
         if found is None:

@@ -7,9 +7,8 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from cnnstrategies.data.sampling import DealtBatches, batches_of
+from cnnstrategies.data.sampling import DealtBatches, batches_of, items_of, options_of
 from cnnstrategies.shares import Deals
-from cnnstrategies.strategies.parameter_server.loader import items_of, options_of
 
 
 class OrderBatches(DealtBatches):

@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from cnnstrategies import ConfigurationError, ImageClassifier
-from cnnstrategies.strategies import BalancedDDPStrategy, balancing
+from cnnstrategies.strategies import BalancedDDPStrategy, ParameterServerStrategy, balancing
 
 
 class DealAtRandom(Callback):
@@ -46,30 +47,42 @@ class SlowRank(Callback):
         if trainer.training:
             self.dealt.append(samples)
             slow = trainer.global_rank == 1 and self.slow(trainer.global_step)
-            self.now += 0.001 + samples * 0.001 * (4 if slow else 1)
+            self.now += 1000 * (1 + samples * (4 if slow else 1))  # Against that no real second counts.
 
     def on_train_end(self, trainer, pl_module):
         Path(self.folder, f"dealt-{trainer.global_rank}.json").write_text(json.dumps(self.dealt))
 
 
-def balanced(**options):
-    return BalancedDDPStrategy(start_method="fork", **options)
+balanced = partial(BalancedDDPStrategy, start_method="fork")
+served = partial(ParameterServerStrategy, start_method="fork")
+DEALT = {"ddp": balanced, "servers": served, "a node's servers": partial(served, combine=True)}
 
 
-@pytest.mark.parametrize(("ranks", "samples", "accumulated"), [(3, 37, 3), (5, 26, 1)])
-def test_any_batch_under_shares_that_change_trains_one_process_s_weights(ranks, samples, accumulated):
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "accumulated", "samples"),
+    [
+        ("ddp", 2, 3, None),
+        ("ddp", 5, 1, 58),  # Of the last two samples three ranks have none.
+        ("servers", 3, 2, None),
+        ("servers", 5, 1, 58),
+        ("a node's servers", 2, 1, None),
+    ],
+)
+def test_any_batch_under_shares_that_change_trains_one_process_s_weights(strategy, ranks, accumulated, samples):
     seed = torch.initial_seed() % 1000
+    samples = samples or random.Random(seed).randint(ranks * accumulated, 130)
+    print(f"seed {seed}, global batches of {samples}")
     given = {"data": {"global_batch_size": samples}, "max_epochs": 1}
     one = train("one", **given)
     dealt = train(
         "dealt",
-        balanced(shares=[random.Random(seed).uniform(0.1, 4) for _ in range(ranks)]),
+        DEALT[strategy](shares=[random.Random(seed).uniform(0.1, 4) for _ in range(ranks)]),
         ranks,
         callbacks=[DealAtRandom(seed)],
         accumulate_grad_batches=accumulated,
         **given,
     )
-    assert_same_run(dealt, one)
+    assert_same_run(dealt, one, 1e-12)
 
 
 class Weighted(ImageClassifier):
@@ -109,14 +122,15 @@ def test_a_loader_of_the_user_is_dealt_by_shares_too(monkeypatch):
     assert_same_run(train("dealt", balanced(shares=[1, 2.5, 4]), 3, **given), train("one", **given))
 
 
-def test_a_slow_rank_loses_work_and_gets_it_back(tmp_path):
+@pytest.mark.parametrize("strategy", ["ddp", "servers"])
+def test_a_slow_rank_loses_work_and_gets_it_back(tmp_path, strategy):
     """Within twenty steps; and a run that goes on in mid-epoch deals from the very batch on as one that was not cut."""
     # Lightning loads a checkpoint into the network as it was made, and makes it float64 afterwards.
     given = {"data": {"global_batch_size": 20}, "max_epochs": 3, "network": lambda: PlainCNN().double()}
 
     def run(name, *more, **options):
         slow = SlowRank(tmp_path, lambda step: step < 34)
-        trained = train(name, balanced(), 2, callbacks=[slow, *more], **{**given, **options})
+        trained = train(name, DEALT[strategy](shares="auto"), 2, callbacks=[slow, *more], **{**given, **options})
         return trained, json.loads((tmp_path / "dealt-1.json").read_text())
 
     whole, dealt = run("whole", ModelCheckpoint("cut", "cut", every_n_train_steps=30))
@@ -140,3 +154,7 @@ def test_shares_that_cannot_be_are_refused_before_processes():
             BalancedDDPStrategy(**refused)
     with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] are 2, and there are 3 processes"):
         quiet_trainer(BalancedDDPStrategy([3, 1]), 3).strategy.launcher.launch(print)
+    with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] are for mode: sync, not mode: local"):
+        ParameterServerStrategy("local", shares=[3, 1])
+    with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] are 2, and there are 3 processes"):
+        quiet_trainer(ParameterServerStrategy(shares=[3, 1]), 3).fit(ImageClassifier(PlainCNN(), 10), Digits())

@@ -14,10 +14,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SubsetRandomSampler
 
+from cnnstrategies.data.sampling import items_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.checks import check_dispatch
-from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, check_order, items_of
+from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, check_order
 
 CHOSEN = range(5, 37)
 

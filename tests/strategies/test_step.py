@@ -45,7 +45,7 @@ def test_a_newcomer_makes_outer_steps_with_the_others() -> None:
     """They have made one own step since the last: the second of the newcomer is the third."""
     stepper, servers = local(own_steps=1)
     for _ in range(2):
-        stepper.samples += 4
+        stepper.count(4)
         stepper.after_step()
     ((options, samples),) = servers.begun
     assert (options[0]["lr"], options[0]["momentum"], options[0]["nesterov"], samples) == (0.7, 0.9, True, 8)

@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from cnnstrategies.data.sampling import seed_all
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.paramserver.api import Worker
@@ -22,7 +23,7 @@ from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import ANSWER_SECONDS, FIRST_SECONDS, OVER, PAUSE, Place, RunAddress, find_place
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.runtime.seeds import mixed_seed
-from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, seed_all
+from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.start import (
     agreed_specification,

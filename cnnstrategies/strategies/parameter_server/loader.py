@@ -1,21 +1,17 @@
 """A training loader whose batches are given out by the coordinator, to whoever asks, in an order that all know."""
 
-import random
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, DistributedSampler
 
 from cnnstrategies._lightning_private import wrapped_sampler
+from cnnstrategies.data.sampling import items_of, options_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.dispatch import Chunk
-from cnnstrategies.runtime.seeds import mixed_seed
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 
 
@@ -146,39 +142,6 @@ class DispatchedLoader(DataLoader[Any]):
             if isinstance(batch, ConfigurationError):
                 raise ConfigurationError(str(batch))
             yield batch
-
-
-def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What another loader of the same samples is made with, but for which of them make a batch."""
-    names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
-    names += ["generator", "persistent_workers"]
-    if loader.num_workers:
-        names.append("prefetch_factor")
-    return {name: getattr(loader, name) for name in names}
-
-
-def items_of(sampler: Any, epoch: int) -> list[Any]:
-    """All items of an epoch, those of all ranks in turn.
-
-    What is drawn at random is drawn anew for each rank, and in each worker: all begin with the same numbers.
-    """
-    inner = distributed(sampler)
-    inner.set_epoch(epoch)
-    own, shares = inner.rank, []
-    with isolate_rng(include_cuda=False):
-        for rank in range(inner.num_replicas):
-            inner.rank = rank
-            seed_all(mixed_seed(inner.seed, epoch))
-            shares.append(list(sampler))
-    inner.rank = own
-    return [share[place] for place in range(len(shares[0])) for share in shares if place < len(share)]
-
-
-def seed_all(seed: int) -> None:
-    """Of torch on the CPU, NumPy and Python."""
-    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would change that of accelerators, too.
-    np.random.seed(seed % (1 << 32))
-    random.seed(seed)
 
 
 def check_order(sampler: Any, strategy: CoordinatedStrategy) -> None:

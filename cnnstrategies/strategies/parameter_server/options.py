@@ -39,6 +39,7 @@ class Options(RunOptions):
     key_file: str | None
     max_restarts: int
     combine: bool
+    shares: Literal["auto", "equal"] | Sequence[float]
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()
@@ -64,6 +65,11 @@ class Options(RunOptions):
             yield (
                 f"data_dispatch: dynamic is for mode: async and ssp: in mode: {self.mode} every worker makes the same "
                 "number of steps; use data_dispatch: static"
+            )
+        if self.shares != "equal" and self.mode != "sync":
+            yield (
+                f"shares={self.shares} are for mode: sync, not mode: {self.mode}, in which workers make steps of their "
+                "own; leave them out, or have faster workers take more with mode: async and data_dispatch: dynamic"
             )
         if self.elastic and self.aggregates:
             mode = self.mode + (" with staleness 0" if self.mode == "ssp" else "")

@@ -58,7 +58,7 @@ class Stepper:
         self.own_steps = own_steps
         self._sync_every = sync_every
         self.accumulating = False
-        self.samples = 0
+        self._samples = self._batches = 0  # of the step
         self._left_out = 0  # steps, the present one among them
         named = dict(module.named_parameters())
         self.parameters: list[nn.Parameter] = [named[info.name] for info in specification.parameters]
@@ -106,11 +106,16 @@ class Stepper:
 
         The steps' numbers stay those of the trainer, and with them schedules and the end of the epoch.
         """
-        if isinstance(self.worker, CombinedWorker) and not self._left_out and not self.samples:
+        if isinstance(self.worker, CombinedWorker) and not self._left_out and not self._batches:
             self.worker.wait(0)  # The forward waits for it anyway. It says how far the others are.
             if self.worker.late:
                 self._left_out = self.worker.catch_up()
         return self._left_out > 0
+
+    def count(self, samples: int) -> None:
+        """A batch of so many samples is worked on: by their number the gradient counts."""
+        self._samples += samples
+        self._batches += 1
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -165,17 +170,17 @@ class Stepper:
         if not self.own_steps:
             return
         assert not isinstance(self.worker, CombinedWorker), "in mode local each pushes for itself"
-        self.worker.begin_step(self._options, max(self.samples, 1))
+        self.worker.begin_step(self._options, self._samples)
         self._tell_of_codecs()
         for index, parameter in enumerate(self.parameters):
             self.worker.push(index, parameter.detach())
         self.worker.end_step()
-        self.own_steps = self.samples = 0
+        self.own_steps = self._samples = self._batches = 0
         self.worker.wait_all()
 
     def _begin(self) -> None:
         if not self._in_step:
-            self.worker.begin_step(hyperparameters(self.optimizer), max(self.samples, 1))
+            self.worker.begin_step(hyperparameters(self.optimizer), self._samples)
             self._in_step = True
             self._pushed.clear()
             self._tell_of_codecs()
@@ -190,7 +195,7 @@ class Stepper:
         self._noted += 1
         self._waited.clear()
         self._in_step = False
-        self.samples = 0
+        self._samples = self._batches = 0
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def push(parameter: Tensor) -> None:

@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from cnnstrategies.data.sampling import dealt
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.specification import Compression, Mode, Specification
 from cnnstrategies.paramserver.worker.connections import Counters
+from cnnstrategies.shares import Deals
+from cnnstrategies.strategies.dealing import Dealing
 from cnnstrategies.strategies.licences import WatchedHooks, who_sees_gradients, who_sees_weights
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 from cnnstrategies.strategies.parameter_server.checks import check_module, check_optimizers, watch_gradients
@@ -86,6 +89,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         combine: For sync: the workers of a node add their gradients up in memory that they share, and one of them
             pushes and pulls for all, so that the node's link carries one worker's bytes. If it dies another takes its
             place.
+        shares: For sync: each worker's part of a global batch in proportion to the others', such as ``[3, 1]``, or
+            ``auto``: equal at first, then by each worker's own time, as under ``ddp_balanced``.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices.
 
     Raises:
@@ -114,6 +119,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         max_restarts: int = 0,
         elastic: int = 0,
         combine: bool = False,
+        shares: Literal["auto", "equal"] | list[float] = "equal",
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         **kwargs: Any,
     ) -> None:
@@ -121,6 +127,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         options = Options(**{field.name: given[field.name] for field in fields(Options)})
         super().__init__(options=options, start_method=start_method, **kwargs)
         self._stepper: Stepper | None = None
+        self._dealing = Dealing(self, shares)
         self._dispatch = BatchDispatch(self)
         self.came_later = False  # up to its first batch: let in by others that were training already
         self._has_left = False
@@ -132,6 +139,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         """Refuse what it cannot train; called before processes are started."""
         check_module(self.module, self.options)
         self.options.check_nodes(self.num_nodes)
+        self._dealing.check()
         if self._layer_sync is not None:
             raise ConfigurationError(
                 "sync_batchnorm=True: workers run independently of each other and exchange no statistics in a step; "
@@ -156,6 +164,17 @@ class ParameterServerStrategy(CoordinatedStrategy):
         """The trainer's."""
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         return callbacks
+
+    @override
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        self._dealing.begin(lambda: self._gather_times, self._waited)
+
+    def _gather_times(self, row: list[float]) -> list[list[float]]:
+        return list(self.gather(row, "times").values())
+
+    def _waited(self) -> float:
+        return 0.0 if self.counters is None else self.counters.seconds_waited
 
     @override
     def open_session(self) -> None:
@@ -188,8 +207,15 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     # Data
 
+    @property
+    def deals(self) -> Deals:
+        """By which shares training batches are dealt."""
+        return self._dealing.deals
+
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        if self.options.shares != "equal":
+            return self._dealing.loader(dataloader)
         if self.options.data_dispatch == "static" or not self.trainer.training:
             return dataloader
         return self._dispatch.loader(dataloader, self.trainer)
@@ -253,16 +279,29 @@ class ParameterServerStrategy(CoordinatedStrategy):
         assert self._stepper is not None
         if self._stepper.leaves_out():
             return torch.zeros((), device=self.root_device, requires_grad=True)  # No parameter has a gradient of it.
-        self._stepper.samples += count_samples(args[0] if args else next(iter(kwargs.values())))
+        self._stepper.count(self._samples_in(args[0] if args else next(iter(kwargs.values()))))
         self._buffers_are_equal = False
         self._dispatch.seen += 1
+        if self._dealing.stopwatch is not None:
+            self._dealing.stopwatch.begin()
         with self._stepper.forward():
             return super().training_step(*args, **kwargs)
+
+    def _samples_in(self, batch: Any) -> int:
+        sampler = dealt(self.trainer) if self.options.aggregates else None
+        if sampler is not None and not sampler.counts(self.trainer.fit_loop.batch_idx)[sampler.rank]:
+            return 0  # It repeats another rank's, so that all have as many batches.
+        return max(1, count_samples(batch))
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._stepper is not None:
             self._stepper.before_backward()
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if self._dealing.stopwatch is not None:
+            self._dealing.stopwatch.end()
 
     @contextmanager
     @override
@@ -413,7 +452,10 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     def describe(self, batch_size: int | None) -> list[tuple[str, str]]:
         """Mode and servers, for a panel; there are none when the run does not train."""
-        return self.options.describe(self.num_nodes) if self.trainer.state.fn == TrainerFn.FITTING else []
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            return []
+        shares = [self._dealing.describe()] * (self.options.shares != "equal")
+        return self.options.describe(self.num_nodes) + shares
 
     def differences(self, batch_size: int | None) -> list[str]:
         """What is different from one device, a line each; see :meth:`describe`."""
