@@ -37,16 +37,19 @@ class ParameterServer:
         free, waits = self._asynchronous(mean)
         # Nobody is far ahead of the slowest, so all go at its mean rate in the long run.
         bounded = max(free, mean.time / min(job.cluster.speeds))
+        dealt = job.dealt(lambda counts: self._synchronous(counts)[0], 2 * mean.parameter_bytes)
         rows: list[tuple[str, dict[str, Any], Sequence[int], float, Bottleneck]] = [
             ("parameter_server", {}, equal, *self._synchronous(equal)),
+            ("parameter_server", {"shares": list(dealt)}, dealt, *self._synchronous(dealt)),
             ("parameter_server_async", {}, equal, free, waits),
             ("parameter_server_ssp", {"staleness": STALENESS}, equal, bounded, waits),
         ]
-        for family, options, counts, step, bottleneck in rows:
+        for family, options, counts, step, bottleneck in rows if dealt != equal else (rows[0], *rows[2:]):
+            learns = family != "parameter_server" or (counts != equal and job.profile.batch_norm)
             yield Candidate(
                 family=family,
                 options=options,
-                effect=Effect.ROUNDING if family == "parameter_server" else Effect.LEARNING,
+                effect=Effect.LEARNING if learns else Effect.ROUNDING,
                 samples=job.samples,
                 step=step,
                 sent_bytes=round(2 * self.workers * mean.parameter_bytes * self.leaving),

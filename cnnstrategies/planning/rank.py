@@ -48,14 +48,14 @@ class Ranking:
 
 def rank(job: Job) -> Ranking:
     """Price the candidates of all families."""
-    best: dict[str, Candidate] = {}
+    best: dict[tuple[str, bool], Candidate] = {}
     notes = []
     for row in itertools.chain(data_parallel(job), hybrids(job), ParameterServer(job).candidates()):
         if job.memory is not None and row.memory > job.memory:
             needed, limit = format_bytes(row.memory), format_bytes(job.memory)
             notes.append(f"{row}: needs {needed} a device, there are {limit}")
-        elif row.family not in best or row.rate > best[row.family].rate:
-            best[row.family] = row
+        elif (key := (row.family, row.effect == Effect.LEARNING)) not in best or row.rate > best[key].rate:
+            best[key] = row
     if not best:
         raise ConfigurationError(
             f"no strategy fits into the devices ({'; '.join(notes) or 'and no layout of a pipeline does'}): use a "
