@@ -10,7 +10,7 @@ import digit_runs
 import pytest
 import torch
 from conftest import PlainCNN, quiet_trainer
-from digit_runs import Digits, assert_same_run, train
+from digit_runs import Digits, assert_same_run, logged, train
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional
@@ -136,6 +136,10 @@ def test_a_slow_rank_loses_work_and_gets_it_back(tmp_path, strategy):
     whole, dealt = run("whole", ModelCheckpoint("cut", "cut", every_n_train_steps=30))
     assert dealt[0] == 10
     assert 2 <= dealt[20] <= 6, dealt
+    told = [row for row in logged("whole") if "shares/rank_1" in row]
+    assert told[0]["shares/rank_1"] < 10
+    assert told[0]["shares/predicted_gain"] > 0.03
+    assert any(row["shares/gain"] > 0.03 for row in logged("whole") if "shares/gain" in row)
     assert dealt[-2] >= 8, dealt
     assert_same_run(whole, train("one", **given))
     gone_on, rest = run("gone on", ckpt_path=Path("cut/cut.ckpt").resolve())
