@@ -193,25 +193,15 @@ class Placement:
         return [f"stage {one.stage}, replica {one.replica} (rank {rank})" for rank, one in enumerate(self._places)]
 
 
-def in_flight(replicas: Sequence[int], stage: int, run_ahead: bool = False) -> int:
-    """Most microbatches whose activations a replica of a stage holds at once under 1f1b.
-
-    With equal replication it is ``stages - stage``. In general it is the number of ranks from this stage on over the
-    stage's replicas, rounded up (PipeDream's NOAM, Narayanan et al. 2019, for each stage): fewer would leave ranks
-    behind it idle or, where a stage is wider than the one before it, wait for each other for ever.
-    To ``run_ahead`` is to hold one more where rounding up has added nothing, so that a message may take a while before
-    a rank waits for it; not in the last stage, whose backward needs no other.
-    """
-    ranks, own = sum(replicas[stage:]), replicas[stage]
-    return ranks // own + 1 if run_ahead and ranks > own else -(-ranks // own)
-
-
 def turns(replicas: Sequence[int], microbatches: int, schedule: str, run_ahead: bool = False) -> Callable[[Task], int]:
     """A clock that all ranks share: when each task would run if all took the same time.
 
     A task comes after those whose messages it needs, and no two of a rank come at once. A rank runs its tasks in this
-    order, under 1f1b with :func:`in_flight` microbatches between the forward and the backward of one. Arguments are
-    those of :func:`timetable`.
+    order. Under 1f1b a replica then holds at once as many microbatches as there are ranks from its stage on over the
+    stage's replicas, rounded up (PipeDream's NOAM, Narayanan et al. 2019, for each stage): fewer would leave ranks
+    behind it idle or, where a stage is wider than the one before it, wait for each other for ever. To ``run_ahead`` is
+    to hold one more where rounding up has added nothing, so that a message may take a while before a rank waits for
+    it; not in the last stage, whose backward needs no other. Arguments are those of :func:`timetable`.
     """
     if schedule not in SCHEDULES:
         raise ConfigurationError(f"schedule={schedule!r}: accepted are {' and '.join(SCHEDULES)}")

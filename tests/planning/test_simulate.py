@@ -6,7 +6,7 @@ import pytest
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.pipeline import gradients
-from cnnstrategies.pipeline.timetable import Task, in_flight, timetable
+from cnnstrategies.pipeline.timetable import Task, timetable
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.simulate import simulate
@@ -115,7 +115,7 @@ def test_1f1b_holds_no_more_microbatches_than_a_stage_needs() -> None:
     for run_ahead, most in ((False, [4, 2, 2, 1]), (True, [5, 2, 2, 1])):
         tasks = timetable([1, 2, 1], 12, "1f1b", run_ahead)
         held = [max(itertools.accumulate(1 if task.kind == "forward" else -1 for task in own)) for own in tasks]
-        assert held == most == [in_flight([1, 2, 1], stage, run_ahead) for stage in (0, 1, 1, 2)]
+        assert held == most
 
 
 def test_a_timetable_without_work_ranks_or_schedule_is_refused() -> None:

@@ -35,7 +35,7 @@ from cnnstrategies.planning.costs import Profile
 from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of
 from cnnstrategies.planning.measure_links import measure_cluster
 from cnnstrategies.planning.predict import choose_layout
-from cnnstrategies.shares import check_shares, deal
+from cnnstrategies.shares import check_count, check_shares, deal
 from cnnstrategies.strategies.differences import RANDOM_DRAWS
 from cnnstrategies.strategies.hybrid_pipeline.comparison import on_device_of
 
@@ -115,6 +115,7 @@ class LayoutRequest:
     def shares_on(self, devices: int) -> tuple[float, ...] | None:
         """The shares that are given, stage by stage."""
         placement = self.placement_on(devices)
+        check_count(self.shares, placement.world_size)
         stages = [placement.shares_of(stage) for stage in range(placement.stages)]
         return tuple(itertools.chain(*stages)) if placement.shares else None
 
