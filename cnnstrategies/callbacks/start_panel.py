@@ -227,7 +227,9 @@ def precision(trainer: Trainer, module: nn.Module) -> str:
 
 def differences(trainer: Trainer, module: LightningModule, size: int | None) -> list[str]:
     """What is different from one device, a line each."""
-    strategy = trainer.strategy
+    strategy, sampler = trainer.strategy, dealt(trainer)
+    if sampler is not None and len(set(sampler.counts(0))) > 1:
+        size = None
     if hasattr(strategy, "differences"):
         own: list[str] = strategy.differences(size)
         return own

@@ -199,7 +199,8 @@ def results(narrow: bool) -> Figure:
 
 QUESTIONS = (
     ("Does the network fit on one device?", "no", "hybrid_pipeline, or fsdp on GPUs"),
-    ("Are all workers equally fast, and do they stay?", "no", "parameter_server_async"),
+    ("Do all workers stay until the end?", "no", "parameter_server_async"),
+    ("Are they equally fast?", "no", "ddp_balanced"),
     ("Is “communication” small in a StepProfile?", "yes", "ddp"),
     ("Are most parameters in the last layers (AlexNet, VGG)?", "yes", "hybrid_pipeline, replicas: [N - 1, 1]"),
 )
@@ -211,7 +212,7 @@ def choose(narrow: bool) -> Figure:
     rows = len(QUESTIONS)
     step, gap = (2.0, 0.95) if narrow else (1.0, 0.0)  # from question to question, and from one to its answer
     middle, right = (4.6, 3.0) if narrow else (2.4, 6.5)
-    figure = Figure(figsize=(NARROW, 5.6) if narrow else (WIDE, 3.6), facecolor="none", layout="constrained")
+    figure = Figure(figsize=(NARROW, 6.7) if narrow else (WIDE, 4.3), facecolor="none", layout="constrained")
     axis = figure.subplots()
     end = rows * step + (0.1 if narrow else 0.2)
     axis.set(xlim=(0, 10), ylim=(end + 0.55, -0.5))
