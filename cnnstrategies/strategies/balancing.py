@@ -174,5 +174,5 @@ class Balance(Callback):
 
 def _tell(trainer: Trainer, said: str, **figures: float) -> None:
     rank_zero_info(said)
-    for logger in trainer.loggers:  # type: ignore[attr-defined]  # set outside the class
+    for logger in trainer.loggers:
         logger.log_metrics({f"shares/{name}": value for name, value in figures.items()}, step=trainer.global_step)
