@@ -71,6 +71,7 @@ def run(
     batch: int,
     steps: int,
     changes: dict[int, Sequence[float]] | None = None,
+    precision: str = "32-true",
 ) -> Fit:
     """A fit in which each worker has its speed."""
     of_one = CORES / len(speeds) if min(speeds) == max(speeds) else min(0.9, CORES / sum(speeds))
@@ -79,7 +80,7 @@ def run(
         scaled = {step: [of_one * speed for speed in then] for step, then in (changes or {}).items()}
         quota = Quota(groups, cores, scaled)
         loader = partial(data, 32, 10, steps * batch * len(speeds), batch)
-        return fit(strategy, resnet_like, 10, loader, workers=len(speeds), callbacks=[quota])
+        return fit(strategy, resnet_like, 10, loader, workers=len(speeds), callbacks=[quota], precision=precision)
 
 
 def between(found: Fit, first: int, stop: int) -> float:
