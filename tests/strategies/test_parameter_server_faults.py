@@ -71,9 +71,10 @@ def test_a_stopped_worker_is_left_out_and_ended(run_cli, quick, monkeypatch):
     assert len(accuracy()) == 4
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_that_is_killed_is_started_again_and_joins(run_cli, quick, rank):
-    code, output = train(run_cli, quick, {"rank": rank, "until_back": True}, epochs=1000, max_restarts=1)
+@pytest.mark.parametrize(("rank", "shares"), [(0, "equal"), (1, "auto")])
+def test_a_worker_that_is_killed_is_started_again_and_joins(run_cli, quick, rank, shares):
+    kill = {"rank": rank, "until_back": True}
+    code, output = train(run_cli, quick, kill, epochs=1000, max_restarts=1, shares=shares)
     assert code == 0, output
     assert "was killed by SIGKILL; it is started again" in output
     last = torch.load(next(Path("runs/run").glob("version_*/checkpoints/last.ckpt")), weights_only=True)
