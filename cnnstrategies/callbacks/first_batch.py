@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from cnnstrategies.callbacks.start_panel import loading, samples_of
+from cnnstrategies.callbacks.start_panel import loading
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.models.samples import count_samples
+from cnnstrategies.models.samples import count_samples, samples_of
 
 BYTES = 1 << 16  # of each tensor that are looked at
 

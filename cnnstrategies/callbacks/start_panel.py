@@ -21,6 +21,7 @@ from typing_extensions import override
 from cnnstrategies.callbacks.tables import print_table, relative
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.sampling import dealt
+from cnnstrategies.models.samples import samples_of
 from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
 
 SHARDED = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
@@ -130,15 +131,6 @@ def devices(trainer: Trainer) -> str:
         what = {"cuda": "GPU"}.get(kind, kind.upper()) + ("" if world == 1 else "s")
     model = f" ({torch.cuda.get_device_name(trainer.strategy.root_device)})" if kind == "cuda" else ""
     return f"{world} {what}{model} on {nodes} node{'' if nodes == 1 else 's'}"
-
-
-def samples_of(loader: Any, datamodule: Any) -> int | None:
-    """Samples of a batch of one process, as its loader or else the data module says; None if neither does."""
-    for holder in (loader, getattr(loader, "batch_sampler", None), datamodule):
-        size = getattr(holder, "batch_size", None)
-        if isinstance(size, int):
-            return size
-    return None
 
 
 def training_batch(trainer: Trainer, size: int | None) -> Row:

@@ -16,7 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import own_values
-from cnnstrategies.callbacks.start_panel import differences, samples_of
+from cnnstrategies.callbacks.start_panel import differences
+from cnnstrategies.models.samples import samples_of
 from cnnstrategies.verifying.batches import GlobalBatches, Keeps
 
 DROPPING = ("drop", "stochasticdepth")  # In the names of classes of layers that drop at random.

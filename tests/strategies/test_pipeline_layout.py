@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import PlainCNN
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.data import DigitsDataModule
@@ -25,15 +28,18 @@ from cnnstrategies.strategies.hybrid_pipeline import layout as layout_module
         (SmallCNN(10), DigitsDataModule(batch_size=64), None, 8),
         (PlainCNN(), DigitsDataModule(batch_size=32), None, 8),
         (SmallCNN(10), DigitsDataModule(batch_size=32), 16, 16),
-        (SmallCNN(10), None, None, 8),
-        (SmallCNN(10), SimpleNamespace(batch_size=None), None, 8),
+        (SmallCNN(10), DataLoader([0] * 99, 32), None, 4),
+        (SmallCNN(10), [], None, 8),
+        (SmallCNN(10), LightningDataModule(), None, 8),
     ],
-    ids=["batch norm", "larger batch", "no batch norm", "asked for", "loaders", "another data module"],
+    ids=["batch norm", "larger batch", "no batch norm", "asked for", "a loader", "no loader", "another data module"],
 )
-def test_microbatches_follow_batch_normalisation_and_the_batch(network, data, asked, expected):
+def test_microbatches_follow_batch_normalisation_and_the_batch(network, data, asked, expected, monkeypatch):
     cut = "block1" if isinstance(network, SmallCNN) else "1"
     request = HybridPipelineStrategy(replicas=[1, 1], cuts=[cut], microbatches=asked).request
-    trainer = SimpleNamespace(datamodule=data)
+    is_module = isinstance(data, LightningDataModule)
+    trainer = SimpleNamespace(datamodule=data if is_module else None, state=SimpleNamespace(fn=TrainerFn.FITTING))
+    monkeypatch.setattr(layout_module, "train_loader", lambda trainer: None if is_module else data)
     layout = request.choose(network, trainer, 2, torch.device("cpu"), lambda size: None)
     assert layout.microbatches == expected
 
@@ -74,7 +80,7 @@ def test_fit_cuts_as_the_plan_does(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(layout_module, "measure_cluster", lambda nodes, device, cluster=cluster: cluster)
         trainer: Any = SimpleNamespace(
             datamodule=SimpleNamespace(batch_size=64), num_nodes=1, global_rank=0, precision="bf16-mixed",
-            strategy=SimpleNamespace(optimizers=[optimizer]), lightning_module=None,
+            strategy=SimpleNamespace(optimizers=[optimizer]), lightning_module=None, state=SimpleNamespace(fn=None),
         )  # fmt: skip
         request = HybridPipelineStrategy(replicas=[1, 1], microbatches=8, memory_limit=limit).request
         images = torch.randn(32, 1, 8, 8)
@@ -99,7 +105,7 @@ def test_a_network_that_fails_on_what_the_batch_has_is_named(monkeypatch: pytest
     monkeypatch.setattr(layout_module, "measure_cluster", lambda nodes, device: cluster)
     trainer: Any = SimpleNamespace(
         datamodule=None, num_nodes=1, global_rank=0, precision="32-true",
-        strategy=SimpleNamespace(optimizers=[]), lightning_module=None,
+        strategy=SimpleNamespace(optimizers=[]), lightning_module=None, state=SimpleNamespace(fn=None),
     )  # fmt: skip
     request = HybridPipelineStrategy(replicas=[1, 1]).request
     message = r"SmallCNN fails on what the batch has, samples of shape \(6, 8, 8\): RuntimeError: .*6 channels"

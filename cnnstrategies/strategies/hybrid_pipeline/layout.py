@@ -7,11 +7,14 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
+from cnnstrategies._lightning_private import train_loader
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.models.samples import samples_of
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.pipeline.engine import Pipeline
@@ -204,9 +207,12 @@ def _measured(network: nn.Module, images: Images, size: int, device: torch.devic
 
 
 def _loaded_samples(trainer: Trainer) -> int | None:
-    """Samples of a batch of one process, if the data module says so: its loaders are not made yet."""
-    size = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
-    return size if isinstance(size, int) else None
+    """Samples of a batch of one process: as the data module says, or else the loader that is to be trained on."""
+    datamodule = getattr(trainer, "datamodule", None)
+    size = samples_of(None, datamodule)
+    if size is None and trainer.state.fn == TrainerFn.FITTING:
+        size = samples_of(train_loader(trainer), None)
+    return size
 
 
 def describe_pipeline(
