@@ -29,6 +29,7 @@ class BalancedDDPStrategy(DDPStrategy):
             first, then by each rank's own time for a sample, dealt anew wherever that makes a step more than 3 %
             quicker.
         max_share: Samples that a rank can hold in a batch.
+        first: The shares with which ``auto`` begins, as ``plan`` writes them by the speeds in a cluster file.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy`.
 
     Raises:
@@ -38,12 +39,16 @@ class BalancedDDPStrategy(DDPStrategy):
     strategy_name = "ddp_balanced"
 
     def __init__(
-        self, shares: Literal["auto", "equal"] | list[float] = "auto", max_share: int | None = None, **kwargs: Any
+        self,
+        shares: Literal["auto", "equal"] | list[float] = "auto",
+        max_share: int | None = None,
+        first: Literal["equal"] | list[float] = "equal",
+        **kwargs: Any,
     ) -> None:
         if kwargs.get("ddp_comm_hook") is not None:
             raise ConfigurationError("ddp_comm_hook: this strategy brings its own hook; use strategy ddp with yours")
         super().__init__(**kwargs)
-        self._dealing = Dealing(self, shares, max_share)
+        self._dealing = Dealing(self, shares, max_share, first)
         self._group: dist.ProcessGroup | None = None
 
     @property

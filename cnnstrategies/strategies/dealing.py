@@ -24,16 +24,21 @@ class Dealing:
         strategy: Whose.
         shares: One for each rank; ``equal``; or ``auto``, by each rank's own time.
         most: Samples that a rank can hold in a batch.
+        first: The shares with which ``auto`` begins; equal ones by default.
 
     Raises:
         ConfigurationError: What is given is no share.
     """
 
-    def __init__(self, strategy: DDPStrategy, shares: Shares, most: int | None = None) -> None:
+    def __init__(self, strategy: DDPStrategy, shares: Shares, most: int | None = None, first: Shares = "equal") -> None:
         check_shares(shares, ("auto", "equal"))
+        check_shares(first, ("equal",))
+        if first != "equal" and shares != "auto":
+            raise ConfigurationError(f"first={first} is what shares: auto begins with, not shares: {shares}")
         if most is not None and most < 1:
             raise ConfigurationError(f"max_share={most}: a rank needs at least 1 sample")
         self.shares = shares
+        self._first = first if shares == "auto" else shares
         self.stopwatch: Stopwatch | None = None
         self._most = most
         self._strategy = strategy
@@ -41,14 +46,14 @@ class Dealing:
 
     def check(self) -> None:
         """Refuse shares that are not as many as the processes; before these are started."""
-        check_count(self.shares, self._strategy.num_nodes * self._strategy.num_processes)
+        check_count(self._first, self._strategy.num_nodes * self._strategy.num_processes)
 
     @property
     def deals(self) -> Deals:
         """By which shares batches are dealt."""
         if self._deals is None:
             module = self._strategy.lightning_module
-            shares: Sequence[float] = [1] * self._strategy.world_size if isinstance(self.shares, str) else self.shares
+            shares: Sequence[float] = [1] * self._strategy.world_size if isinstance(self._first, str) else self._first
             least = NORMALISED_TOGETHER if module is not None and has_batch_norm(module) else 1
             self._deals = Deals(shares, least, self._most)
         return self._deals
@@ -82,7 +87,7 @@ class Dealing:
 
     def describe(self) -> tuple[str, str]:
         """The shares, for a panel."""
-        said = "equal at first, then by each rank's own time" if self.shares == "auto" else str(self.shares)
+        said = f"{self._first} at first, then by each rank's own time" if self.shares == "auto" else str(self.shares)
         least = f"; at least {self.deals.least} samples" if self.deals.least > 1 else ""
         most = f"; at most {self._most} samples" if self._most is not None else ""
         return "shares", f"{said}{least}{most}"

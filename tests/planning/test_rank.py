@@ -95,7 +95,7 @@ def test_shares_gain_what_the_arithmetic_says(tmp_path: Path) -> None:
     rows = {row.family: row for row in ranking.same}
     equal, dealt, server = (rows[name] for name in ("ddp", "ddp_balanced", "parameter_server"))
     assert ranking.best is dealt
-    assert dealt.options["shares"] == server.options["shares"] == [64, 16]
+    assert dealt.options["first"] == server.options["shares"] == [64, 16]
     assert server.step == pytest.approx(dealt.step)
     assert (equal.step, dealt.step) == pytest.approx((160 * 0.093 / 8, 64 * 0.093 / 8))
     assert "ddp_balanced: the devices have 64, 16 samples of a step" in ranking.notes
@@ -104,13 +104,13 @@ def test_shares_gain_what_the_arithmetic_says(tmp_path: Path) -> None:
     strategy = yaml.safe_load(file.read_text())["trainer"]["strategy"]
     assert strategy == {
         "class_path": "cnnstrategies.strategies.BalancedDDPStrategy",
-        "init_args": {"shares": [64, 16]},
+        "init_args": {"first": [64, 16]},
     }
 
 
 def test_shares_are_dealt_where_they_gain_and_can_be_held() -> None:
     def dealt(made: Job) -> list[int] | None:
-        found = [row.options["shares"] for row in data_parallel(made) if row.family == "ddp_balanced"]
+        found = [row.options["first"] for row in data_parallel(made) if row.family == "ddp_balanced"]
         return found[0] if found else None
 
     assert dealt(unequal([0] * 4)) == [64, 16]

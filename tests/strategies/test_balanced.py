@@ -152,6 +152,7 @@ def test_shares_that_cannot_be_are_refused_before_processes():
         ({"shares": [3, 0]}, r"shares=\[3, 0\]: each rank needs a share above 0"),
         ({"shares": "best"}, "shares='best': accepted are auto, equal and a list"),
         ({"max_share": 0}, "max_share=0: a rank needs at least 1 sample"),
+        ({"shares": [3, 1], "first": [3, 1]}, r"first=\[3, 1\] is what shares: auto begins with, not shares: \[3, 1\]"),
         ({"ddp_comm_hook": print}, "ddp_comm_hook: this strategy brings its own hook"),
     ):
         with pytest.raises(ConfigurationError, match=said):
