@@ -12,6 +12,7 @@ from cnnstrategies.data.sampling import DealtBatches
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies import CompressedDDPStrategy
 from cnnstrategies.strategies.balancing import propose
+from cnnstrategies.strategies.parameter_server.step import Stepper
 
 removes(
     check_lengths,
@@ -36,10 +37,25 @@ removes(
     gives=1.0,
 )
 removes(
-    Deals.change, "a slow rank keeps its work", killed_by=test_balanced.test_a_slow_rank_loses_work_and_gets_it_back
+    Deals.change,
+    "a slow rank keeps its work",
+    killed_by=test_balanced.test_a_slow_rank_loses_work_and_gets_it_back,
+    strategy="ddp",
 )
 
 
-@replaces(propose, killed_by=test_balanced.test_a_slow_rank_loses_work_and_gets_it_back)
+@replaces(propose, killed_by=test_balanced.test_a_slow_rank_loses_work_and_gets_it_back, strategy="ddp")
 def what_a_rank_is_slow_at_is_dealt_to_it(right, samples, deals, epoch, batch, timed):
     return right(samples, deals, epoch, batch, timed[::-1])
+
+
+@replaces(
+    Stepper.count,
+    killed_by=test_balanced.test_any_batch_under_shares_that_change_trains_one_process_s_weights,
+    strategy="servers",
+    ranks=5,
+    accumulated=1,
+    samples=58,
+)
+def what_repeats_another_rank_s_sample_counts_at_the_servers(right, self, samples):
+    right(self, max(1, samples))
