@@ -12,6 +12,7 @@ import test_step
 import test_supervision
 from mutants.faulty import removes, replaces
 
+from cnnstrategies.data.sampling import items_of
 from cnnstrategies.paramserver.combiner.board import Board
 from cnnstrategies.paramserver.compression import Encoder
 from cnnstrategies.paramserver.drivers.control import parse, parse_checked
@@ -19,7 +20,6 @@ from cnnstrategies.paramserver.drivers.sockets import allow_files
 from cnnstrategies.paramserver.security import Gatekeeper, check_endpoint, prove
 from cnnstrategies.paramserver.services import pass_on_termination
 from cnnstrategies.paramserver.supervision import Watched
-from cnnstrategies.strategies.parameter_server.loader import items_of
 from cnnstrategies.strategies.parameter_server.step import Stepper
 
 # Nodes that push once
