@@ -15,6 +15,7 @@ import json
 import math
 import os
 import random
+import select
 import signal
 import statistics
 import subprocess
@@ -73,6 +74,8 @@ def train(name: str) -> None:
     import step_time
     from lightning.pytorch import Callback
 
+    from cnnstrategies.strategies import ParameterServerStrategy
+
     class Wait(Callback):
         turns: Turns | None = None
 
@@ -82,8 +85,7 @@ def train(name: str) -> None:
 
     make, classes = next(network for title, network in step_time.NETWORKS.items() if title.startswith(name))
     samples = WORKERS * BATCH * (TRAININGS[name] + WARM_UP + 2)
-    strategy, _ = step_time.WAYS["parameter_server"]
-    fits.fit(strategy, make, classes, lambda: fits.data(32, classes, samples, BATCH), callbacks=[Wait()])
+    fits.fit(lambda: ParameterServerStrategy(start_method="fork"), make, classes, lambda: fits.data(32, classes, samples, BATCH), callbacks=[Wait()])
 
 
 def exchange(name: str) -> None:
@@ -133,6 +135,9 @@ class Contestant:
     def wait(self) -> None:
         """Until all workers are through with their turn."""
         for done in self._pipes[1::2]:
+            while not select.select([done], [], [], 1)[0]:
+                if self._process.poll() is not None:
+                    raise RuntimeError(f"{self._process.args} ended by {self._process.returncode} before its turns")
             os.read(done, 1)
 
     def take(self) -> float:
