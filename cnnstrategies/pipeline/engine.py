@@ -17,7 +17,7 @@ from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.losses import Loss, MeanLoss, PartialLoss
 from cnnstrategies.pipeline.stage import check_backend, divide_by_names
 from cnnstrategies.pipeline.step import Step
-from cnnstrategies.pipeline.timeline import Span
+from cnnstrategies.pipeline.timeline import Clock, Span
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule, check_layout, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.pipeline.whole import memory_on_disk
@@ -67,6 +67,7 @@ class Pipeline:
         watchers: Called with each span of a training step; while there are none, nothing is timed. On a GPU timing
             synchronises at each task.
 
+        clocks: For a kind of span, such as ``forward``, what is told when each begins and ends; it may not wait.
     Raises:
         ConfigurationError: Cuts, replicas, microbatches and ranks do not fit together, or the network cannot be cut.
     """
@@ -126,6 +127,7 @@ class Pipeline:
         self.watchers: list[Callable[[Span], None]] = []
         self.gatherer = OutputGatherer(self.transport)
 
+        self.clocks: dict[str, Clock] = {}
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The stage's trainable parameters, in the order of the gradients."""

@@ -259,14 +259,17 @@ class Step:
 
     @contextmanager
     def timed(self, kind: str, microbatch: int | None) -> Iterator[None]:
-        """Tell the watchers of a span of a training step; while there are none, nothing is timed."""
-        watchers = self.pipeline.watchers if self.loss is not None else []
-        if not watchers:
-            yield
-            return
-        start = self._now()
-        yield
+        """Tell the watchers and the clock of a span of a training step; while there are none, nothing is timed."""
         pipeline = self.pipeline
+        watchers, clock = (pipeline.watchers, pipeline.clocks.get(kind)) if self.loss is not None else ([], None)
+        start = self._now() if watchers else 0.0
+        if clock is not None:
+            clock.begin()
+        yield
+        if clock is not None:
+            clock.end()
+        if not watchers:
+            return
         span = Span(pipeline.rank, kind, pipeline.place.stage, microbatch, start, self._now())
         for watcher in watchers:
             watcher(span)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 COLOURS = {
     "forward": "#4C8BF5",
@@ -35,6 +36,16 @@ class Span:
     microbatch: int | None
     start: float
     end: float
+
+
+class Clock(Protocol):
+    """Times spans of one kind without waiting for a device."""
+
+    def begin(self) -> None:
+        """One begins."""
+
+    def end(self) -> None:
+        """It ends."""
 
 
 def draw_timeline(
