@@ -199,7 +199,6 @@ class OutputGatherer:
     """Sends the last stage's outputs to every rank, in the order of the global batch."""
 
     def __init__(self, transport: Transport) -> None:
-        self.placement = transport.placement
         self.transport = transport
         self.device = transport.device
         self._structures: dict[Hashable, Any] = {}
@@ -212,12 +211,13 @@ class OutputGatherer:
             outputs: Those of this rank's microbatches, in the last stage.
             kind: What their structure and types depend on.
         """
-        last = self.placement.stages - 1
+        placement = self.transport.placement
+        last = placement.stages - 1
         if kind not in self._structures:
             first = next(microbatch for microbatch, size in enumerate(split.sizes) if size)
             # Each tensor's row, by shape and type, and the plain leaves.
             rows = tree_map_only(Tensor, _row, outputs.get(first))
-            source = self.placement.rank_of(last, first)
+            source = placement.rank_of(last, first)
             known = broadcast_value(rows, source, group=self.transport.control)
             self._structures[kind] = tree_flatten(known)
         leaves, tree = self._structures[kind]
@@ -228,8 +228,8 @@ class OutputGatherer:
             if not isinstance(row, Tensor):
                 continue
             gathered[index] = torch.empty((split.samples, *row.shape), dtype=row.dtype, device=self.device)
-            for rank in self.placement.ranks(last):
-                own = [m for m in self.placement.own(rank) if split.sizes[m]]
+            for rank in placement.ranks(last):
+                own = [m for m in placement.own(rank) if split.sizes[m]]
                 if not own:
                     continue
                 rows = split.global_rows(*own, device=self.device)
@@ -238,7 +238,7 @@ class OutputGatherer:
                     piece = torch.cat([parts[m][index] for m in own]).contiguous()
                 else:
                     piece = torch.empty((len(rows), *row.shape), dtype=row.dtype, device=self.device)
-                work = dist.broadcast(piece, rank, async_op=True) if self.placement.world_size > 1 else None
+                work = dist.broadcast(piece, rank, async_op=True) if placement.world_size > 1 else None
                 under_way.append((gathered[index], rows, piece, work))
         for whole, rows, piece, work in under_way:
             if work is not None:

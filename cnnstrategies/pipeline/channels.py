@@ -44,7 +44,6 @@ class Channels:
     ) -> None:
         self.turn = turn
         self.transport = transport
-        self.placement = transport.placement
         self.stage = transport.place.stage
         self.device = transport.device
         self.graph = graph
@@ -63,7 +62,7 @@ class Channels:
         for task in tasks:
             for stage in self.graph.names_from if task.kind == "forward" else self.graph.names_to:
                 sender = Task(task.kind, stage, task.microbatch)
-                rank = self.placement.rank_of(stage, task.microbatch)
+                rank = self.transport.placement.rank_of(stage, task.microbatch)
                 awaited.append((self.order(sender, rank, self.transport.rank), sender, size(task.microbatch)))
         self._awaited = deque(sorted(awaited, key=itemgetter(0)))
 
@@ -101,7 +100,7 @@ class Channels:
         values: dict[str, Any] = {}
         leaves: dict[int, list[Tensor]] = {}
         for source in self.graph.names_from:
-            header = self._received_headers[source, self.placement.rank_of(source, microbatch), size]
+            header = self._received_headers[source, self.transport.placement.rank_of(source, microbatch), size]
             tensors = self._arrived(Task("forward", source, microbatch))
             if torch.is_grad_enabled():
                 for tensor, spec in zip(tensors, header.tensors, strict=True):
@@ -122,7 +121,7 @@ class Channels:
         roots: dict[int, list[Tensor]] = {}
         leaving = []
         for target in self.graph.names_to:
-            rank = self.placement.rank_of(target, microbatch)
+            rank = self.transport.placement.rank_of(target, microbatch)
             header, tensors = pack(tuple(values[name] for name in self.graph.names_to[target]), self.ask_for_all)
             order = self.order(Task("forward", self.stage, microbatch), self.transport.rank, rank)
             what = f"the activations of microbatch {microbatch}"
@@ -167,7 +166,7 @@ class Channels:
     def send_backward(self, microbatch: int, leaves: dict[int, list[Tensor]]) -> None:
         """Prepare to send the gradients of the inputs back to their sources."""
         for source, tensors in leaves.items():
-            rank = self.placement.rank_of(source, microbatch)
+            rank = self.transport.placement.rank_of(source, microbatch)
             order = self.order(Task("backward", self.stage, microbatch), self.transport.rank, rank)
             what = f"the gradients of microbatch {microbatch}"
             sends = []

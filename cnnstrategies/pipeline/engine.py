@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Self
 
@@ -66,8 +67,8 @@ class Pipeline:
         loss_sum: In the last stage what this rank's microbatches have added to the last step's loss.
         watchers: Called with each span of a training step; while there are none, nothing is timed. On a GPU timing
             synchronises at each task.
-
         clocks: For a kind of span, such as ``forward``, what is told when each begins and ends; it may not wait.
+
     Raises:
         ConfigurationError: Cuts, replicas, microbatches and ranks do not fit together, or the network cannot be cut.
     """
@@ -88,21 +89,22 @@ class Pipeline:
         compile_backend: str | None = None,
         shares: Sequence[float] = (),
     ) -> None:
-        self.placement = Placement(tuple(replicas), placement, microbatches, tuple(shares))
-        check_layout(len(cuts), self.placement, dist.get_world_size())
+        given = Placement(tuple(replicas), placement, microbatches, tuple(shares))
+        check_layout(len(cuts), given, dist.get_world_size())
         check_backend(compile_backend)
         reuse_freed_memory()
         self.blueprint = divide_by_names(network, cuts)
         self.microbatches = microbatches
         self.device = torch.device(device)
         self.rank = dist.get_rank()
-        self.place = self.placement.place(self.rank)
-        self.tasks = tasks_of(self.placement, self.rank, schedule, run_ahead)
-        self.own = self.placement.own(self.rank)
-        self.last = self.place.stage == self.placement.stages - 1
+        self.place = given.place(self.rank)
+        self.schedule, self.run_ahead = schedule, run_ahead
+        self.tasks = tasks_of(given, self.rank, schedule, run_ahead)
+        self.own = given.own(self.rank)
+        self.last = self.place.stage == given.stages - 1
         self.shapes = {name: t.shape for name, t in (*network.named_parameters(), *network.named_buffers())}
         self.module = self.blueprint.build(self.place.stage).to(self.device)
-        self.transport = Transport(self.placement, timeout, self.device)
+        self.transport = Transport(given, timeout, self.device)
         self.ahead = AHEAD if self.transport.has_tags else 0
         self.activation_checkpointing = activation_checkpointing
         graph = self.blueprint.stages[True][self.place.stage].graph
@@ -125,9 +127,24 @@ class Pipeline:
             self.module.compile(backend=compile_backend, dynamic=False)
         self.loss_sum = torch.zeros((), device=self.device)
         self.watchers: list[Callable[[Span], None]] = []
+        self.clocks: dict[str, Clock] = {}
         self.gatherer = OutputGatherer(self.transport)
 
-        self.clocks: dict[str, Clock] = {}
+    @property
+    def placement(self) -> Placement:
+        """The numbering of the ranks, and which microbatches each runs."""
+        return self.transport.placement
+
+    def deal(self, shares: Sequence[float]) -> None:
+        """Have other shares of the microbatches run, of all that is shared from here on.
+
+        To be called by every rank, between two steps.
+        """
+        if tuple(shares) != self.placement.shares:
+            self.transport.placement = replace(self.placement, shares=tuple(shares))
+            self.tasks = tasks_of(self.placement, self.rank, self.schedule, self.run_ahead)
+            self.own = self.placement.own(self.rank)
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The stage's trainable parameters, in the order of the gradients."""

@@ -42,7 +42,7 @@ class Case:
         seed: Of network, cuts and batches.
         placement: How the ranks are numbered.
         run_ahead: Whether stages hold one microbatch more than they need.
-        shares: For each rank what part of the microbatches it runs.
+        shares: For each rank what part of the microbatches it runs in the first step; in the second, others.
         accumulates: When the steps are those of plain torch, and add up: how often replicas sum, `each` time or `once`.
     """
 
@@ -185,6 +185,7 @@ class Trial:
             pipeline.module.eval()
             _compare(pipeline.gather(batch, pipeline.evaluate(batch)), outputs, "evaluated outputs")
             pipeline.module.train()
+            pipeline.deal(_shares(random.Random(case.seed), pipeline.placement))
         pipeline.close()
 
     def _accumulate(self, pipeline: Pipeline, names: dict[nn.Parameter, str]) -> None:
