@@ -3,7 +3,8 @@
 Samplers, the replicas of a pipeline, evaluation, planner and simulator all ask here.
 """
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
@@ -100,9 +101,27 @@ def proposal(
     speeds = tuple(1 / one for one in seconds)
     then = deal(sum(now), speeds, least, most)
     before, after = (max(n * one for n, one in zip(counts, seconds, strict=True)) for counts in (now, then))
+    return worth(speeds, before, after, step)
+
+
+def worth(shares: Sequence[float], before: float, after: float, step: float) -> Proposal | None:
+    """Shares by which the predicted part of a step takes ``after`` in place of ``before``, if they gain enough."""
     rest = max(0.0, step - before)
     gain = (before + rest) / (after + rest) - 1
-    return Proposal(speeds, gain) if gain > GAIN else None
+    return Proposal(tuple(shares), gain) if gain > GAIN else None
+
+
+@lru_cache(maxsize=4096)
+def soonest(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
+    """How many of so many microbatches each replica runs, so that the last one is done soonest; none has nothing."""
+    counts = [min(1, count // len(speeds))] * len(speeds)
+    queue = [((own + 1) / speed, replica) for replica, (own, speed) in enumerate(zip(counts, speeds, strict=True))]
+    heapq.heapify(queue)
+    for _ in range(count - sum(counts)):
+        replica = queue[0][1]
+        counts[replica] += 1
+        heapq.heapreplace(queue, ((counts[replica] + 1) / speeds[replica], replica))
+    return tuple(counts)
 
 
 class Deals:
@@ -112,10 +131,17 @@ class Deals:
         shares: From the first batch on; equal ones for so many ranks.
         least: Samples of each rank in a batch, as far as there are enough for all.
         most: Samples that a rank can hold.
+        loads: By which shares those ranks load that do, of the shares of all ranks; by default all by their own.
     """
 
-    def __init__(self, shares: Sequence[float], least: int = 0, most: int | None = None) -> None:
-        self.least, self.most = least, most
+    def __init__(
+        self,
+        shares: Sequence[float],
+        least: int = 0,
+        most: int | None = None,
+        loads: Callable[[Sequence[float]], Sequence[float]] = tuple,
+    ) -> None:
+        self.least, self.most, self.loads = least, most, loads
         self._since = [((0, 0), tuple(shares))]
 
     @property
@@ -134,10 +160,13 @@ class Deals:
         now = [(since, old) for since, old in self._since if since[0] == epoch]
         self._since = [*(now or self._since[-1:]), ((epoch, batch), tuple(shares))]
 
+    def at(self, epoch: int, batch: int) -> tuple[float, ...]:
+        """The shares of a batch."""
+        return next((given for since, given in reversed(self._since) if since <= (epoch, batch)), self._since[0][1])
+
     def counts(self, epoch: int, batch: int, samples: int) -> tuple[int, ...]:
-        """Samples of each rank in a batch of so many."""
-        shares = next((given for since, given in reversed(self._since) if since <= (epoch, batch)), self._since[0][1])
-        return deal(samples, shares, self.least, self.most)
+        """Samples of each rank that loads in a batch of so many."""
+        return deal(samples, self.loads(self.at(epoch, batch)), self.least, self.most)
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""

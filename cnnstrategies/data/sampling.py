@@ -191,7 +191,7 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
 
     def samples(self, batch: int, rank: int) -> list[int]:
         """The samples of a rank's batch."""
-        counts = deal(self.size, self.deals.shares, least=self.batches)
+        counts = deal(self.size, self.deals.loads(self.deals.shares), least=self.batches)
         first, count = sum(counts[:rank]), counts[rank]
         return list(range(*(first + count * b // self.batches for b in (batch, batch + 1))))
 

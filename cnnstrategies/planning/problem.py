@@ -10,7 +10,7 @@ from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.costs import NodeCost
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, all_reduce
-from cnnstrategies.shares import deal, rotation
+from cnnstrategies.shares import deal, rotation, soonest
 
 
 class Problem:
@@ -54,7 +54,7 @@ class Problem:
         """Microbatches of each replica of a stage, counted from its first device: as they end soonest, unless given."""
         if self.job.shares is not None:
             return deal(self.microbatches, self.job.shares[first : first + replicas], least=1)
-        return _soonest(self.microbatches, self.cluster.speeds[first : first + replicas])
+        return soonest(self.microbatches, self.cluster.speeds[first : first + replicas])
 
     def shares(self, replicas: Sequence[int]) -> tuple[int, ...]:
         """Microbatches of each device; empty where the replicas of each stage have as many, to within one."""
@@ -151,19 +151,6 @@ class Problem:
                 spare -= unit
                 heapq.heappush(queue, (-times[stage] / replicas[stage], stage))
         return Layout(cuts, tuple(replicas))
-
-
-@lru_cache(maxsize=4096)
-def _soonest(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """How many of so many microbatches each replica runs, so that the last one is done soonest; none has nothing."""
-    counts = [min(1, count // len(speeds))] * len(speeds)
-    queue = [((own + 1) / speed, replica) for replica, (own, speed) in enumerate(zip(counts, speeds, strict=True))]
-    heapq.heapify(queue)
-    for _ in range(count - sum(counts)):
-        replica = queue[0][1]
-        counts[replica] += 1
-        heapq.heapreplace(queue, ((counts[replica] + 1) / speeds[replica], replica))
-    return tuple(counts)
 
 
 @lru_cache(maxsize=4096)

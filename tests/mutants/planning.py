@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import test_partition
 import test_rank
+import test_redeal
 from mutants.faulty import replaces
 
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.rank import rank
+from cnnstrategies.planning.redeal import redeal
 
 
 @replaces(Predictor.search, killed_by=test_partition.test_a_memory_limit_is_kept_when_few_layouts_fit)
@@ -25,3 +27,8 @@ def a_bound_on_a_steps_time_is_too_high(right, self, layout):
 def strategies_that_learn_differently_are_ranked_together(right, job):
     ranking = right(job)
     return replace(ranking, same=(*ranking.same, *ranking.changing))
+
+
+@replaces(redeal, killed_by=test_redeal.test_replicas_of_a_stage_are_dealt_what_they_are_quick_at)
+def messages_take_less_time_under_other_shares(right, placement, schedule, run_ahead, pairs, seconds, step):
+    return right(placement, schedule, run_ahead, pairs, seconds, 0.0)
