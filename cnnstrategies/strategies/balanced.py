@@ -13,7 +13,7 @@ from typing_extensions import override
 from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.shares import Deals
-from cnnstrategies.strategies.balancing import Rows
+from cnnstrategies.strategies.balancing import Rows, gather_rows
 from cnnstrategies.strategies.dealing import Dealing
 from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
 
@@ -86,14 +86,7 @@ class BalancedDDPStrategy(DDPStrategy):
 
     def _open_group(self) -> Rows:
         self._group = dist.new_group(backend="gloo")  # type: ignore[assignment]  # -100 is for those outside
-        return self._gather
-
-    def _gather(self, row: list[float]) -> list[list[float]]:
-        own = torch.tensor(row, dtype=torch.float64)
-        rows = own.new_empty(self.world_size * len(row))
-        dist.all_gather_into_tensor(rows, own, group=self._group)
-        found: list[list[float]] = rows.view(self.world_size, -1).tolist()
-        return found
+        return lambda row: gather_rows(row, self._group)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -22,25 +22,11 @@ FIRST = 3  # batches of a run that are not timed: they build what the others hav
 Rows = Callable[[list[float]], list[list[float]]]
 
 
-@dataclass(frozen=True)
-class Timed:
-    """What a rank says of its last batches: medians, in seconds."""
-
-    sample: float  # forward and backward, without waiting for others; 0 where nothing was timed
-    step: float  # from one batch to the next
-    drawn: int  # batches of the epoch that its loader has drawn
-
-    def as_row(self) -> list[float]:
-        """As numbers."""
-        return [self.sample, self.step, float(self.drawn)]
-
-
-def propose(samples: int, deals: Deals, epoch: int, batch: int, timed: Sequence[Timed]) -> Proposal | None:
+def propose(
+    samples: int, deals: Deals, epoch: int, batch: int, seconds: Sequence[float], step: float
+) -> Proposal | None:
     """Other shares for a global batch of so many samples; None where they would not gain enough."""
-    if any(one.sample <= 0 for one in timed):
-        return None
-    now, seconds = deals.counts(epoch, batch, samples), [one.sample for one in timed]
-    return proposal(now, seconds, median(one.step for one in timed), deals.least, deals.most)
+    return proposal(deals.counts(epoch, batch, samples), seconds, step, deals.least, deals.most)
 
 
 class Stopwatch:
@@ -98,24 +84,46 @@ class Balance(Callback):
     All ranks see the same times, so they decide alike, and from the same batch on: one that no loader has drawn yet.
 
     Args:
+        stopwatches: For each kind of work.
         gather: Brings the times of all ranks together.
     """
 
-    def __init__(self, deals: Deals, stopwatch: Stopwatch, gather: Rows) -> None:
-        self._deals = deals
-        self._stopwatch = stopwatch
+    unit = "samples"
+
+    def __init__(self, deals: Deals, stopwatches: Sequence[Stopwatch], gather: Rows) -> None:
+        self.deals = deals
+        self.sampler: DealtBatches | None = None
+        self._stopwatches = stopwatches
         self._gather = gather
-        self._sampler: DealtBatches | None = None
-        self._own: list[float] = []
+        self._own: list[list[float]] = [[] for _ in stopwatches]
         self._steps: list[float] = []
         self._last: float | None = None
         self._left_out = FIRST
         self._next = (0, 0)  # the batch from which on the last deal holds
         self._before: float | None = None  # seconds of a step under the shares before, until it is told what came of it
 
+    def can_deal(self) -> bool:
+        """Whether the batches of this training are dealt by shares."""
+        return self.sampler is not None
+
+    def work(self, batch: int) -> int:
+        """Units of this rank's work that are timed at once."""
+        assert self.sampler is not None
+        return self.sampler.counts(batch)[self.sampler.rank]
+
+    def counts(self, epoch: int, batch: int) -> Sequence[int]:
+        """Units of each rank in a batch."""
+        assert self.sampler is not None
+        return self.deals.counts(epoch, batch, sum(self.sampler.counts(batch)))
+
+    def propose(self, epoch: int, batch: int, seconds: Sequence[Sequence[float]], step: float) -> Proposal | None:
+        """Other shares, by the seconds of each rank for a unit of each kind of work, and those of a step."""
+        assert self.sampler is not None
+        return propose(sum(self.sampler.counts(batch)), self.deals, epoch, batch, seconds[0], step)
+
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._sampler = dealt(trainer)
+        self.sampler = dealt(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -125,51 +133,63 @@ class Balance(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        sampler = self._sampler
-        if sampler is None:
+        if not self.can_deal():
             return
         now, last = time.perf_counter(), self._last
         self._last = now
-        seconds = self._stopwatch.take()
-        if self._left_out or (sampler.epoch, batch_idx) < self._next:
+        times = [one.take() for one in self._stopwatches]
+        if self._left_out or (trainer.current_epoch, batch_idx) < self._next:
             self._left_out = max(0, self._left_out - 1)
             return
-        count = sampler.counts(batch_idx)[sampler.rank]
-        self._own += [one / count for one in seconds if count]
+        work = self.work(batch_idx)
+        for own, seconds in zip(self._own, times, strict=True):
+            own += [one / work for one in seconds if work]
         if last is not None:
             self._steps.append(now - last)
         if (batch_idx + 1) % EVERY == 0:
-            self._exchange(trainer, sampler, batch_idx)
+            self._exchange(trainer, batch_idx)
 
-    def _exchange(self, trainer: Trainer, sampler: DealtBatches, batch: int) -> None:
-        own, steps = (median(found) if found else 0.0 for found in (self._own, self._steps))
-        self._own, self._steps = [], []
-        rows = self._gather(Timed(own, steps, sampler.drawn).as_row())
-        if len(rows) < len(self._deals.shares):
+    def _exchange(self, trainer: Trainer, batch: int) -> None:
+        drawn = batch + 1 if self.sampler is None else self.sampler.drawn
+        rows = self._gather([*(median(found) if found else 0.0 for found in (*self._own, self._steps)), drawn])
+        self._own, self._steps = [[] for _ in self._stopwatches], []
+        if len(rows) < len(self.deals.shares):
             return  # One has died.
-        timed = [Timed(sample, step, int(drawn)) for sample, step, drawn in rows]
-        step, before, self._before = median(one.step for one in timed), self._before, None
+        *seconds, steps, drawns = zip(*rows, strict=True)
+        step, before, self._before = median(steps), self._before, None
         if before is not None:
             _tell(trainer, f"Since the last deal a step is {before / step - 1:.0%} quicker", gain=before / step - 1)
-        found = propose(sum(sampler.counts(batch)), self._deals, sampler.epoch, batch, timed)
+        epoch = trainer.current_epoch
+        timed = all(any(of_rank) for of_rank in zip(*seconds, strict=True))
+        found = self.propose(epoch, batch, seconds, step) if timed else None
         if found is None:
             return
-        first = max(one.drawn for one in timed) + 1
-        since = (sampler.epoch, first) if first < len(sampler) else (sampler.epoch + 1, 0)
-        self._deals.change(*since, found.shares)
+        first = int(max(drawns)) + 1
+        since = (epoch, first) if first < trainer.num_training_batches else (epoch + 1, 0)
+        self.deals.change(*since, found.shares)
         self._next, self._before = since, step
-        counts = self._deals.counts(*since, sum(sampler.counts(batch)))
-        said = f"Dealt anew: {', '.join(map(str, counts))} samples a batch; a step shall be {found.gain:.0%} quicker"
-        _tell(trainer, said, predicted_gain=found.gain, **{f"rank_{rank}": count for rank, count in enumerate(counts)})
+        counts = self.counts(*since)
+        said = f"{', '.join(map(str, counts))} {self.unit} a batch; a step shall be {found.gain:.0%} quicker"
+        ranks = {f"rank_{rank}": count for rank, count in enumerate(counts)}
+        _tell(trainer, f"Dealt anew: {said}", predicted_gain=found.gain, **ranks)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self._deals.state_dict()
+        return self.deals.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._deals.load_state_dict(state_dict)
-        self._next = self._deals.since  # It may be one that was to come.
+        self.deals.load_state_dict(state_dict)
+        self._next = self.deals.since  # It may be one that was to come.
+
+
+def gather_rows(row: list[float], group: dist.ProcessGroup | None) -> list[list[float]]:
+    """Every rank's numbers; a collective of a group over gloo."""
+    own = torch.tensor(row, dtype=torch.float64)
+    rows = own.new_empty(dist.get_world_size() * len(row))
+    dist.all_gather_into_tensor(rows, own, group=group)
+    found: list[list[float]] = rows.view(-1, len(row)).tolist()
+    return found
 
 
 def _tell(trainer: Trainer, said: str, **figures: float) -> None:

@@ -77,7 +77,7 @@ class Dealing:
             callbacks.append(SampleWeights())
         if self.shares == "auto" and self._strategy.world_size > 1:
             self.stopwatch = Stopwatch(self._strategy.root_device, waited)
-            callbacks.append(Balance(self.deals, self.stopwatch, gather()))
+            callbacks.append(Balance(self.deals, [self.stopwatch], gather()))
 
     def loader(self, dataloader: object) -> object:
         """Have a loader's batches dealt by shares, in the place of Lightning's sampler."""

@@ -45,8 +45,8 @@ removes(
 
 
 @replaces(propose, killed_by=test_balanced.test_a_slow_rank_loses_work_and_gets_it_back, strategy="ddp")
-def what_a_rank_is_slow_at_is_dealt_to_it(right, samples, deals, epoch, batch, timed):
-    return right(samples, deals, epoch, batch, timed[::-1])
+def what_a_rank_is_slow_at_is_dealt_to_it(right, samples, deals, epoch, batch, seconds, step):
+    return right(samples, deals, epoch, batch, seconds[::-1], step)
 
 
 @replaces(
