@@ -13,6 +13,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.dealt_loader import by_shares
+from cnnstrategies.strategies.hybrid_pipeline.balancing import StageBalance
 from cnnstrategies.strategies.hybrid_pipeline.batches import PredictionLoader, StageLoader
 from cnnstrategies.strategies.hybrid_pipeline.comparison import compare, copies, differ
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss, try_optimizer
@@ -40,6 +41,16 @@ def replicas_load_equal_parts_and_run_unequal_ones(right, loader, trainer, deals
     return loader
 
 
+removes(
+    Pipeline.deal,
+    "replicas load by other shares than they run",
+    killed_by=test_pipeline_shares.test_a_slow_replica_loses_microbatches_and_gets_them_back,
+)
+removes(
+    StageBalance.load_state_dict,
+    "a run that goes on deals equally again",
+    killed_by=test_pipeline_shares.test_a_slow_replica_loses_microbatches_and_gets_them_back,
+)
 removes(
     Overflow.share,
     "a stage skips a step for its own overflow alone",

@@ -1,7 +1,9 @@
-"""Whatever the shares of a pipeline's replicas, the weights are those of one process."""
+"""Whatever the shares of a pipeline's replicas, and whenever they change, the weights are those of one process."""
 
+import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import digit_runs
 import pytest
@@ -10,7 +12,7 @@ from conftest import PlainCNN
 from digit_runs import assert_same_run, logged, train
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from test_balanced import PlainDigits
+from test_balanced import DealAtRandom, PlainDigits, SlowRank
 
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.strategies import HybridPipelineStrategy
@@ -34,7 +36,8 @@ def test_any_batch_under_any_shares_trains_one_process_s_weights(replicas, sampl
     given = {"data": {"global_batch_size": samples}, "max_epochs": 1}
     one = train("one", **given)
     strategy = piped(drawn(sum(replicas)), replicas)
-    assert_same_run(train("dealt", strategy, sum(replicas), accumulate_grad_batches=accumulated, **given), one, 1e-12)
+    given |= {"callbacks": [DealAtRandom(torch.initial_seed() % 1000)], "accumulate_grad_batches": accumulated}
+    assert_same_run(train("dealt", strategy, sum(replicas), **given), one, 1e-12)
     validated = [[row["val_loss"] for row in logged(name) if "val_loss" in row] for name in ("dealt", "one")]
     assert validated[0] == pytest.approx(validated[1], rel=1e-6)
     assert validated[0]
@@ -44,9 +47,55 @@ def test_a_run_stops_and_goes_on_under_other_shares():
     # Lightning loads a checkpoint into the network as it was made, and makes it float64 afterwards.
     given = {"data": {"global_batch_size": 20}, "max_epochs": 2, "network": lambda: PlainCNN().double()}
     saved = ModelCheckpoint("cut", "cut", every_n_train_steps=7)
-    train("cut", piped([3, 1, 2], (1, 2)), 3, callbacks=[saved], max_steps=7, **given)
-    gone_on = train("gone on", piped([1, 1, 3, 1], (3, 1)), 4, ckpt_path=Path("cut/cut.ckpt").resolve(), **given)
-    assert_same_run(gone_on, train("one", **given))
+    dealt = DealAtRandom(torch.initial_seed() % 1000)
+    train("cut", piped([3, 1, 2], (1, 2)), 3, callbacks=[saved, dealt], max_steps=7, **given)
+    last = {"ckpt_path": Path("cut/cut.ckpt").resolve(), "callbacks": [dealt]}
+    gone_on = train("gone on", piped([1, 1, 3, 1], (3, 1)), 4, **last, **given)
+    assert_same_run(gone_on, train("one", **given), 1e-12)
+
+
+class SlowReplica(SlowRank):
+    """The same of a replica of the first stage; the second stage is quick."""
+
+    def on_train_start(self, trainer, pl_module):
+        super().on_train_start(trainer, SimpleNamespace(network=trainer.strategy.pipeline.module))
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.dealt.append([0, 0])
+
+    def compute(self, trainer, samples):
+        if trainer.training:
+            microbatches, before = self.dealt[-1]
+            super().compute(trainer, samples if trainer.global_rank < 2 else 0)
+            self.dealt[-2:] = [[microbatches + 1, before + samples]]
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        now = torch.tensor(self.now, dtype=torch.float64)
+        torch.distributed.all_reduce(now, op=torch.distributed.ReduceOp.MAX)
+        self.now = now.item()  # All wait for the slowest.
+
+
+def test_a_slow_replica_loses_microbatches_and_gets_them_back(tmp_path):
+    """Within twenty steps; and a run that goes on in mid-epoch deals from the very batch on as one that was not cut."""
+    given = {"data": {"global_batch_size": 20}, "max_epochs": 3, "network": lambda: PlainCNN().double()}
+
+    def run(name, *more, **options):
+        slow = SlowReplica(tmp_path, lambda step: step < 34)
+        trained = train(name, piped("auto", (2, 1)), 3, callbacks=[slow, *more], **{**given, **options})
+        return trained, json.loads((tmp_path / "dealt-1.json").read_text())
+
+    whole, dealt = run("whole", ModelCheckpoint("cut", "cut", every_n_train_steps=30))
+    assert dealt[0] == [4, 9]
+    assert dealt[20] == [2, 4], dealt
+    told = [row for row in logged("whole") if "shares/rank_1" in row]
+    assert [told[0][f"shares/rank_{rank}"] for rank in range(3)] == [7, 2, 9]
+    assert told[0]["shares/predicted_gain"] > 0.03
+    assert any(row["shares/gain"] > 0.03 for row in logged("whole") if "shares/gain" in row)
+    assert dealt[-2] == [4, 9], dealt
+    assert_same_run(whole, train("one", **given), 1e-12)
+    gone_on, rest = run("gone on", ckpt_path=Path("cut/cut.ckpt").resolve())
+    assert rest[0] == dealt[30] == [2, 4]
+    assert_same_run(gone_on, whole, 1e-12)
 
 
 class Deals(Callback):

@@ -198,7 +198,7 @@ TOGETHER = [
     ),
     Case(piped, own=BuiltLate, waits=1),
 ]  # fmt: skip
-THREE = [Case(partial(piped, replicas=[2, 1], schedule="gpipe"))]
+THREE = [Case(partial(piped, replicas=[2, 1], schedule="gpipe")), Case(partial(piped, replicas=[2, 1], shares="auto"))]
 
 
 @pytest.mark.parametrize(("world", "cases"), [(1, ALONE), (2, TOGETHER), (3, THREE)])

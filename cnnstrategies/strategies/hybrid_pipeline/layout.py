@@ -69,10 +69,10 @@ class LayoutRequest:
     memory_limit: int | None
     activation_checkpointing: Checkpointing
     placement: Order
-    shares: Literal["equal"] | Sequence[float]
+    shares: Literal["auto", "equal"] | Sequence[float]
 
     def __post_init__(self) -> None:
-        check_shares(self.shares, ("equal",))
+        check_shares(self.shares, ("auto", "equal"))
         for name, value, accepted in (
             ("schedule", self.schedule, SCHEDULES),
             ("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING),
@@ -215,15 +215,16 @@ def _loaded_samples(trainer: Trainer) -> int | None:
     return size
 
 
-def describe_pipeline(
-    pipeline: Pipeline, schedule: Schedule, configured: bool, batch_size: int | None
-) -> list[tuple[str, str]]:
+def describe_pipeline(pipeline: Pipeline, request: LayoutRequest, batch_size: int | None) -> list[tuple[str, str]]:
     """The microbatches of a step, and for each stage its first and last module, ranks and parameters."""
     images = _images(pipeline, batch_size)
     microbatches = str(pipeline.microbatches) if images is None else f"{pipeline.microbatches} of {images}"
-    rows = [("microbatches", f"{microbatches}{' (as configured)' if configured else ''}, schedule {schedule}")]
-    if pipeline.placement.shares:
-        rows.append(("shares", f"of the microbatches: {list(pipeline.placement.shares)}, rank by rank"))
+    configured = " (as configured)" if request.microbatches is not None else ""
+    rows = [("microbatches", f"{microbatches}{configured}, schedule {request.schedule}")]
+    if request.shares != "equal":
+        found = "equal at first, then by each rank's own time"
+        given = found if request.shares == "auto" else f"{list(request.shares)}, rank by rank"
+        rows.append(("shares", f"of the microbatches: {given}"))
     for stage, parameters in enumerate(stage_parameters(pipeline)):
         nodes = [node for node in pipeline.blueprint.stages[True][stage].graph.nodes if _computes(node)]
         ranks = pipeline.placement.ranks(stage)

@@ -1,0 +1,86 @@
+"""The shares of a pipeline's replicas: given, or found by what each takes for a microbatch of its stage."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from cnnstrategies.pipeline.engine import Pipeline
+from cnnstrategies.pipeline.timetable import KINDS, Placement
+from cnnstrategies.planning.redeal import redeal
+from cnnstrategies.shares import Deals, Proposal
+from cnnstrategies.strategies.balancing import Balance, Rows, Stopwatch
+
+if TYPE_CHECKING:
+    from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
+
+
+class StageBalance(Balance):
+    """Has the microbatches of each stage dealt anew to its replicas, where a step of all stages gains by that."""
+
+    unit = "microbatches"
+
+    def __init__(self, deals: Deals, placement: Placement, device: Any, gather: Rows) -> None:
+        self._clocks = {kind: Stopwatch(device) for kind in KINDS}
+        super().__init__(deals, list(self._clocks.values()), gather)
+        self._placement = placement
+        self._pipeline: Pipeline | None = None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        strategy: Any = trainer.strategy
+        self._pipeline = strategy.pipeline
+        strategy.pipeline.clocks.update(self._clocks)
+
+    @override
+    def can_deal(self) -> bool:
+        return self.sampler is not None or self._placement.replicas[0] == 1
+
+    @override
+    def work(self, batch: int) -> int:
+        return 1
+
+    @override
+    def counts(self, epoch: int, batch: int) -> Sequence[int]:
+        return [int(share) for share in self.deals.at(epoch, batch)]
+
+    @override
+    def propose(self, epoch: int, batch: int, seconds: Sequence[Sequence[float]], step: float) -> Proposal | None:
+        pipeline = self._pipeline
+        assert pipeline is not None
+        graphs = enumerate(pipeline.blueprint.stages[True])
+        pairs = [(source, target) for source, graph in graphs for target in graph.names_to]
+        return redeal(pipeline.placement, pipeline.schedule, pipeline.run_ahead, pairs, seconds, step)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"ranks": self._ranks}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["ranks"] == self._ranks:  # Under another layout a share is another rank's.
+            super().load_state_dict(state_dict)
+
+    @property
+    def _ranks(self) -> list[list[int]]:
+        return [list(self._placement.ranks(stage)) for stage in range(self._placement.stages)]
+
+
+def begin_dealing(strategy: "HybridPipelineStrategy", trainer: Trainer, gather: Rows) -> Deals | None:
+    """The shares of all ranks in each batch of training, None where they are equal.
+
+    Where they are to be found, a callback does that, which is added before Lightning gives callbacks their states of a
+    checkpoint.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
+    callbacks[:] = [one for one in callbacks if not isinstance(one, StageBalance)]
+    shares, placement = strategy.request.shares, strategy.placement
+    if shares == "equal":
+        return None
+    deals = Deals(placement.shares or [1] * placement.world_size, loads=strategy.loads)
+    if shares == "auto" and trainer.state.fn == TrainerFn.FITTING and max(placement.replicas) > 1:
+        callbacks.append(StageBalance(deals, placement, strategy.root_device, gather))
+    return deals
