@@ -25,7 +25,7 @@ def check_shares(shares: str | Sequence[float], named: Sequence[str]) -> None:
         raise ConfigurationError(f"shares={list(shares)}: each rank needs a share above 0")
 
 
-def deal(samples: int, shares: Sequence[float], least: int = 0, most: int | None = None) -> tuple[int, ...]:
+def deal(samples: int, shares: Sequence[float], least: int = 0, most: float | Sequence[float] = inf) -> tuple[int, ...]:
     """How many samples each rank gets: whole numbers whose sum is ``samples``, nearest to the shares.
 
     By largest remainders; of equal ones those of lower ranks get the sample more.
@@ -33,22 +33,23 @@ def deal(samples: int, shares: Sequence[float], least: int = 0, most: int | None
     Args:
         shares: What each rank is to have in proportion to the others'; above 0.
         least: Samples of each rank, as far as there are enough for all.
-        most: Samples that a rank can hold.
+        most: Samples that a rank can hold; one number for all, or whole ones for each.
 
     Raises:
         ConfigurationError: There are more samples than all ranks can hold.
     """
     ranks = len(shares)
     least = min(least, samples // ranks)
-    if most is not None and most * ranks < samples:
+    mosts = most if isinstance(most, Sequence) else [most] * ranks
+    if sum(mosts) < samples:
         raise ConfigurationError(
-            f"{samples} samples for {ranks} processes, each of which holds {most} at most: {most * ranks} at most"
+            f"{samples} samples for {ranks} processes, each of which holds {most} at most: {sum(mosts)} at most"
         )
     ideal = [samples * share / sum(shares) for share in shares]
     fixed: dict[int, int] = {}
     while True:
         # Those below the least get that, or those above the most: whichever are farther off. The others share the rest.
-        bound = {rank: _within(ideal[rank], least, most) for rank in range(ranks) if rank not in fixed}
+        bound = {rank: max(least, min(ideal[rank], mosts[rank])) for rank in range(ranks) if rank not in fixed}
         off = {rank: number - ideal[rank] for rank, number in bound.items()}
         sign = 1 if sum(off.values()) >= 0 else -1
         found = [rank for rank, difference in off.items() if difference * sign > 0]
@@ -71,10 +72,6 @@ def check_count(shares: str | Sequence[float], ranks: int) -> None:
         )
 
 
-def _within(number: float, least: int, most: int | None) -> float:
-    return max(least, number if most is None else min(number, most))
-
-
 @dataclass(frozen=True)
 class Proposal:
     """Shares that make a step quicker, and how much: the step's time before by that after, less 1."""
@@ -84,7 +81,7 @@ class Proposal:
 
 
 def proposal(
-    now: Sequence[int], seconds: Sequence[float], step: float, least: int = 0, most: int | None = None
+    now: Sequence[int], seconds: Sequence[float], step: float, least: int = 0, most: float | Sequence[float] = inf
 ) -> Proposal | None:
     """Other shares, for training and for the planner; None where they would not gain enough.
 
@@ -101,7 +98,7 @@ def proposal(
     speeds = tuple(1 / one for one in seconds)
     then = deal(sum(now), speeds, least, most)
     before, after = (max(n * one for n, one in zip(counts, seconds, strict=True)) for counts in (now, then))
-    return worth(speeds, before, after, step)
+    return worth(then, before, after, step)
 
 
 def worth(shares: Sequence[float], before: float, after: float, step: float) -> Proposal | None:
@@ -112,12 +109,18 @@ def worth(shares: Sequence[float], before: float, after: float, step: float) -> 
 
 
 @lru_cache(maxsize=4096)
-def soonest(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """How many of so many microbatches each replica runs, so that the last one is done soonest; none has nothing."""
+def soonest(count: int, speeds: tuple[float, ...], most: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """How many of so many microbatches each replica runs, so that the last one is done soonest; none has nothing.
+
+    Args:
+        most: Of each replica, for all together at least so many.
+    """
     counts = [min(1, count // len(speeds))] * len(speeds)
     queue = [((own + 1) / speed, replica) for replica, (own, speed) in enumerate(zip(counts, speeds, strict=True))]
     heapq.heapify(queue)
     for _ in range(count - sum(counts)):
+        while most and counts[queue[0][1]] >= most[queue[0][1]]:
+            heapq.heappop(queue)
         replica = queue[0][1]
         counts[replica] += 1
         heapq.heapreplace(queue, ((counts[replica] + 1) / speeds[replica], replica))
@@ -138,7 +141,7 @@ class Deals:
         self,
         shares: Sequence[float],
         least: int = 0,
-        most: int | None = None,
+        most: float = inf,
         loads: Callable[[Sequence[float]], Sequence[float]] = tuple,
     ) -> None:
         self.least, self.most, self.loads = least, most, loads

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from math import inf
 from typing import Any, Literal
 
 from cnnstrategies.errors import ConfigurationError
@@ -70,7 +71,7 @@ class Job:
             step: Seconds of a step with such samples.
             state: Bytes that a device holds beside what it keeps of its samples.
         """
-        counts, most, whole = self.equal(), None, self.profile.costs
+        counts, most, whole = self.equal(), inf, self.profile.costs
         if self.memory is not None:
             most = max(counts[0], int((self.memory - state) / max(1, whole.kept_bytes) * whole.microbatch_size))
         least = NORMALISED_TOGETHER if self.profile.batch_norm else 1

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from math import inf
 from statistics import mean
 
-from cnnstrategies.pipeline.timetable import Placement, Schedule, tasks_of
+from cnnstrategies.pipeline.timetable import Placement, Schedule, Task, tasks_of
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.simulate import simulate
@@ -22,6 +23,7 @@ def redeal(
     pairs: Iterable[tuple[int, int]],
     seconds: Sequence[Sequence[float]],
     step: float,
+    most: Sequence[float],
 ) -> Proposal | None:
     """Microbatches of each rank by which the replicas of a stage are done soonest; None where a step gains too little.
 
@@ -33,28 +35,53 @@ def redeal(
         pairs: Of stages, of which the first sends to the second.
         seconds: Of each rank for the forward of a microbatch, and for the backward.
         step: Seconds of a step now.
+        most: Microbatches that each rank can hold at once.
     """
-    times = [sum(of_rank) for of_rank in zip(*seconds, strict=True)]
-    shares = [0] * placement.world_size
-    for stage in range(placement.stages):
-        ranks = placement.ranks(stage)
-        counts = soonest(placement.microbatches, tuple(1 / times[rank] for rank in ranks))
-        for rank, count in zip(ranks, counts, strict=True):
-            shares[rank] = count
-    now = [len(placement.own(rank)) for rank in range(placement.world_size)]
-    slowest, then = (max(n * time for n, time in zip(counts, times, strict=True)) for counts in (now, shares))
-    if slowest <= (1 + GAIN) * then:
-        return None  # The timetable is not run in vain: a long one takes a while.
-    dealt = replace(placement, shares=tuple(shares))
+    times: list[float] = [sum(of_rank) for of_rank in zip(*seconds, strict=True)]
+    everyone = range(placement.world_size)
+
+    def timetable(of: Placement) -> list[list[Task]]:
+        return [tasks_of(of, rank, schedule, run_ahead) for rank in everyone]
+
+    def slowest(counts: Sequence[float]) -> float:
+        return max(count * time for count, time in zip(counts, times, strict=True))
+
+    now = timetable(placement)
+    least_time = slowest([len(placement.own(rank)) for rank in everyone]) / (1 + GAIN)
+    bounds = [placement.microbatches] * placement.world_size
+    while True:
+        dealt = _soonest(placement, times, bounds)
+        if dealt is None or slowest(dealt.shares) >= least_time:
+            return None  # The timetable is not run in vain: a long one takes a while.
+        then = timetable(dealt)
+        full = [r for r in everyone if in_flight(then[r]) > max(most[r], in_flight(now[r]))]
+        if not full:
+            break
+        for rank in full:
+            bounds[rank] = int(dealt.shares[rank]) - 1
     messages = dict.fromkeys(pairs, Message(1, 1))
     stages, cluster = _costs(placement, seconds)
-    before, after = (
-        simulate(
-            [tasks_of(one, rank, schedule, run_ahead) for rank in range(one.world_size)], stages, messages, cluster
-        ).step_time
-        for one in (placement, dealt)
-    )
+    before, after = (simulate(tasks, stages, messages, cluster).step_time for tasks in (now, then))
     return worth(dealt.shares, before, after, step)
+
+
+def in_flight(tasks: Sequence[Task]) -> int:
+    """Most microbatches between forward and backward in a rank's tasks."""
+    return max(accumulate(1 if task.kind == "forward" else -1 for task in tasks), default=0)
+
+
+def _soonest(placement: Placement, times: Sequence[float], bounds: Sequence[int]) -> Placement | None:
+    """Shares by which each stage is done soonest, within each rank's bound; None where there are none."""
+    shares = [0.0] * placement.world_size
+    for stage in range(placement.stages):
+        ranks = placement.ranks(stage)
+        most = tuple(bounds[rank] for rank in ranks)
+        if sum(most) < placement.microbatches:
+            return None
+        counts = soonest(placement.microbatches, tuple(1 / times[rank] for rank in ranks), most)
+        for rank, count in zip(ranks, counts, strict=True):
+            shares[rank] = count
+    return replace(placement, shares=tuple(shares))
 
 
 def _costs(placement: Placement, seconds: Sequence[Sequence[float]]) -> tuple[list[StageCost], Cluster]:

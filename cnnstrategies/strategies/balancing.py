@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -16,6 +17,7 @@ from cnnstrategies.shares import Deals, Proposal, proposal
 
 EVERY = 5  # batches from one exchange of times to the next
 FIRST = 3  # batches of a run that are not timed: they build what the others have
+FILLED = 0.9  # of a device's memory at most, by what is measured
 
 
 # Brings the numbers of all ranks together, one after the other: those of the ranks that are there.
@@ -23,10 +25,28 @@ Rows = Callable[[list[float]], list[list[float]]]
 
 
 def propose(
-    samples: int, deals: Deals, epoch: int, batch: int, seconds: Sequence[float], step: float
+    now: Sequence[int], deals: Deals, seconds: Sequence[float], step: float, fitting: Sequence[float]
 ) -> Proposal | None:
-    """Other shares for a global batch of so many samples; None where they would not gain enough."""
-    return proposal(deals.counts(epoch, batch, samples), seconds, step, deals.least, deals.most)
+    """Other shares, where ranks have so many samples now; None where they would not gain enough.
+
+    Args:
+        fitting: Samples that fit into each rank's memory, as far as that is measured.
+    """
+    most = [max(own, min(fits, deals.most)) for own, fits in zip(now, fitting, strict=True)]
+    return proposal(now, seconds, step, deals.least, most)
+
+
+def fitting(held: int, device: torch.device) -> float:
+    """How many samples, or microbatches, a rank's memory can hold at once, which has held so many since it trains.
+
+    Between two steps: what torch has allocated then does not depend on them. Infinite on a CPU, where nothing is
+    measured.
+    """
+    if device.type != "cuda":
+        return inf
+    rest, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    limit = FILLED * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    return max(0.0, limit - rest) * held // (peak - rest) if peak > rest else inf
 
 
 class Stopwatch:
@@ -98,6 +118,7 @@ class Balance(Callback):
         self._own: list[list[float]] = [[] for _ in stopwatches]
         self._steps: list[float] = []
         self._last: float | None = None
+        self._held = 0  # units of work at once, the most so far
         self._left_out = FIRST
         self._next = (0, 0)  # the batch from which on the last deal holds
         self._before: float | None = None  # seconds of a step under the shares before, until it is told what came of it
@@ -111,15 +132,23 @@ class Balance(Callback):
         assert self.sampler is not None
         return self.sampler.counts(batch)[self.sampler.rank]
 
-    def counts(self, epoch: int, batch: int) -> Sequence[int]:
-        """Units of each rank in a batch."""
-        assert self.sampler is not None
-        return self.deals.counts(epoch, batch, sum(self.sampler.counts(batch)))
+    def holds(self, batch: int) -> int:
+        """Units that this rank's memory holds at once."""
+        return self.work(batch)
 
-    def propose(self, epoch: int, batch: int, seconds: Sequence[Sequence[float]], step: float) -> Proposal | None:
-        """Other shares, by the seconds of each rank for a unit of each kind of work, and those of a step."""
+    def propose(
+        self, epoch: int, batch: int, seconds: Sequence[Sequence[float]], step: float, most: Sequence[float]
+    ) -> Proposal | None:
+        """Other shares.
+
+        Args:
+            seconds: For each kind of work those of each rank for a unit.
+            step: Seconds of a step.
+            most: Units that each rank's memory can hold at once.
+        """
         assert self.sampler is not None
-        return propose(sum(self.sampler.counts(batch)), self.deals, epoch, batch, seconds[0], step)
+        now = self.deals.counts(epoch, batch, sum(self.sampler.counts(0)))  # the last one may be smaller
+        return propose(now, self.deals, seconds[0], step, most)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -138,6 +167,7 @@ class Balance(Callback):
         now, last = time.perf_counter(), self._last
         self._last = now
         times = [one.take() for one in self._stopwatches]
+        self._held = max(self._held, self.holds(batch_idx))
         if self._left_out or (trainer.current_epoch, batch_idx) < self._next:
             self._left_out = max(0, self._left_out - 1)
             return
@@ -150,25 +180,26 @@ class Balance(Callback):
             self._exchange(trainer, batch_idx)
 
     def _exchange(self, trainer: Trainer, batch: int) -> None:
+        medians = [median(found) if found else 0.0 for found in (*self._own, self._steps)]
         drawn = batch + 1 if self.sampler is None else self.sampler.drawn
-        rows = self._gather([*(median(found) if found else 0.0 for found in (*self._own, self._steps)), drawn])
+        rows = self._gather([*medians, drawn, fitting(self._held, trainer.strategy.root_device)])
         self._own, self._steps = [[] for _ in self._stopwatches], []
         if len(rows) < len(self.deals.shares):
             return  # One has died.
-        *seconds, steps, drawns = zip(*rows, strict=True)
+        *seconds, steps, drawns, most = zip(*rows, strict=True)
         step, before, self._before = median(steps), self._before, None
         if before is not None:
             _tell(trainer, f"Since the last deal a step is {before / step - 1:.0%} quicker", gain=before / step - 1)
         epoch = trainer.current_epoch
         timed = all(any(of_rank) for of_rank in zip(*seconds, strict=True))
-        found = self.propose(epoch, batch, seconds, step) if timed else None
+        found = self.propose(epoch, batch, seconds, step, most) if timed else None
         if found is None:
             return
         first = int(max(drawns)) + 1
         since = (epoch, first) if first < trainer.num_training_batches else (epoch + 1, 0)
         self.deals.change(*since, found.shares)
         self._next, self._before = since, step
-        counts = self.counts(*since)
+        counts = [int(share) for share in found.shares]
         said = f"{', '.join(map(str, counts))} {self.unit} a batch; a step shall be {found.gain:.0%} quicker"
         ranks = {f"rank_{rank}": count for rank, count in enumerate(counts)}
         _tell(trainer, f"Dealt anew: {said}", predicted_gain=found.gain, **ranks)

@@ -1,6 +1,7 @@
 """The argument `shares` of a strategy: what it accepts, and training batches that are dealt by it."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Literal
 
 from lightning.pytorch import Callback
@@ -55,7 +56,7 @@ class Dealing:
             module = self._strategy.lightning_module
             shares: Sequence[float] = [1] * self._strategy.world_size if isinstance(self._first, str) else self._first
             least = NORMALISED_TOGETHER if module is not None and has_batch_norm(module) else 1
-            self._deals = Deals(shares, least, self._most)
+            self._deals = Deals(shares, least, inf if self._most is None else self._most)
         return self._deals
 
     def begin(self, gather: Callable[[], Rows], waited: Callable[[], float] = float) -> None:

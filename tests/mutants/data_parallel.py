@@ -1,5 +1,7 @@
 """Data parallel: what is sent, and what is measured."""
 
+from math import inf
+
 import test_balanced
 import test_data_parallel
 import test_first_batch
@@ -45,8 +47,13 @@ removes(
 
 
 @replaces(propose, killed_by=test_balanced.test_a_slow_rank_loses_work_and_gets_it_back, strategy="ddp")
-def what_a_rank_is_slow_at_is_dealt_to_it(right, samples, deals, epoch, batch, seconds, step):
-    return right(samples, deals, epoch, batch, seconds[::-1], step)
+def what_a_rank_is_slow_at_is_dealt_to_it(right, now, deals, seconds, step, fitting):
+    return right(now, deals, seconds[::-1], step, fitting)
+
+
+@replaces(propose, killed_by=test_balanced.test_no_rank_is_dealt_more_than_fits_into_its_memory)
+def a_quick_rank_is_dealt_more_than_it_can_hold(right, now, deals, seconds, step, fitting):
+    return right(now, deals, seconds, step, [inf] * len(now))
 
 
 @replaces(

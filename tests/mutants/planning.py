@@ -30,5 +30,12 @@ def strategies_that_learn_differently_are_ranked_together(right, job):
 
 
 @replaces(redeal, killed_by=test_redeal.test_replicas_of_a_stage_are_dealt_what_they_are_quick_at)
-def messages_take_less_time_under_other_shares(right, placement, schedule, run_ahead, pairs, seconds, step):
-    return right(placement, schedule, run_ahead, pairs, seconds, 0.0)
+def messages_take_less_time_under_other_shares(right, placement, schedule, run_ahead, pairs, seconds, step, most):
+    return right(placement, schedule, run_ahead, pairs, seconds, 0.0, most)
+
+
+@replaces(redeal, killed_by=test_redeal.test_no_rank_runs_more_microbatches_than_it_can_hold)
+def replicas_are_dealt_more_microbatches_than_they_can_hold(
+    right, placement, schedule, run_ahead, pairs, seconds, step, most
+):
+    return right(placement, schedule, run_ahead, pairs, seconds, step, [9.0] * len(most))

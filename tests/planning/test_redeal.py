@@ -1,5 +1,7 @@
 """Microbatches are dealt anew as the timetable gains by it, which can be worked out by hand."""
 
+from math import inf
+
 import pytest
 
 from cnnstrategies.pipeline.timetable import Placement
@@ -8,10 +10,10 @@ from cnnstrategies.planning.redeal import redeal
 pytestmark = pytest.mark.light
 
 
-def found(placement, times, step=0.0):
+def found(placement, times, step=0.0, most=(inf, inf, inf, inf)):
     """With a backward that takes twice as long as the forward."""
     seconds = [[time / 3 for time in times], [2 * time / 3 for time in times]]
-    return redeal(placement, "gpipe", False, [(0, 1)], seconds, step)
+    return redeal(placement, "gpipe", False, [(0, 1)], seconds, step, most)
 
 
 def test_replicas_of_a_stage_are_dealt_what_they_are_quick_at():
@@ -28,6 +30,13 @@ def test_shares_are_those_of_ranks_however_these_are_numbered():
     now = Placement((2, 2), "replicas", microbatches=8)
     assert now.ranks(0) == [0, 2]
     assert found(now, [1.0, 0.5, 3.0, 0.5]).shares == (6, 4, 2, 4)
+
+
+def test_no_rank_runs_more_microbatches_than_it_can_hold():
+    now = Placement((2, 1), microbatches=8)
+    assert found(now, [1.0, 3.0, 0.03], most=[5, 9, 9]).shares == (5, 3, 8)
+    assert found(now, [1.0, 3.0, 0.03], most=[4, 9, 9]) is None
+    assert found(now, [1.0, 3.0, 0.03], most=[5, 2, 3]).shares == (5, 3, 8), "what it holds now it can hold"
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,13 @@ def test_a_slow_rank_loses_work_and_gets_it_back(tmp_path, strategy):
     assert_same_run(gone_on, whole)
 
 
+def test_no_rank_is_dealt_more_than_fits_into_its_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(balancing, "fitting", lambda held, device: 12.0)
+    given = {"data": {"global_batch_size": 20}, "max_epochs": 1, "callbacks": [SlowRank(tmp_path, lambda step: True)]}
+    train("dealt", balanced(shares="auto"), 2, **given)
+    assert json.loads((tmp_path / "dealt-0.json").read_text())[:16:15] == [10, 12]
+
+
 def test_shares_that_cannot_be_are_refused_before_processes():
     for refused, said in (
         ({"shares": [3, 0]}, r"shares=\[3, 0\]: each rank needs a share above 0"),

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.timetable import KINDS, Placement
-from cnnstrategies.planning.redeal import redeal
+from cnnstrategies.planning.redeal import in_flight, redeal
 from cnnstrategies.shares import Deals, Proposal
 from cnnstrategies.strategies.balancing import Balance, Rows, Stopwatch
 
@@ -44,16 +44,19 @@ class StageBalance(Balance):
         return 1
 
     @override
-    def counts(self, epoch: int, batch: int) -> Sequence[int]:
-        return [int(share) for share in self.deals.at(epoch, batch)]
+    def holds(self, batch: int) -> int:
+        assert self._pipeline is not None
+        return in_flight(self._pipeline.tasks)
 
     @override
-    def propose(self, epoch: int, batch: int, seconds: Sequence[Sequence[float]], step: float) -> Proposal | None:
+    def propose(
+        self, epoch: int, batch: int, seconds: Sequence[Sequence[float]], step: float, most: Sequence[float]
+    ) -> Proposal | None:
         pipeline = self._pipeline
         assert pipeline is not None
         graphs = enumerate(pipeline.blueprint.stages[True])
         pairs = [(source, target) for source, graph in graphs for target in graph.names_to]
-        return redeal(pipeline.placement, pipeline.schedule, pipeline.run_ahead, pairs, seconds, step)
+        return redeal(pipeline.placement, pipeline.schedule, pipeline.run_ahead, pairs, seconds, step, most)
 
     @override
     def state_dict(self) -> dict[str, Any]:
