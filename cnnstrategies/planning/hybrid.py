@@ -70,11 +70,11 @@ def _best(predictor: Predictor, known: list[Layout]) -> Layout | None:
 
 
 def _candidate(predictor: Predictor, layout: Layout, microbatches: int) -> Hybrid:
-    job, step, shares = predictor.job, predictor.time(layout), predictor.problem.shares(layout.replicas)
+    job, step, shares = predictor.job, predictor.time(layout), list(predictor.problem.shares(layout.replicas))
+    given = {"shares": shares} if job.shares else {"shares": "auto", "first": shares}
     return Hybrid(
         family="hybrid",
-        options={"replicas": list(layout.replicas), "microbatches": microbatches}
-        | ({"shares": list(shares)} if shares else {}),
+        options={"replicas": list(layout.replicas), "microbatches": microbatches} | (given if shares else {}),
         effect=Effect.LEARNING if job.profile.batch_norm else Effect.ROUNDING,
         samples=job.samples,
         step=step,

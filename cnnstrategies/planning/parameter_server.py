@@ -40,7 +40,7 @@ class ParameterServer:
         dealt = job.dealt(lambda counts: self._synchronous(counts)[0], 2 * mean.parameter_bytes)
         rows: list[tuple[str, dict[str, Any], Sequence[int], float, Bottleneck]] = [
             ("parameter_server", {}, equal, *self._synchronous(equal)),
-            ("parameter_server", {"shares": list(dealt)}, dealt, *self._synchronous(dealt)),
+            ("parameter_server", {"shares": "auto", "first": list(dealt)}, dealt, *self._synchronous(dealt)),
             ("parameter_server_async", {}, equal, free, waits),
             ("parameter_server_ssp", {"staleness": STALENESS}, equal, bounded, waits),
         ]

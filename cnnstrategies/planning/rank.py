@@ -65,7 +65,7 @@ def rank(job: Job) -> Ranking:
     changing = _in_order([row for row in best.values() if row.effect == Effect.LEARNING])
     notes += _reasons(same)
     for row in (*same, *changing):
-        if shares := row.options.get("shares") or row.options.get("first"):
+        if shares := row.options.get("first") or row.options.get("shares"):
             of = "microbatches" if isinstance(row, Hybrid) else "samples"
             notes.append(f"{row}: the devices have {', '.join(map(str, shares))} {of} of a step")
     if not job.profile.fixed:

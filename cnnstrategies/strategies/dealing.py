@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import has_batch_norm
-from cnnstrategies.shares import NORMALISED_TOGETHER, Deals, check_count, check_shares
+from cnnstrategies.shares import NORMALISED_TOGETHER, Deals, check_count, check_first
 from cnnstrategies.strategies.balancing import Balance, Rows, Stopwatch
 from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.sample_weights import SampleWeights
@@ -32,10 +32,7 @@ class Dealing:
     """
 
     def __init__(self, strategy: DDPStrategy, shares: Shares, most: int | None = None, first: Shares = "equal") -> None:
-        check_shares(shares, ("auto", "equal"))
-        check_shares(first, ("equal",))
-        if first != "equal" and shares != "auto":
-            raise ConfigurationError(f"first={first} is what shares: auto begins with, not shares: {shares}")
+        check_first(first, shares)
         if most is not None and most < 1:
             raise ConfigurationError(f"max_share={most}: a rank needs at least 1 sample")
         self.shares = shares

@@ -1,5 +1,7 @@
 """The pipeline's strategy: Lightning gets from the stages together what it gets from one device."""
 
+import functools
+
 import test_batch
 import test_hybrid_pipeline
 import test_pipeline_comparison
@@ -36,7 +38,12 @@ removes(
 )
 
 
-@replaces(by_shares, killed_by=test_pipeline_shares.test_a_loader_of_the_user_is_dealt_by_shares_too)
+@replaces(
+    by_shares,
+    killed_by=test_pipeline_shares.test_a_loader_of_the_user_is_dealt_by_shares_too,
+    strategy=functools.partial(test_pipeline_shares.piped, [3, 1, 1]),
+    said=", rank by rank",
+)
 def replicas_load_equal_parts_and_run_unequal_ones(right, loader, trainer, deals):
     return loader
 

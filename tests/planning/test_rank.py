@@ -95,7 +95,8 @@ def test_shares_gain_what_the_arithmetic_says(tmp_path: Path) -> None:
     rows = {row.family: row for row in ranking.same}
     equal, dealt, server = (rows[name] for name in ("ddp", "ddp_balanced", "parameter_server"))
     assert ranking.best is dealt
-    assert dealt.options["first"] == server.options["shares"] == [64, 16]
+    assert dealt.options["first"] == server.options["first"] == [64, 16]
+    assert server.options["shares"] == "auto"
     assert server.step == pytest.approx(dealt.step)
     assert (equal.step, dealt.step) == pytest.approx((160 * 0.093 / 8, 64 * 0.093 / 8))
     assert "ddp_balanced: the devices have 64, 16 samples of a step" in ranking.notes
@@ -177,6 +178,6 @@ def test_the_best_is_written_as_lines_of_a_configuration(tmp_path: Path) -> None
     hosts = tuple(Host(1, SLOW, SLOW, speed=speed) for speed in (1.0, 1.0, 0.5, 1.0))
     write_overlay(file, rank(replace(job(VGG), cluster=Cluster(hosts), microbatches=10)))
     options = yaml.safe_load(file.read_text())["trainer"]["strategy"]["init_args"]
-    assert (options["shares"], options["placement"]) == ([4, 4, 2, 10], "stages")
+    assert (options["shares"], options["first"], options["placement"]) == ("auto", [4, 4, 2, 10], "stages")
     write_overlay(file, rank(job([100] * 4)))
     assert yaml.safe_load(file.read_text())["trainer"]["strategy"] == "ddp"

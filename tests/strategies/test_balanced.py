@@ -168,5 +168,7 @@ def test_shares_that_cannot_be_are_refused_before_processes():
         quiet_trainer(BalancedDDPStrategy([3, 1]), 3).strategy.launcher.launch(print)
     with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] are for mode: sync, not mode: local"):
         ParameterServerStrategy("local", shares=[3, 1])
+    with pytest.raises(ConfigurationError, match=r"first=\[3, 1\] is what shares: auto begins with, not shares: equal"):
+        ParameterServerStrategy(first=[3, 1])
     with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] are 2, and there are 3 processes"):
         quiet_trainer(ParameterServerStrategy(shares=[3, 1]), 3).fit(ImageClassifier(PlainCNN(), 10), Digits())

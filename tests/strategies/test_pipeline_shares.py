@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,9 +19,9 @@ from cnnstrategies.data.sampling import dealt
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 
-def piped(shares, replicas=(3, 1), microbatches=9):
+def piped(shares, replicas=(3, 1), **more):
     return HybridPipelineStrategy(
-        replicas=list(replicas), cuts=["2"], microbatches=microbatches, shares=shares, start_method="fork"
+        replicas=list(replicas), cuts=["2"], microbatches=9, shares=shares, start_method="fork", **more
     )
 
 
@@ -101,12 +102,24 @@ def test_a_slow_replica_loses_microbatches_and_gets_them_back(tmp_path):
 class Deals(Callback):
     """Sees that samples are dealt as microbatches are, of which replicas with shares 3 and 1 run 7 and 2 of 9."""
 
+    def __init__(self, said):
+        self.said = said
+
     def on_train_start(self, trainer, pl_module):
         assert dealt(trainer).counts(0) == (47, 13)
-        assert ("shares", "of the microbatches: [3, 1, 1], rank by rank") in trainer.strategy.describe(None)
+        assert ("shares", f"of the microbatches: [3, 1, 1]{self.said}") in trainer.strategy.describe(None)
 
 
-def test_a_loader_of_the_user_is_dealt_by_shares_too(monkeypatch):
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (partial(piped, [3, 1, 1]), ", rank by rank"),
+        (partial(piped, "auto", first=[3, 1, 1]), " at first, then by each rank's own time"),
+    ],
+)
+def test_a_loader_of_the_user_is_dealt_by_shares_too(monkeypatch, strategy, said):
     monkeypatch.setattr(digit_runs, "Digits", PlainDigits)
     given = {"data": {"batch_size": 20, "global_batch_size": None}, "max_epochs": 1}
-    assert_same_run(train("dealt", piped([3, 1, 1], (2, 1)), 3, callbacks=[Deals()], **given), train("one", **given))
+    assert_same_run(
+        train("dealt", strategy(replicas=(2, 1)), 3, callbacks=[Deals(said)], **given), train("one", **given)
+    )

@@ -38,7 +38,7 @@ from cnnstrategies.planning.costs import Profile
 from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of
 from cnnstrategies.planning.measure_links import measure_cluster
 from cnnstrategies.planning.predict import choose_layout
-from cnnstrategies.shares import check_count, check_shares, deal
+from cnnstrategies.shares import check_count, check_first, deal
 from cnnstrategies.strategies.differences import RANDOM_DRAWS
 from cnnstrategies.strategies.hybrid_pipeline.comparison import on_device_of
 
@@ -70,9 +70,10 @@ class LayoutRequest:
     activation_checkpointing: Checkpointing
     placement: Order
     shares: Literal["auto", "equal"] | Sequence[float]
+    first: Literal["equal"] | Sequence[float]
 
     def __post_init__(self) -> None:
-        check_shares(self.shares, ("auto", "equal"))
+        check_first(self.first, self.shares)
         for name, value, accepted in (
             ("schedule", self.schedule, SCHEDULES),
             ("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING),
@@ -112,13 +113,14 @@ class LayoutRequest:
 
     def placement_on(self, devices: int, microbatches: int = 0) -> Placement:
         """The numbering of the ranks, and which of so many microbatches each runs."""
-        shares = () if isinstance(self.shares, str) else tuple(self.shares)
+        begins = self.first if self.shares == "auto" else self.shares
+        shares = () if isinstance(begins, str) else tuple(begins)
         return Placement(self.replicas_on(devices), self.placement, microbatches, shares)
 
     def shares_on(self, devices: int) -> tuple[float, ...] | None:
         """The shares that are given, stage by stage."""
         placement = self.placement_on(devices)
-        check_count(self.shares, placement.world_size)
+        check_count(placement.shares or "equal", placement.world_size)
         stages = [placement.shares_of(stage) for stage in range(placement.stages)]
         return tuple(itertools.chain(*stages)) if placement.shares else None
 
@@ -222,7 +224,7 @@ def describe_pipeline(pipeline: Pipeline, request: LayoutRequest, batch_size: in
     configured = " (as configured)" if request.microbatches is not None else ""
     rows = [("microbatches", f"{microbatches}{configured}, schedule {request.schedule}")]
     if request.shares != "equal":
-        found = "equal at first, then by each rank's own time"
+        found = f"{request.first} at first, then by each rank's own time"
         given = found if request.shares == "auto" else f"{list(request.shares)}, rank by rank"
         rows.append(("shares", f"of the microbatches: {given}"))
     for stage, parameters in enumerate(stage_parameters(pipeline)):

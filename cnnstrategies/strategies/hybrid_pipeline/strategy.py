@@ -109,6 +109,7 @@ class HybridPipelineStrategy(DDPStrategy):
             ``[3, 1, 1]`` for replicas 2 and 1; ``equal``; or ``auto``: equal at first, then by each rank's own time for
             a microbatch, dealt anew wherever that makes a step more than 3 % quicker. Replicas of the first stage load
             what they run.
+        first: The shares with which ``auto`` begins, as ``plan`` writes them.
         network: The path of the submodule that is divided, such as ``model``; by default the one that has all of the
             module's parameters.
         timeout: How long to wait for another rank.
@@ -134,6 +135,7 @@ class HybridPipelineStrategy(DDPStrategy):
         activation_checkpointing: Checkpointing = "never",
         placement: Order = "stages",
         shares: Literal["auto", "equal"] | list[float] = "equal",
+        first: Literal["equal"] | list[float] = "equal",
         network: str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
@@ -155,6 +157,7 @@ class HybridPipelineStrategy(DDPStrategy):
             activation_checkpointing,
             placement,
             shares,
+            first,
         )
         self.network_path = network
         self.time_limit = timeout

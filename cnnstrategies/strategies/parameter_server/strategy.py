@@ -91,6 +91,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             place.
         shares: For sync: each worker's part of a global batch in proportion to the others', such as ``[3, 1]``, or
             ``auto``: equal at first, then by each worker's own time, as under ``ddp_balanced``.
+        first: The shares with which ``auto`` begins, as ``plan`` writes them.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices.
 
     Raises:
@@ -120,6 +121,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         elastic: int = 0,
         combine: bool = False,
         shares: Literal["auto", "equal"] | list[float] = "equal",
+        first: Literal["equal"] | list[float] = "equal",
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         **kwargs: Any,
     ) -> None:
@@ -127,7 +129,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         options = Options(**{field.name: given[field.name] for field in fields(Options)})
         super().__init__(options=options, start_method=start_method, **kwargs)
         self._stepper: Stepper | None = None
-        self._dealing = Dealing(self, shares)
+        self._dealing = Dealing(self, shares, first=first)
         self._dispatch = BatchDispatch(self)
         self.came_later = False  # up to its first batch: let in by others that were training already
         self._has_left = False
