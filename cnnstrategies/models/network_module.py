@@ -4,7 +4,7 @@ import os
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -115,7 +115,7 @@ class NetworkModule(LightningModule):
         seed = os.environ.get("PL_GLOBAL_SEED")
         if self.trainer.training and seed is not None:
             step = self.trainer.fit_loop.epoch_loop.total_batch_idx + 1
-            torch.manual_seed(mixed_seed(int(seed), step, self.global_rank))
+            _seed_draws(mixed_seed(int(seed), step, self.global_rank), self.trainer.strategy.root_device)
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -135,15 +135,22 @@ class NetworkModule(LightningModule):
         raise NotImplementedError
 
     def log_step(self, stage: Literal["train", "val", "test"], outputs: Any, targets: Tensor, loss: Tensor) -> None:
-        """Add a batch to a stage's metrics, of which ``loss`` is the mean loss, and log them."""
+        """Add a batch to a stage's metrics, of which ``loss`` is the mean loss, and log them.
+
+        A call of ``log`` takes Lightning longer than the metric's update. So those of training, which it reads at the
+        epoch's end, are logged with its first batch, and ``train_loss_step`` then and where loggers write it.
+        """
         compared = self.compared(main_logits(outputs).detach(), targets)
-        for name, metric in getattr(self, f"{stage}_metrics").items():
+        metrics = getattr(self, f"{stage}_metrics")
+        known = stage == "train" and metrics["loss"].update_called
+        for name, metric in metrics.items():
             if name == "loss":
                 metric.update(loss.detach(), len(targets))
             else:
                 metric.update(*compared)
-            self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=f"{stage}_{name}" in ON_BAR)
-        if stage == "train":
+            if not known:
+                self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=f"{stage}_{name}" in ON_BAR)
+        if stage == "train" and (not known or _writes_step(self.trainer)):
             self.log("train_loss_step", loss.detach(), on_step=True, on_epoch=False)
 
     def compared(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,3 +201,16 @@ class NetworkModule(LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": self.lr_interval},
         }
+
+
+def _seed_draws(seed: int, device: torch.device) -> None:
+    """As ``torch.manual_seed``, which asks for every kind of accelerator, and formats a traceback for each it lacks."""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
+def _writes_step(trainer: Trainer) -> bool:
+    """Whether loggers write what is logged in the step that is being made."""
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set outside the class
+    return trainer.should_stop or (every > 0 and (trainer.global_step + 1) % every == 0)

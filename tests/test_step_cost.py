@@ -1,0 +1,110 @@
+"""What a step does beside the network: counted, for times on a shared machine say little."""
+
+import csv
+import traceback
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import quiet_trainer
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cnnstrategies import ImageClassifier
+from cnnstrategies.callbacks import (
+    EpochMetrics,
+    FirstBatch,
+    FromConfiguration,
+    GracefulStop,
+    SamplesPerSecond,
+    SampleWeights,
+    TrainingSummary,
+)
+from cnnstrategies.commands.run.trainer import all_callbacks
+from cnnstrategies.data import DigitsDataModule
+from cnnstrategies.networks import SmallCNN
+
+BATCHES, EVERY = 9, 4
+OURS = (EpochMetrics, FirstBatch, FromConfiguration, GracefulStop, SamplesPerSecond, SampleWeights, TrainingSummary)
+
+
+class Reads(TorchDispatchMode):
+    """Counts numbers that the host reads, for which it waits on an accelerator."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found += func.name() == "aten::_local_scalar_dense"
+        return func(*args, **(kwargs or {}))
+
+
+class EachStep(Callback):
+    """Host reads and formatted tracebacks between the begins of two steps of an epoch."""
+
+    def __init__(self, reads, formatted):
+        self.counts = lambda: (reads.found, len(formatted))
+        self.steps, self.losses = [], []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        now = self.counts()
+        if batch_idx:
+            self.steps.append(tuple(after - before for after, before in zip(now, self.before, strict=True)))
+        self.before = now
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.losses.append(
+            (len(batch[1]), float(outputs["loss"].detach().numpy()))
+        )  # `numpy` is no read of a device's.
+
+
+def test_a_step_reads_nothing_formats_nothing_and_logs_only_where_it_is_written(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    model = ImageClassifier(SmallCNN(10, widths=[8]), 10, optimizer=lambda params: torch.optim.SGD(params, 0.05))
+    logged, formatted, log, format_stack = Counter(), [], model.log, traceback.format_stack
+    model.log = lambda name, *args, **options: logged.update([name]) or log(name, *args, **options)
+    monkeypatch.setattr(traceback, "format_stack", lambda *args: formatted.append(args) or format_stack(*args))
+    each = EachStep(reads := Reads(), formatted)
+    trainer = quiet_trainer(
+        callbacks=[*(kind() for kind in OURS), each],
+        logger=CSVLogger("."),
+        log_every_n_steps=EVERY,
+        limit_train_batches=BATCHES,
+        limit_val_batches=0,
+        max_epochs=2,
+    )
+    with reads:
+        trainer.fit(model, DigitsDataModule(batch_size=32))
+
+    # Of the two steps within an epoch that are written, one number.
+    assert sorted(each.steps) == [(0, 0)] * (2 * (BATCHES - 1) - 4) + [(1, 0)] * 4
+    written = [step for step in range(2 * BATCHES) if (step + 1) % EVERY == 0]
+    assert logged["train_loss"] == logged["train_acc"] == 2
+    assert logged["train_loss_step"] == len({0, BATCHES, *written})
+    with open("lightning_logs/version_0/metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    steps = {int(row["step"]): float(row["train_loss_step"]) for row in rows if row["train_loss_step"]}
+    means = [float(row["train_loss"]) for row in rows if row["train_loss"]]
+    assert steps == pytest.approx({step: each.losses[step][1] for step in written})
+    epochs = each.losses[:BATCHES], each.losses[BATCHES:]
+    assert means == pytest.approx([sum(n * loss for n, loss in one) / sum(n for n, _ in one) for one in epochs])
+
+
+@pytest.mark.light
+def test_the_command_lines_bar_is_drawn_some_times_a_second_and_a_users_own_as_it_says():
+    """It takes rank 0 two milliseconds each time, for which the others wait."""
+    shown = dict.fromkeys(("callbacks", "enable_progress_bar"))
+    trainer = SimpleNamespace(**shown, logger=False, fast_dev_run=False, enable_checkpointing=False)
+    config = SimpleNamespace(trainer=trainer, predictions=None, stop=None)
+
+    def rates():
+        return [one.refresh_rate for one in all_callbacks(config) if isinstance(one, RichProgressBar)]
+
+    (rate,) = rates()
+    assert 0 < rate <= 5
+    trainer.callbacks = [RichProgressBar(50)]
+    assert rates() == [50]
