@@ -135,6 +135,11 @@ def soonest(count: int, speeds: tuple[float, ...], most: tuple[int, ...] = ()) -
     return tuple(counts)
 
 
+@lru_cache(maxsize=64)  # Each step asks for the same ones several times.
+def _dealt(samples: int, shares: tuple[float, ...], least: int, most: float) -> tuple[int, ...]:
+    return deal(samples, shares, least, most)
+
+
 class Deals:
     """By which shares the batches of training are dealt, as it goes on: all ranks have the same ones.
 
@@ -177,7 +182,7 @@ class Deals:
 
     def counts(self, epoch: int, batch: int, samples: int) -> tuple[int, ...]:
         """Samples of each rank that loads in a batch of so many."""
-        return deal(samples, self.loads(self.at(epoch, batch)), self.least, self.most)
+        return _dealt(samples, tuple(self.loads(self.at(epoch, batch))), self.least, self.most)
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
