@@ -90,13 +90,13 @@ def predict(anchor: Anchor, folder: Path) -> Result:
     ranking = rank(job)
     rows = {row.family: row for row in (*ranking.same, *ranking.changing)}
     ddp, hybrid = rows["ddp"], rows["hybrid"]
-    gain = hybrid.rate / ddp.rate
+    gain = ddp.step / hybrid.step
     chosen = tuple(hybrid.options["replicas"]) if gain > 1 + TIE else (cluster.devices,)
     if anchor.gain is None:
         return Result(chosen, gain, None)
     assert ranking.hybrid is not None
     layout = Layout(ranking.hybrid.layout.cuts[:1], anchor.replicas)
-    return Result(chosen, gain, _asynchronous(job, layout, anchor.batch) / ddp.rate)
+    return Result(chosen, gain, _asynchronous(job, layout, anchor.batch) / ranking.rate(ddp))
 
 
 def _asynchronous(job: Job, layout: Layout, batch: int) -> float:

@@ -108,7 +108,6 @@ class Candidate:
 
     Attributes:
         effect: What it changes of what is learned.
-        samples: Of a step, over all devices.
         step: Seconds in which as many samples as a step has are trained on.
         sent_bytes: Bytes that all devices together send for a step.
         memory: Bytes that the fullest device holds.
@@ -118,16 +117,10 @@ class Candidate:
     family: str
     options: Mapping[str, Any]
     effect: Effect
-    samples: int
     step: float
     sent_bytes: int
     memory: int
     bottleneck: Bottleneck
-
-    @property
-    def rate(self) -> float:
-        """Samples per second."""
-        return self.samples / self.step
 
     def __str__(self) -> str:
         shown = [name for name in ("replicas", "staleness") if name in self.options]

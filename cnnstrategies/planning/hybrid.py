@@ -76,7 +76,6 @@ def _candidate(predictor: Predictor, layout: Layout, microbatches: int) -> Hybri
         family="hybrid",
         options={"replicas": list(layout.replicas), "microbatches": microbatches} | (given if shares else {}),
         effect=Effect.LEARNING if job.profile.batch_norm else Effect.ROUNDING,
-        samples=job.samples,
         step=step,
         sent_bytes=sent_in_a_step(predictor.costs, layout, microbatches),
         memory=max(predictor.stage_memory(layout, predictor.runs_ahead(layout))),

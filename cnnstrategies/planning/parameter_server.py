@@ -50,7 +50,6 @@ class ParameterServer:
                 family=family,
                 options=options,
                 effect=Effect.LEARNING if learns else Effect.ROUNDING,
-                samples=job.samples,
                 step=step,
                 sent_bytes=round(2 * self.workers * mean.parameter_bytes * self.leaving),
                 memory=2 * mean.parameter_bytes + job.profile.at(max(counts)).kept_bytes,

@@ -41,9 +41,13 @@ class Ranking:
         """The best hybrid pipeline."""
         return next((row for row in (*self.same, *self.changing) if isinstance(row, Hybrid)), None)
 
+    def rate(self, row: Candidate) -> float:
+        """Samples per second."""
+        return self.job.samples / row.step
+
     def price(self, row: Candidate) -> float:
         """Of a million samples, in the unit of the machines' prices."""
-        return sum(host.price for host in self.job.cluster.hosts) / 3600 * 1e6 / row.rate
+        return sum(host.price for host in self.job.cluster.hosts) / 3600 * 1e6 / self.rate(row)
 
 
 def rank(job: Job) -> Ranking:
@@ -54,7 +58,7 @@ def rank(job: Job) -> Ranking:
         if job.memory is not None and row.memory > job.memory:
             needed, limit = format_bytes(row.memory), format_bytes(job.memory)
             notes.append(f"{row}: needs {needed} a device, there are {limit}")
-        elif (key := (row.family, row.effect == Effect.LEARNING)) not in best or row.rate > best[key].rate:
+        elif (key := (row.family, row.effect == Effect.LEARNING)) not in best or row.step < best[key].step:
             best[key] = row
     if not best:
         raise ConfigurationError(
@@ -74,18 +78,18 @@ def rank(job: Job) -> Ranking:
 
 
 def _in_order(rows: Sequence[Candidate]) -> list[Candidate]:
-    """By samples per second; of those that tie with the best, the simplest first."""
-    ordered = sorted(rows, key=lambda row: -row.rate)
-    ties = [row for row in ordered if row.rate >= (1 - TIE) * ordered[0].rate]
-    ties.sort(key=lambda row: (row.family != "ddp", -row.rate))
+    """By the time of a step; of those that tie with the best, the simplest first."""
+    ordered = sorted(rows, key=lambda row: row.step)
+    ties = [row for row in ordered if (1 - TIE) * row.step <= ordered[0].step]
+    ties.sort(key=lambda row: (row.family != "ddp", row.step))
     return ties + ordered[len(ties) :]
 
 
 def _reasons(same: Sequence[Candidate]) -> list[str]:
-    quickest = max(same, key=lambda row: row.rate, default=None)
+    quickest = min(same, key=lambda row: row.step, default=None)
     if quickest is None or quickest is same[0]:
         return []
-    gain = quickest.rate / same[0].rate - 1
+    gain = same[0].step / quickest.step - 1
     return [f"{same[0]} is first although {quickest} gains {gain:.1%}: below {TIE:.0%} the simpler"]
 
 
@@ -140,7 +144,6 @@ def _priced(
         family=family,
         options=options,
         effect=effect,
-        samples=job.samples,
         step=step,
         sent_bytes=round(2 * (devices - 1) * stage.parameter_bytes * factor),
         memory=job.state_copies * stage.parameter_bytes + job.profile.at(max(counts)).kept_bytes,

@@ -40,7 +40,7 @@ def ranking_table(ranking: Ranking) -> Group:
         for row in rows:
             shown = {
                 "ms/step": f"{row.step * 1e3:.4g}",
-                "samples/s": f"{row.rate:.0f}",
+                "samples/s": f"{ranking.rate(row):.0f}",
                 "limit": row.bottleneck,
                 "memory": _short(row.memory),
                 "sent": _short(row.sent_bytes),
@@ -112,7 +112,7 @@ def write_overlay(file: Path, ranking: Ranking) -> None:
     """Write the best strategy as what ``fit`` takes after the configuration that was planned for."""
     job, row = ranking.job, ranking.best
     lines = [
-        f"{row}: {row.step * 1e3:.4g} ms a step predicted, {row.rate:.4g} samples/s",
+        f"{row}: {row.step * 1e3:.4g} ms a step predicted, {ranking.rate(row):.4g} samples/s",
         "  cnnstrategies fit --config YOURS --config THIS",
     ]
     trainer: dict[str, Any] = {}
