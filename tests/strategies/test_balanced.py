@@ -126,7 +126,8 @@ def test_a_loader_of_the_user_is_dealt_by_shares_too(monkeypatch):
 def test_a_slow_rank_loses_work_and_gets_it_back(tmp_path, strategy):
     """Within twenty steps; and a run that goes on in mid-epoch deals from the very batch on as one that was not cut."""
     # Lightning loads a checkpoint into the network as it was made, and makes it float64 afterwards.
-    given = {"data": {"global_batch_size": 20}, "max_epochs": 3, "network": lambda: PlainCNN().double()}
+    data = {"global_batch_size": 20, "num_workers": 1}  # which loads ahead
+    given = {"data": data, "max_epochs": 3, "network": lambda: PlainCNN().double()}
 
     def run(name, *more, **options):
         slow = SlowRank(tmp_path, lambda step: step < 34)

@@ -78,7 +78,8 @@ class SlowReplica(SlowRank):
 
 def test_a_slow_replica_loses_microbatches_and_gets_them_back(tmp_path):
     """Within twenty steps; and a run that goes on in mid-epoch deals from the very batch on as one that was not cut."""
-    given = {"data": {"global_batch_size": 20}, "max_epochs": 3, "network": lambda: PlainCNN().double()}
+    data = {"global_batch_size": 20, "num_workers": 1}  # which loads ahead
+    given = {"data": data, "max_epochs": 3, "network": lambda: PlainCNN().double()}
 
     def run(name, *more, **options):
         slow = SlowReplica(tmp_path, lambda step: step < 34)
