@@ -224,8 +224,11 @@ class Step:
 
         Not where they end one after the other: the last may need what the first sends only after that backward.
         """
-        replicas = self.pipeline.placement.replicas[self.pipeline.place.stage]
-        return not any(self.batch.split.sizes[microbatch + replicas :])
+        placement, stage = self.pipeline.placement, self.pipeline.place.stage
+        runs, sizes = placement.runs[stage], self.batch.split.sizes
+        later = [replica for replica, size in zip(runs[microbatch + 1 :], sizes[microbatch + 1 :], strict=True) if size]
+        # Nor where another has two to come: it sends what it has of the first before its own last backward.
+        return len(set(later)) == len(later) and not any(sizes[microbatch + placement.replicas[stage] :])
 
     def part_of_loss(self, outputs: Any, microbatch: int) -> Tensor:
         """What the microbatch adds to the loss of the global batch, times the scale."""

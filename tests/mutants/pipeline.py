@@ -142,6 +142,14 @@ removes(
 )
 
 
+@replaces(
+    Step.overlaps, killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment, case=test_layouts.DRAINED[4]
+)
+def replicas_with_shares_sum_their_gradients_as_those_that_take_turns(right, self, microbatch):
+    replicas = self.pipeline.placement.replicas[self.pipeline.place.stage]
+    return not any(self.batch.split.sizes[microbatch + replicas :])
+
+
 @replaces(GradientReducer.ready, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)
 def gradients_are_summed_while_more_is_added_to_them(right, self, parameter, bucket):
     bucket.missing = min(bucket.missing, 1)

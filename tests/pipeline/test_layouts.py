@@ -34,12 +34,14 @@ def test_random_layouts_equal_one_process(part: int) -> None:
         equals_one_process(case)
 
 
-# Whether sends or receives come first, how early these do, replicas that end one after the other, and first messages.
+# Whether sends or receives come first, how early these do, replicas that end one after the other, first messages, and a
+# replica that has the last two microbatches, after another's last.
 DRAINED = [
     Case((1, 1), 4, ((8,), (8,)), "1f1b", "never", "nccl", 100, seed=5),
     Case((1, 3, 1), 9, ((9,), (9,)), "1f1b", "never", "nccl", 100, seed=6, run_ahead=True),
     Case((2, 1, 3), 7, ((9, 2), (4, 0)), "gpipe", "except_last", "nccl", 30, seed=6, placement="replicas"),
     Case((1,) * 6, 4, ((19,), (1,)), "1f1b", "always", "nccl", 10**6, seed=789511750),
+    Case((1, 3), 7, ((14,), (14,)), "1f1b", "never", "nccl", 30, seed=5, shares=(1.0, 5.0, 1.0, 1.0)),
 ]
 
 
