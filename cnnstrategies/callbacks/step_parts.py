@@ -6,10 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import Profiler
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from cnnstrategies._torch_private import communication_seconds, measure_every_step, measure_rarely
+from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.pipeline.engine import Pipeline
+from cnnstrategies.pipeline.timeline import Span
 
 TOTAL = "step"
 # The part that an action stands for which Lightning announces to the profiler, by the end of the action's name.
@@ -29,7 +34,11 @@ class Parts:
 
     explained: Mapping[str, str]
     actions: Mapping[str, str]
-    waiting: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ("communication",)
+
+    def of(self, action: str) -> str | None:
+        """The part that an action stands for, if any."""
+        return self.actions.get(action.rpartition(".")[2])
 
 
 BEFORE = {"data": "waiting for the loader", "transfer": "copy, batch hooks"}
@@ -54,7 +63,7 @@ STAGES = Parts(
     ("share", "receive", "send", "reduce", "gather"),
 )
 # A worker waits for parameters in the middle of its forward; its pushes are part of backward and update.
-WORKER = Parts({**BEFORE, "wait": "waiting for the servers", **NETWORK, **AFTER}, ACTIONS)
+WORKER = Parts({**BEFORE, "wait": "waiting for the servers", **NETWORK, **AFTER}, ACTIONS, ("wait",))
 
 
 def parts_under(strategy: Any) -> Parts:
@@ -79,7 +88,7 @@ class PartClock(Profiler):
         self,
         user: Profiler,
         device: torch.device,
-        actions: Mapping[str, str],
+        part_of: Callable[[str], str | None],
         inner: Callable[[], Mapping[str, float]],
     ) -> None:
         super().__init__()
@@ -87,21 +96,21 @@ class PartClock(Profiler):
         self.seconds: dict[str, float] = {}
         self.running = self.wanted = False
         self.open_parts: list[str] = []
-        self._device, self._actions, self._inner = device, actions, inner
+        self._device, self._part_of, self._inner = device, part_of, inner
         self._mark = 0.0
         self._inner_before: Mapping[str, float] = {}
 
     @override
     def start(self, action_name: str) -> None:
         self.user.start(action_name)
-        if (part := self._actions.get(action_name.rpartition(".")[2])) is not None:
+        if (part := self._part_of(action_name)) is not None:
             if part == "data" and self.wanted and not self.running:
                 self.run()
             self.begin(part)
 
     @override
     def stop(self, action_name: str) -> None:
-        if action_name.rpartition(".")[2] in self._actions:
+        if self._part_of(action_name) is not None:
             self.end()
         self.user.stop(action_name)
 
@@ -148,3 +157,84 @@ class PartClock(Profiler):
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return time.perf_counter()
+
+
+class StepMeter:
+    """Measures where a trainer's steps spend their time, under a strategy that has been set up.
+
+    ``clock`` is in the place of the trainer's profiler until :meth:`remove`; ``steps`` are those that were measured.
+
+    Args:
+        part_of: The part that an action stands for; by default that of the strategy's parts.
+    """
+
+    def __init__(self, trainer: Trainer, part_of: Callable[[str], str | None] | None = None) -> None:
+        strategy: Any = trainer.strategy
+        self.parts = parts_under(strategy)
+        self.steps = 0
+        self.pipeline: Pipeline | None = (
+            pipe if isinstance(pipe := getattr(strategy, "pipeline", None), Pipeline) else None
+        )
+        self._ddp = strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
+        self._engine: dict[str, float] = {}  # Seconds of each kind of the pipeline's tasks so far.
+        self._all_reduces: list[tuple[float, float]] = []  # Seconds in the open, and in total.
+        self._synchronised = 0  # Measured steps that end with an all-reduce.
+
+        def inner() -> Mapping[str, float]:
+            counters = getattr(strategy, "counters", None)
+            return {"wait": counters.seconds_waited} if isinstance(counters, Counters) else self._engine
+
+        user = trainer.profiler  # type: ignore[attr-defined]  # set outside the class
+        self.clock = PartClock(user, strategy.root_device, part_of or self.parts.of, inner)
+        trainer.profiler = self.clock  # type: ignore[attr-defined]
+
+    def prepare(self) -> None:
+        """A step ends, and the next one or a later one will be measured."""
+        if self._ddp is not None:
+            measure_every_step(self._ddp)
+
+    def run(self) -> None:
+        """Measure from now on. Call it outside all parts."""
+        if self.pipeline is not None and self._note not in self.pipeline.watchers:
+            self.pipeline.watchers.append(self._note)
+        self.clock.wanted = True
+        self.clock.run()
+
+    def before_backward(self) -> None:
+        """Take what DDP publishes of an all-reduce in the forward before the next one."""
+        if self.clock.running and self._ddp is not None and self._ddp.require_backward_grad_sync:
+            if self._synchronised:
+                total, hidden = communication_seconds(self._ddp)
+                self._all_reduces.append((max(0.0, total - hidden), total))
+            self._synchronised += 1
+
+    def end_step(self) -> None:
+        """A step is over."""
+        if self.clock.running:
+            self.clock.read()
+            self.steps += 1
+
+    def remove(self, trainer: Trainer) -> None:
+        """Leave the trainer as it was; what was measured stays."""
+        if trainer.profiler is self.clock:  # type: ignore[attr-defined]
+            self.clock.pause()
+            self.clock.wanted = False
+            trainer.profiler = self.clock.user  # type: ignore[attr-defined]
+            if self.pipeline is not None and self._note in self.pipeline.watchers:
+                self.pipeline.watchers.remove(self._note)
+            if self._ddp is not None:
+                measure_rarely(self._ddp)
+
+    def means(self) -> dict[str, float]:
+        """Seconds of each part by step, and of it all as ``TOTAL``; under DDP of all communication, hidden or not."""
+        steps = max(1, self.steps)
+        times = {part: seconds / steps for part, seconds in self.clock.seconds.items()}
+        times[TOTAL] = sum(times.values())
+        if self._all_reduces:
+            share = self._synchronised / steps
+            open_, total = (share * sum(one) / len(one) for one in zip(*self._all_reduces, strict=True))
+            times |= {"communication": open_, "communication_total": total, "backward": times["backward"] - open_}
+        return times
+
+    def _note(self, span: Span) -> None:
+        self._engine[span.kind] = self._engine.get(span.kind, 0.0) + span.end - span.start

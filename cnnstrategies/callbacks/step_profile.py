@@ -8,15 +8,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from cnnstrategies._torch_private import communication_seconds, measure_every_step, measure_rarely
-from cnnstrategies.callbacks.step_parts import TOTAL, WHOLE_NETWORK, PartClock, parts_under
+from cnnstrategies.callbacks.step_parts import TOTAL, StepMeter
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.worker.connections import Counters
-from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.timeline import Span
 
 
 class StepProfile(Callback):
@@ -62,7 +57,7 @@ class StepProfile(Callback):
             raise ConfigurationError(f"steps={steps}: profile at least 1 step; 50 is usual")
         self.skip_first = skip_first
         self.steps = steps
-        self._clock: PartClock | None = None
+        self._meter: StepMeter | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -70,100 +65,75 @@ class StepProfile(Callback):
         self.milliseconds: dict[str, float] = {}
         self.stages: list[Mapping[str, float]] = []
         self._seen = 0
-        self._measured = 0
-        self._parts = WHOLE_NETWORK
-        self._pipeline: Pipeline | None = None
-        self._engine: dict[str, float] = {}  # Seconds of each kind of the pipeline's tasks so far.
-        self._ddp: DistributedDataParallel | None = None
-        self._all_reduces: list[tuple[float, float]] = []  # Seconds in the open, and in total.
-        self._synchronised = 0  # Profiled steps that end with an all-reduce.
         self._opening = False  # Between the start of an epoch and its first batch.
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._forget()
-        strategy: Any = trainer.strategy
-        self._parts = parts_under(strategy)
-        if isinstance(pipeline := getattr(strategy, "pipeline", None), Pipeline):
-            self._pipeline = pipeline
-
-        def inner() -> Mapping[str, float]:
-            counters = getattr(strategy, "counters", None)
-            return {"wait": counters.seconds_waited} if isinstance(counters, Counters) else self._engine
-
-        user = trainer.profiler  # type: ignore[attr-defined]  # set outside the class
-        self._clock = PartClock(user, strategy.root_device, self._parts.actions, inner)
-        trainer.profiler = self._clock  # type: ignore[attr-defined]
-        if isinstance(strategy.model, DistributedDataParallel):
-            self._ddp = strategy.model
+        self._meter = StepMeter(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._clock is not None and self._profiling():
+        if self._meter is not None and self._profiling():
             # Before an epoch's first batch the loader starts its workers.
-            self._run(self._clock)
-            self._clock.begin("data")
+            self._meter.run()
+            self._meter.clock.begin("data")
             self._opening = True
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._clock is not None and self._opening:
-            self._clock.end()
+        if self._meter is not None and self._opening:
+            self._meter.clock.end()
             self._opening = False
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        ddp = self._ddp
-        if self._clock is not None and self._clock.running and ddp is not None and ddp.require_backward_grad_sync:
-            # DDP publishes an all-reduce's times in the forward before the next one.
-            if self._synchronised:
-                total, hidden = communication_seconds(ddp)
-                self._all_reduces.append((max(0.0, total - hidden), total))
-            self._synchronised += 1
+        if self._meter is not None:
+            self._meter.before_backward()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._clock is None:
+        if self._meter is None:
             return
-        if self._clock.running:
-            self._clock.read()
-            self._measured += 1
+        self._meter.end_step()
         self._seen += 1
-        if self._seen == self.skip_first and self._ddp is not None:
-            measure_every_step(self._ddp)
+        if self._seen == self.skip_first:
+            self._meter.prepare()
         if not self._profiling():
-            self._clock.pause()
+            self._meter.clock.pause()
             if self._seen > self.skip_first:
-                self._remove_clock(trainer)
-        elif not self._clock.running:
-            self._run(self._clock)
+                self._meter.remove(trainer)
+        elif not self._meter.clock.running:
+            self._meter.run()
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._clock is not None:
-            self._clock.pause()
+        if self._meter is not None:
+            self._meter.clock.pause()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._clock is not None:
-            self._clock.pause()
+        if self._meter is not None:
+            self._meter.clock.pause()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._remove_clock(trainer)
-        names, times = self._everyone(trainer)
-        if self._measured == 0:
+        if self._meter is None:
+            return
+        self._meter.remove(trainer)
+        names, times = self._everyone(trainer, self._meter)
+        if self._meter.steps == 0:
             if trainer.is_global_zero:
                 print(f"StepProfile: fit ended after {self._seen} steps; skip_first={self.skip_first} left none")
             return
         self.milliseconds = dict(zip(names, times.mean(0).tolist(), strict=True))
-        placement = None if self._pipeline is None else self._pipeline.placement
-        ranks = [placement.ranks(stage) for stage in range(placement.stages)] if placement else []
+        pipeline = self._meter.pipeline
+        ranks = [] if pipeline is None else [pipeline.placement.ranks(one) for one in range(pipeline.placement.stages)]
         self.stages = [dict(zip(names, times[list(one)].mean(0).tolist(), strict=True)) for one in ranks]
         if trainer.is_global_zero:
-            Console(soft_wrap=True).print(self._table(names, times))
+            Console(soft_wrap=True).print(self._table(self._meter, names, times))
         figures = {f"profile/{part}_ms": value for part, value in self.milliseconds.items()}
         for stage, means in enumerate(self.stages):
             figures |= {f"profile/stage_{stage}/{part}_ms": value for part, value in means.items()}
@@ -172,50 +142,25 @@ class StepProfile(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._remove_clock(trainer)
+        if self._meter is not None:
+            self._meter.remove(trainer)
 
     def _profiling(self) -> bool:
         return self._seen >= self.skip_first and (self.steps is None or self._seen < self.skip_first + self.steps)
 
-    def _run(self, clock: PartClock) -> None:
-        if self._pipeline is not None and self._note not in self._pipeline.watchers:
-            self._pipeline.watchers.append(self._note)
-        clock.wanted = True
-        clock.run()
-
-    def _note(self, span: Span) -> None:
-        self._engine[span.kind] = self._engine.get(span.kind, 0.0) + span.end - span.start
-
-    def _remove_clock(self, trainer: Trainer) -> None:
-        if self._clock is not None and trainer.profiler is self._clock:  # type: ignore[attr-defined]
-            self._clock.pause()
-            self._clock.wanted = False
-            trainer.profiler = self._clock.user  # type: ignore[attr-defined]
-            if self._pipeline is not None and self._note in self._pipeline.watchers:
-                self._pipeline.watchers.remove(self._note)
-            if self._ddp is not None:
-                measure_rarely(self._ddp)
-
-    def _everyone(self, trainer: Trainer) -> tuple[list[str], Tensor]:
+    def _everyone(self, trainer: Trainer, meter: StepMeter) -> tuple[list[str], Tensor]:
         """The parts that were measured, and each rank's milliseconds (ranks, parts); a collective."""
-        assert self._clock is not None
-        steps = max(1, self._measured)
-        times = {part: seconds / steps for part, seconds in self._clock.seconds.items()}
-        times[TOTAL] = sum(times.values())
-        names = [name for name in self._parts.explained if self._all_reduces or name != "communication"]
-        if self._all_reduces:
-            share = self._synchronised / steps
-            open_, total = (share * sum(one) / len(one) for one in zip(*self._all_reduces, strict=True))
-            times |= {"communication": open_, "communication_total": total, "backward": times["backward"] - open_}
-            names.append("communication_total")
+        times = meter.means()
+        names = [name for name in meter.parts.explained if name in times or name != "communication"]
+        names += [name for name in ("communication_total",) if name in times]
         mine = torch.tensor([1000 * times.get(name, 0.0) for name in names], device=trainer.strategy.root_device)
         return names, trainer.strategy.all_gather(mine).reshape(-1, len(names)).cpu()
 
-    def _table(self, names: Sequence[str], times: Tensor) -> Table:
+    def _table(self, meter: StepMeter, names: Sequence[str], times: Tensor) -> Table:
         """A row for each part: mean, those of the stages or else the least and greatest of a rank, and share."""
-        stages, means, explained = self.stages, self.milliseconds, self._parts.explained
+        stages, means, explained = self.stages, self.milliseconds, meter.parts.explained
         spreads = [f"stage {stage}" for stage in range(len(stages))] or ["min", "max"]
-        title = f"Where {self._measured} training steps spent"
+        title = f"Where {meter.steps} training steps spent"
         table = Table("part", "ms", *spreads, "share", "what", title=title)
         for column in table.columns[1:-1]:
             column.justify = "right"
@@ -229,7 +174,7 @@ class StepProfile(Callback):
             hidden = 1 - means["communication"] / total
             table.caption = f"All-reduce took {total:.2f} ms; backward hid {hidden:.0%} of it."
         if stages:
-            waits = [sum(stage.get(name, 0.0) for name in self._parts.waiting) / stage[TOTAL] for stage in stages]
+            waits = [sum(stage.get(name, 0.0) for name in meter.parts.waiting) / stage[TOTAL] for stage in stages]
             each = ", ".join(f"stage {stage} {share:.0%}" for stage, share in enumerate(waits))
             table.caption = f"Waiting for other ranks: {each}. The others wait for the stage that waits least."
         return table

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from cnnstrategies import ConfigurationError, ImageClassifier
-from cnnstrategies.callbacks import StepProfile, step_parts, step_profile
+from cnnstrategies.callbacks import StepProfile, step_parts
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.paramserver.worker.connections import Counters
@@ -217,7 +217,7 @@ def test_a_replica_that_waits_for_the_others_gradients_reduces():
 
 def reduced(monkeypatch, total, hidden, **options):
     """The profile of a run of which DDP says how long its all-reduce took."""
-    monkeypatch.setattr(step_profile, "communication_seconds", lambda model: (total, hidden))
+    monkeypatch.setattr(step_parts, "communication_seconds", lambda model: (total, hidden))
     profile = StepProfile(2, 8)
     options = {"limit_val_batches": 0, "max_epochs": 1, "limit_train_batches": 12, **options}
     fit(profile, model=classifier(), strategy=DDPStrategy(), **options)
