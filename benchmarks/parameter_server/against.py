@@ -85,7 +85,13 @@ def train(name: str) -> None:
 
     make, classes = next(network for title, network in step_time.NETWORKS.items() if title.startswith(name))
     samples = WORKERS * BATCH * (TRAININGS[name] + WARM_UP + 2)
-    fits.fit(lambda: ParameterServerStrategy(start_method="fork"), make, classes, lambda: fits.data(32, classes, samples, BATCH), callbacks=[Wait()])
+    fits.fit(
+        lambda: ParameterServerStrategy(start_method="fork"),
+        make,
+        classes,
+        lambda: fits.data(32, classes, samples, BATCH),
+        callbacks=[Wait()],
+    )
 
 
 def exchange(name: str) -> None:
