@@ -24,7 +24,7 @@ class ImageClassifier(NetworkModule):
 
     Logged, over all samples of all ranks, each counted once: ``train_loss``, ``train_acc``, ``val_loss``,
     ``val_acc``, and with more than five classes ``val_acc_top5``; ``test_...`` likewise. ``train_loss_step`` is
-    rank 0's own batch, in an epoch's first step and in those that loggers write (``trainer.log_every_n_steps``).
+    the last batch of rank 0 alone.
 
     Args:
         network: Any module that maps images to logits (N, num_classes): a torchvision builder,

@@ -4,7 +4,7 @@ import os
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -138,7 +138,7 @@ class NetworkModule(LightningModule):
         """Add a batch to a stage's metrics, of which ``loss`` is the mean loss, and log them.
 
         A call of ``log`` takes Lightning longer than the metric's update. So those of training, which it reads at the
-        epoch's end, are logged with its first batch, and ``train_loss_step`` then and where loggers write it.
+        epoch's end, are logged with its first batch.
         """
         compared = self.compared(main_logits(outputs).detach(), targets)
         metrics = getattr(self, f"{stage}_metrics")
@@ -150,7 +150,7 @@ class NetworkModule(LightningModule):
                 metric.update(*compared)
             if not known:
                 self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=f"{stage}_{name}" in ON_BAR)
-        if stage == "train" and (not known or _writes_step(self.trainer)):
+        if stage == "train":
             self.log("train_loss_step", loss.detach(), on_step=True, on_epoch=False)
 
     def compared(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,9 +208,3 @@ def _seed_draws(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
-
-
-def _writes_step(trainer: Trainer) -> bool:
-    """Whether loggers write what is logged in the step that is being made."""
-    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set outside the class
-    return trainer.should_stop or (every > 0 and (trainer.global_step + 1) % every == 0)
