@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # What sees each operation below autograd, and so collectives, which no function mode sees.
 OperationMode = TorchDispatchMode
+# What `Tensor.item`, `float` and an `if` call: the host waits for the device.
+READ = torch.ops.aten._local_scalar_dense.default
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -64,6 +64,13 @@ JOINING = (
     ("--run RUN", "the run's folder, or its coordinator's address: tcp://HOST:PORT or ipc://PATH"),
     ("--key_file FILE", "the run's keys (default: those that the run's folder names)"),
 )
+SCALING = (
+    ("--devices 1,2,4", "numbers of devices to train on (default: 1, and the configuration's or else 2)"),
+    ("--minutes MINUTES", "longest time, and as long again with --try (default: 3)"),
+    ("--picture FILE", "samples/s and the parts of a step as PNG (default: scaling.png)"),
+    ("--try", "measure what is proposed, and write what has helped"),
+    ("--output FILE", "YAML file for that: fit --config X --config FILE takes it (default: scaling.yaml)"),
+)
 SUBMISSION = (
     ("--to NAME", "slurm, kubernetes or ray (default: slurm)"),
     ("--dry_run", "print the job and submit nothing"),
@@ -125,6 +132,7 @@ def _sections(name: str) -> Iterator[tuple[str, Options]]:
         "quantize": QUANTISATION,
         "export": EXPORT,
         "join": JOINING,
+        "scaling": SCALING,
         "plan": list(_fields(PlanOptions, "")),
         "tune": list(_fields(TuneOptions, "")),
         "verify": list(_fields(VerifyOptions, "")),

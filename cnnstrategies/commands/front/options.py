@@ -113,6 +113,22 @@ class TuneOptions:
     output: Path = Path("tuned.yaml")
 
 
+def parse_scaling(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of ``scaling``, and the words of the configuration."""
+    result = argparse.ArgumentParser(prog="cnnstrategies scaling", allow_abbrev=False, add_help=False)
+    result.add_argument("--devices", default="")
+    result.add_argument("--minutes", type=float, default=3.0)
+    result.add_argument("--picture", type=Path, default=Path("scaling.png"))
+    result.add_argument("--try", dest="tries", action="store_true")
+    result.add_argument("--output", type=Path, default=Path("scaling.yaml"))
+    options, others = result.parse_known_args(words)
+    counts = [int(one) if one.isdigit() else 0 for one in options.devices.split(",") if options.devices]
+    if 0 in counts:
+        raise ConfigurationError(f"devices={options.devices}: give numbers of devices, as in --devices 1,2,4")
+    options.devices = sorted({*counts})
+    return options, others
+
+
 @dataclass
 class VerifyOptions:
     """How much is trained.

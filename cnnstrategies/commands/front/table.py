@@ -46,6 +46,11 @@ COMMANDS = {
         "see that a strategy trains the same model as one device", "verify --config quickstart --steps 8", "verify"
     ),
     "tune": Command("find the fastest settings", "tune --config quickstart --minutes 5", "tune.command"),
+    "scaling": Command(
+        "see why more devices are not faster, and what would mend it",
+        "scaling --config quickstart --devices 1,2",
+        "scaling.command",
+    ),
     "submit": Command(
         "send a run to a cluster's queue", "submit fit --config run.yaml --cluster.time 2:00:00", "submit.command"
     ),

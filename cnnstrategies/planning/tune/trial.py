@@ -38,13 +38,22 @@ class Trial:
     Args:
         seconds: How long it may take to start, and then for any order.
         loads: Whether it loads its data as in training, and not one batch again and again.
+        command: The module whose ``main`` the ranks run.
 
     Attributes:
         output: The file of what it prints.
         process: The process that was started; what it starts in turn is in the same session.
     """
 
-    def __init__(self, folder: Path, name: str, words: Sequence[str], seconds: float, loads: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        words: Sequence[str],
+        seconds: float,
+        loads: bool = False,
+        command: str = COMMAND,
+    ) -> None:
         self._seconds = seconds
         self._ranks: list[_Rank] = []
         path = folder / f"{name}.sock"
@@ -56,7 +65,7 @@ class Trial:
         self.output.touch()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([COMMAND])
-        self.process = context.Process(target=_run, args=(COMMAND, list(words), self.output, variables))
+        self.process = context.Process(target=_run, args=(command, list(words), self.output, variables))
         self.process.start()
         with contextlib.suppress(ProcessLookupError):  # It may have ended already.
             while self.process.exitcode is None and os.getsid(self._pid) != self._pid:
@@ -75,6 +84,11 @@ class Trial:
         """
         self._await(lambda: bool(self._ranks) and len(self._ranks) == self._ranks[0].world, self._accept)
 
+    @property
+    def hellos(self) -> list[dict[str, Any]]:
+        """What the ranks, in order, have said of themselves."""
+        return [rank.hello for rank in self._ranks]
+
     def steps(self, count: int) -> dict[str, Any]:
         """Have all ranks make some steps.
 
@@ -84,11 +98,24 @@ class Trial:
         Raises:
             TrialError: It has ended, or has not answered in time.
         """
-        for rank in self._ranks:
-            rank.send({"steps": count})
+        reports = self.ask({"steps": count})
+        return {**reports[0], "seconds": max(report["seconds"] for report in reports)}
+
+    def ask(self, order: Mapping[str, Any], first: bool = False) -> list[dict[str, Any]]:
+        """Give an order to all ranks, or to the first one alone.
+
+        Returns:
+            Their reports, in order.
+
+        Raises:
+            TrialError: It has ended, or has not answered in time.
+        """
+        asked = self._ranks[:1] if first else self._ranks
+        for rank in asked:
+            rank.send(order)
         reports: dict[int, dict[str, Any]] = {}
-        self._await(lambda: len(reports) == len(self._ranks), lambda: self._hear(reports))
-        return {**reports[0], "seconds": max(report["seconds"] for report in reports.values())}
+        self._await(lambda: len(reports) == len(asked), lambda: self._hear(asked, reports))
+        return [reports[rank.number] for rank in asked]
 
     def close(self, patience: float = 5.0) -> None:
         """End the run and all its processes, which have so many seconds after SIGTERM."""
@@ -123,8 +150,8 @@ class Trial:
             return
         self._ranks = sorted([*self._ranks, _Rank(connection)], key=lambda one: one.number)
 
-    def _hear(self, reports: dict[int, dict[str, Any]]) -> None:
-        for rank in self._ranks:
+    def _hear(self, asked: Sequence["_Rank"], reports: dict[int, dict[str, Any]]) -> None:
+        for rank in asked:
             if rank.number not in reports and (report := rank.hear(0.2)) is not None:
                 reports[rank.number] = report
 
@@ -161,6 +188,7 @@ class _Rank:
         hello = self.hear(10.0)
         if hello is None:
             raise TrialError("a rank has not said who it is")
+        self.hello = hello
         self.number, self.world = int(hello["rank"]), int(hello["world"])
 
     def send(self, order: Mapping[str, Any]) -> None:

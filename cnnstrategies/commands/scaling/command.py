@@ -1,0 +1,123 @@
+"""``cnnstrategies scaling``: why more devices are not faster, by short trainings on one and on more."""
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cnnstrategies.commands.front.options import parse_scaling
+from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.planning.scaling import report
+from cnnstrategies.planning.scaling.measuring import COMMAND, Bench
+from cnnstrategies.planning.scaling.reasons import Reason, reasons
+from cnnstrategies.planning.tune.contest import Contest
+from cnnstrategies.planning.tune.settings import Setting, joined, nested, write_commented
+from cnnstrategies.planning.tune.trial import TrialError
+
+KEYS = ("num_workers", "batch_size", "global_batch_size")
+TRIED = 3  # remedies
+BETWEEN_STEPS = "trainer.check_val_every_n_epoch"  # No step is quicker with it.
+
+
+def main(args: Sequence[str]) -> None:
+    """Measure, print, draw; try remedies where that is asked for."""
+    options, words = parse_scaling(args[1:])
+    config = ModelAndData("scaling", words).config
+    if int(config.trainer.num_nodes) > 1:
+        raise ConfigurationError(
+            f"trainer.num_nodes={config.trainer.num_nodes}: scaling trains on this machine; give 1, and try the link "
+            "to others with `cnnstrategies doctor`"
+        )
+    device = device_of(config.trainer.accelerator)
+    counts = options.devices or sorted({1, _devices(config.trainer.devices)})
+    strategy = _name(config.trainer.strategy)
+    console = Console(soft_wrap=True)
+    with tempfile.TemporaryDirectory(prefix="cnnstrategies_scaling_") as place, console.status("") as status:
+        folder = Path(place)
+        of_counts = {count: ["fit", *words, "--config", str(_overlay(folder, count, strategy))] for count in counts}
+        keys = {key: int(value) for key in KEYS if (value := _of_data(config, key)) is not None}
+        ends = time.monotonic() + 60 * options.minutes
+        bench = Bench(of_counts, folder, strategy, keys, device.type == "cpu", ends, status.update)
+        try:
+            found = bench.measure()
+        except TrialError as failure:
+            raise ConfigurationError(
+                f"the configuration does not run ({failure}): see it by `cnnstrategies fit` first"
+            ) from failure
+        why = reasons(found)
+        status.stop()
+        console.print(report.table(found))
+        for count, trouble in bench.trouble.items():
+            console.print(f"{count}: not measured: {trouble}")
+        console.print("\n".join(report.sentences(found, why)), highlight=False, markup=False)
+        report.draw(found, options.picture)
+        console.print(f"Drew {options.picture}")
+        if options.tries:
+            status.start()
+            contest = Contest(
+                of_counts[found.largest.devices],
+                folder,
+                time.monotonic() + 60 * options.minutes,
+                together=1,
+                loads=True,
+                deterministic="async" not in strategy,
+                progress=status.update,
+                command=COMMAND,
+            )
+            helped = _tried(contest, why, console)
+            status.stop()
+            if helped:
+                write_commented(options.output, nested(joined(helped).values), ["measured by cnnstrategies scaling"])
+                console.print(f"Wrote {options.output}: cnnstrategies fit --config YOURS --config {options.output}")
+
+
+def _tried(contest: Contest, why: Sequence[Reason], console: Console) -> list[Setting]:
+    """The first remedies that are settings, of which those are left that were faster."""
+    settings = [Setting(one.cause, one.values, one.effect) for one in why if one.values][:TRIED]
+    measurable = [one for one in settings if BETWEEN_STEPS not in one.values]
+    if measurable:
+        contest.run(measurable)
+    helped = []
+    for setting in settings:
+        row = contest.rows.get(setting.name)
+        if setting not in measurable:
+            said = "not measured, no step is quicker with it"
+        elif row is None or row.verdict is None:
+            said = (row.trouble if row else "") or "not tried: no time left"
+        else:
+            one = row.verdict
+            said = f"{one.speed:.2f} times as fast [{one.low:.2f}, {one.high:.2f}]: {one.outcome}"
+            helped += [setting] * (one.outcome == "faster")
+        console.print(f"{dict(setting.values)}: {said}", highlight=False, markup=False)
+    return helped
+
+
+def _devices(given: Any) -> int:
+    text = str(given)
+    return int(text) if text.isdigit() and int(text) > 1 else 2
+
+
+def _name(strategy: Any) -> str:
+    """A strategy as the configuration names it, or its class."""
+    return strategy if isinstance(strategy, str) else str(strategy.class_path).rpartition(".")[2]
+
+
+def _of_data(config: Any, key: str) -> int | None:
+    arguments: Mapping[str, Any] = getattr(config.get("data"), "init_args", None) or {}
+    return arguments.get(key)
+
+
+def _overlay(folder: Path, count: int, strategy: str) -> Path:
+    """What makes a configuration one for so many devices."""
+    path = folder / f"devices{count}.yaml"
+    trainer: dict[str, Any] = {"devices": count}
+    if count == 1:
+        trainer["strategy"] = "auto"
+    elif strategy == "auto":
+        trainer["strategy"] = "ddp"
+    write_commented(path, {"trainer": trainer})
+    return path

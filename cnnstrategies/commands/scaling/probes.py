@@ -1,0 +1,120 @@
+"""What a rank's loader, its samples and its link do when nothing else happens."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from cnnstrategies.models.samples import count_samples
+
+SUMMED = 1 << 22  # bytes, at most: a slow link takes seconds for more
+SUMS = 3
+SAMPLE_SECONDS = 0.7
+MADE = 300
+
+
+def sum_alone(module: nn.Module) -> dict[str, Any]:
+    """Seconds of a sum of all gradients over the ranks, and their bytes; a collective. No seconds without a group."""
+    size = sum(one.numel() * one.element_size() for one in module.parameters() if one.requires_grad)
+    if not dist.is_initialized() or not size:
+        return {"seconds": None, "bytes": size}
+    device = next(one.device for one in module.parameters() if one.requires_grad)
+    some = torch.zeros(max(1, min(size, SUMMED) // 4), device=device)
+    taken = []
+    for _ in range(1 + SUMS):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(some)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        taken.append(time.perf_counter() - began)
+    return {"seconds": min(taken[1:]) * size / (some.numel() * 4), "bytes": size}
+
+
+def one_sample(loader: Any) -> dict[str, Any]:
+    """How the dataset makes a sample, in this process and without the loader's; nothing where it has no indices."""
+    makers = _makers(loader)
+    if len(makers) < 4:
+        return {}
+    makers[0]()  # It may open files.
+    began, computed = time.perf_counter(), _processor_seconds()
+    made = _make(makers[1::3])
+    if not made:
+        return {}
+    seconds, processor = time.perf_counter() - began, _processor_seconds() - computed
+    counts = [0, 0]
+
+    def work(place: int) -> None:
+        counts[place] = _make(makers[2 + place :: 3])
+
+    began = time.perf_counter()
+    both = [threading.Thread(target=work, args=(place,)) for place in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+    two = 2 * (time.perf_counter() - began) / max(1, sum(counts))
+    return {"seconds": seconds / made, "processor": processor / made, "two": two}
+
+
+def _processor_seconds() -> float:
+    """In which this process has computed, and its main thread has waited for a core: on a busy machine that is long."""
+    try:
+        queued = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        queued = 0.0
+    return time.process_time() + queued
+
+
+def _make(makers: Sequence[Callable[[], int]]) -> int:
+    """Make as many samples as there is time for."""
+    began, made = time.perf_counter(), 0
+    for maker in makers:
+        made += maker()
+        if time.perf_counter() - began > SAMPLE_SECONDS:
+            break
+    return made
+
+
+def _makers(loader: Any) -> list[Callable[[], int]]:
+    """What makes a sample, or a whole batch where the dataset does; of other indices each, as files are cached."""
+    dataset = getattr(loader, "dataset", None)
+    if dataset is None or isinstance(dataset, IterableDataset):
+        return []
+
+    def one(index: Any) -> int:
+        dataset[index]
+        return 1
+
+    def batch(request: Any) -> int:
+        return count_samples(dataset[request])
+
+    if loader.batch_sampler is None:
+        return [partial(batch, request) for request in itertools.islice(loader.sampler, MADE)]
+    indices = itertools.chain.from_iterable(loader.batch_sampler)
+    return [partial(one, index) for index in itertools.islice(indices, MADE)]
+
+
+def load_alone(loader: Any, seconds: float) -> dict[str, Any]:
+    """Samples/s of a loader when nothing is trained; its iterator before is of no use any more."""
+    workers = int(getattr(loader, "num_workers", 0) or 0)
+    ready = 1 + workers * int(getattr(loader, "prefetch_factor", 0) or 0)
+    samples, began = 0, None
+    for number, batch in enumerate(loader):
+        if began is not None:
+            samples += count_samples(batch)
+        elif number + 1 >= ready:  # What the workers have ready was made before.
+            began = time.perf_counter()
+            deadline = began + seconds
+        if began is not None and time.perf_counter() > deadline:
+            break
+    taken = 0.0 if began is None else time.perf_counter() - began
+    return {"rate": samples / taken if samples and taken else None}

@@ -1,0 +1,287 @@
+"""The ranks of a run that ``scaling`` measures: they train as ``fit`` does, as many steps as they are told to.
+
+Run as ``main`` by :class:`cnnstrategies.planning.tune.trial.Trial`, and by no one else.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, ProgressBar
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from typing_extensions import override
+
+from cnnstrategies._torch_private import READ, OperationMode
+from cnnstrategies.callbacks import StartPanel, TrainingSummary
+from cnnstrategies.callbacks.step_parts import TOTAL, StepMeter
+from cnnstrategies.commands.run.lightning_cli import CLI
+from cnnstrategies.commands.run.quiet import quieten
+from cnnstrategies.commands.run.trainer import as_list
+from cnnstrategies.commands.scaling.probes import load_alone, one_sample, sum_alone
+from cnnstrategies.models.samples import count_samples
+from cnnstrategies.planning.scaling.figures import CALLBACK, LOGGER
+from cnnstrategies.planning.tune.trial import COMPARED_STEPS, TRIAL
+
+VALIDATED = 4  # batches
+MOST_READY = 32  # batches, after which those count that are loaded in time
+# They write runs to a server.
+REMOTE = ("WandbLogger", "MLFlowLogger", "CometLogger", "NeptuneLogger")
+LEFT_OUT = (Checkpoint, EarlyStopping, ProgressBar, StartPanel, TrainingSummary)
+
+
+class ScalingControl(Callback):
+    """Waits for orders before a step, and reports on those that were ordered.
+
+    Args:
+        saving: Callbacks that save, which were left out.
+    """
+
+    def __init__(self, saving: int) -> None:
+        self._saving = saving
+        self._left = self._skipped = self._samples = 0
+        self._larger = 1
+        self._validated: list[float] = []
+        self._losses: list[float] = []
+        self._reads: HostReads | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._tries = [trainer.check_val_every_n_epoch or 1, trainer.val_check_interval]
+
+    @override
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._validated.append(time.perf_counter())
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.fit_loop.max_epochs = -1
+        trainer.check_val_every_n_epoch = sys.maxsize
+        self._trainer = trainer
+        self._meter = StepMeter(trainer, self._part)
+        for logger in trainer.loggers:
+            for name in ("log_metrics", "save"):
+                setattr(logger, name, self._counted(getattr(logger, name), LOGGER + type(logger).__name__))
+        strategy: Any = trainer.strategy
+        strategy.batch_to_device = self._enlarged(strategy.batch_to_device)
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(os.environ[TRIAL])
+        self._answers = self._connection.makefile("r")
+        self._say(self._hello(trainer))
+
+    def _hello(self, trainer: Trainer) -> dict[str, Any]:
+        loader: Any = trainer.train_dataloader
+        workers = int(getattr(loader, "num_workers", 0) or 0)
+        self._ready = min(MOST_READY, workers * int(getattr(loader, "prefetch_factor", 0) or 0))
+        steps = trainer.num_training_batches
+        batch = self._validated[1:] or self._validated
+        seconds = (batch[-1] - self._validated[0]) / (len(batch)) if len(self._validated) > 1 else 0.0
+        return {
+            "rank": trainer.global_rank,
+            "world": trainer.world_size,
+            "pid": os.getpid(),
+            "accelerator": trainer.strategy.root_device.type != "cpu",
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            "threads": torch.get_num_threads(),
+            "workers": workers,
+            "steps": int(steps) if steps != float("inf") else None,
+            "validation": seconds * self._validation_batches(trainer),
+            "saving": self._saving,
+            "log_every": trainer.log_every_n_steps,  # type: ignore[attr-defined]  # set by the logger connector
+            "waiting": self._meter.parts.waiting,
+        }
+
+    def _validation_batches(self, trainer: Trainer) -> float:
+        """Of an epoch, on average."""
+        epochs, interval = self._tries
+        batches = sum(one for one in trainer.num_val_batches if one != float("inf"))
+        steps = trainer.num_training_batches
+        times = 1 / interval if isinstance(interval, float) else steps / interval if steps != float("inf") else 1
+        return float(batches * max(1, int(times)) / epochs)
+
+    def _part(self, action: str) -> str | None:
+        """Beside the parts of a step, whose hook is called."""
+        if (part := self._meter.parts.of(action)) is not None:
+            return part
+        owner, _, hook = action.rpartition(".")
+        if owner.startswith("[Callback]") and type(self).__name__ not in owner:
+            return CALLBACK + owner.removeprefix("[Callback]").partition("{")[0]
+        if owner.startswith("[LightningModule]") and hook.startswith("on_") and "batch_transfer" not in hook:
+            return f"{CALLBACK}{owner.removeprefix('[LightningModule]')}.{hook}"
+        return None
+
+    def _counted(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self._meter.clock.begin(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._meter.clock.end()
+
+        return called
+
+    def _enlarged(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(larger(batch, self._larger) if self._larger > 1 else batch, *args, **kwargs)
+
+        return called
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        while not self._left:
+            line = self._answers.readline()
+            order = json.loads(line) if line else {"end": True}
+            if "probe" in order:
+                self._say(self._probe(order))
+            elif "end" in order:
+                trainer.should_stop = True
+                return
+            else:
+                self._begin(order)
+
+    def _begin(self, order: Mapping[str, Any]) -> None:
+        self._meter.remove(self._trainer)
+        self._meter = StepMeter(self._trainer, self._part)
+        # The batch that is here was made in no step, and neither were those that wait.
+        self._left, self._skipped, self._larger = order["steps"], 1 + self._ready, order.get("larger", 1)
+        self._samples, self._threads = 0, torch.get_num_threads()
+        if "threads" in order:
+            torch.set_num_threads(order["threads"])
+        if order.get("reads"):
+            self._reads = HostReads()
+            self._reads.__enter__()  # type: ignore[no-untyped-call]
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._meter.before_backward()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if len(self._losses) < COMPARED_STEPS:
+            self._losses.append(float(outputs["loss"] if isinstance(outputs, Mapping) else outputs))
+        if not self._left:
+            return
+        if self._skipped:
+            self._skipped -= 1
+            if not self._skipped:
+                self._meter.prepare()
+                self._meter.run()
+                self._mark = time.perf_counter()
+            return
+        self._meter.end_step()
+        self._samples += count_samples(batch)
+        self._left -= 1
+        if not self._left:
+            self._report(trainer)
+
+    def _report(self, trainer: Trainer) -> None:
+        seconds, steps = time.perf_counter() - self._mark, self._meter.steps
+        self._meter.remove(trainer)
+        torch.set_num_threads(self._threads)
+        parts = {
+            name: value for name, value in self._meter.means().items() if name not in (TOTAL, "communication_total")
+        }
+        answer = {"seconds": seconds, "steps": steps, "samples": self._samples, "parts": parts, "losses": self._losses}
+        if self._reads is not None:
+            self._reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            counts = {place: count / steps for place, count in self._reads.places.items()}
+            answer |= {"reads": counts, "read_seconds": self._reads.seconds / steps}
+            self._reads = None
+        self._say(answer)
+
+    def _probe(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        trainer, module = self._trainer, self._trainer.lightning_module
+        if order["probe"] == "sum":
+            return sum_alone(module)
+        if order["probe"] == "sample":
+            return one_sample(trainer.train_dataloader)
+        if order["probe"] == "save":
+            began = time.perf_counter()
+            trainer.save_checkpoint(Path(order["path"]))
+            return {"seconds": time.perf_counter() - began}
+        return load_alone(trainer.train_dataloader, order["seconds"])
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validated.clear()
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+class HostReads(OperationMode):  # type: ignore[no-untyped-call]
+    """Counts the reads of a tensor's value, for which a host waits, by the line that asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.places: Counter[str] = Counter()
+        self.seconds = 0.0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not READ:
+            return func(*args, **(kwargs or {}))
+        began = time.perf_counter()
+        value = func(*args, **(kwargs or {}))
+        self.seconds += time.perf_counter() - began
+        frames = [frame for frame in traceback.extract_stack()[:-1] if "torch" not in Path(frame.filename).parts]
+        self.places[f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"] += 1
+        return value
+
+
+def larger(batch: Any, times: int) -> Any:
+    """A batch with each sample several times."""
+    return tree_map(
+        lambda one: one.repeat(times, *[1] * (one.ndim - 1)) if isinstance(one, Tensor) and one.ndim else one, batch
+    )
+
+
+class ScalingCLI(CLI):
+    """``fit`` with all that it calls in a step, and without what it writes elsewhere or talks."""
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        super().before_instantiate_classes()
+        self.named = None  # It leaves nothing from which it could go on.
+        trainer = self.config.fit.trainer
+        folder = str(Path(os.environ[TRIAL]).parent)
+        trainer.default_root_dir = folder
+        trainer.enable_progress_bar, trainer.num_sanity_val_steps = False, VALIDATED
+        trainer.max_steps, trainer.max_time, trainer.fast_dev_run, trainer.overfit_batches = -1, None, False, 0.0
+        if not isinstance(trainer.logger, bool):
+            kept = [one for one in as_list(trainer.logger) if one.class_path.rpartition(".")[2] not in REMOTE]
+            for one in kept:
+                if "save_dir" in (one.get("init_args") or {}):
+                    one.init_args.save_dir = folder
+            trainer.logger = kept or False
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        trainer = super().instantiate_trainer(**kwargs)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by the callback connector
+        saving = sum(isinstance(one, ModelCheckpoint) for one in callbacks)
+        callbacks[:] = [*(one for one in callbacks if not isinstance(one, LEFT_OUT)), ScalingControl(saving)]
+        return trainer
+
+
+def main() -> None:
+    """Run a rank."""
+    quieten()
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    ScalingCLI()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""Why more devices do not bring more: the causes that what was measured shows, with what mends each of them.
+
+Each rule looks for one cause and says by how much a step or an epoch would be shorter without it. What is said is
+what the measured seconds allow: a rule guesses nothing where nothing was measured.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cnnstrategies.planning.candidates import Effect
+from cnnstrategies.planning.scaling.figures import CALLBACK, LOGGER, Found
+
+LEAST_GAIN = 1.05  # What brings less is nobody's concern.
+MOST_WORKERS = 8
+USUAL_LOG_EVERY = 50
+SMALL_BATCH_GAIN = 1.5  # Larger batches are a little quicker everywhere.
+UNEVEN = 1.1  # times the middle one's
+VALIDATION_SHARE = 0.1  # of an epoch, at most, with what is proposed
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A cause.
+
+    Attributes:
+        evidence: What was measured that shows it.
+        remedy: What to do.
+        gain: How many times as fast training would be, as predicted.
+        values: The remedy as keys of a configuration, with dots; none where it is not a setting.
+        effect: What the remedy changes of what is learned.
+    """
+
+    cause: str
+    evidence: str
+    remedy: str
+    gain: float
+    values: Mapping[str, Any] = field(default_factory=dict)
+    effect: Effect = Effect.NONE
+
+
+def reasons(found: Found) -> list[Reason]:
+    """What holds the largest run up, by what it would gain without it."""
+    all_ = [reason for rule in RULES for reason in rule(found) if reason.gain >= LEAST_GAIN]
+    return sorted(all_, key=lambda reason: -reason.gain)
+
+
+def loading(found: Found) -> Iterator[Reason]:
+    """The slowest rank waits for its loader."""
+    run, facts = found.largest, found.facts
+    rank = run.slowest
+    waited, step = rank.parts.get("data", 0.0), run.step
+    said = f"a step waits {1e3 * waited:.3g} of {1e3 * step:.3g} ms for data"
+    if facts.loader is not None:
+        said += f"; loaders alone give {facts.loader:.3g} samples/s, the network takes {found.limits()['compute']:.3g}"
+    cause, cheaper = "the loader is slower than the network", "pack images into shards (`cnnstrategies pack --size`)"
+    load, key = facts.load, "data.init_args.num_workers"
+    if load is not None:
+        said += f"; a sample takes {1e3 * load.seconds:.3g} ms, of them {1e3 * load.processor:.3g} of the processor"
+        waits_for_storage = load.processor < load.seconds / 2
+        if waits_for_storage:
+            cause, cheaper = "the loader waits for storage", "pack images into shards, or copy them to a local disk"
+        elif load.two > 1.6 * load.seconds and facts.cores > 1 and not facts.workers:
+            cause = "the loader holds the interpreter's lock, and the training process loads"
+            said += f"; two threads at once take {1e3 * load.two:.3g} ms each"
+        free = MOST_WORKERS if waits_for_storage else max(1, facts.cores // run.devices)
+        need = math.ceil(rank.samples * load.seconds / max(step - waited, 1e-6))
+        workers = min(free, MOST_WORKERS, need)
+        if workers > facts.workers:
+            busy = sum(one.step - one.waits - one.parts.get("data", 0.0) for one in run.ranks)
+            busy += run.samples * load.processor
+            then = max(step - waited, rank.samples * load.seconds / workers, busy / facts.cores)
+            gain = found.gain(step - then)
+            if gain >= LEAST_GAIN:
+                values = {key: workers} if "num_workers" in facts.keys else {}
+                yield Reason(cause, said, f"`num_workers: {workers}`, for each rank; or {cheaper}", gain, values)
+                return
+    yield Reason(cause, said, f"{cheaper}; or load on more cores", found.gain(waited))
+
+
+def link(found: Found) -> Iterator[Reason]:
+    """Even the slowest rank waits for the gradients' sum."""
+    run, facts = found.largest, found.facts
+    open_ = run.slowest.waits
+    if run.devices == 1 or not facts.link:
+        return
+    saved = min(open_, facts.link / 2)
+    speed = facts.gradient_bytes / facts.link / 1e6
+    values = {"trainer.strategy": "ddp_bf16"} if facts.strategy == "ddp" else {}
+    yield Reason(
+        "the link is slow",
+        f"{1e3 * open_:.3g} of {1e3 * run.step:.3g} ms are all-reduce that backward does not hide; alone it takes "
+        f"{1e3 * facts.link:.3g} ms for {facts.gradient_bytes / 1e6:.3g} MB ({speed:.3g} MB/s)",
+        "half the bytes by `ddp_bf16`; still fewer by `accumulate_grad_batches`, a parameter server's compression or "
+        "own steps, or a pipeline",
+        found.gain(saved),
+        values,
+        Effect.LEARNING,
+    )
+
+
+def slow_rank(found: Found) -> Iterator[Reason]:
+    """One computes longer than the others for as many samples."""
+    run = found.largest
+    each = [rank.compute / max(rank.samples, 1e-9) for rank in run.ranks]
+    if run.devices == 1 or max(each) < UNEVEN * statistics.median_low(each):
+        return
+    best = run.samples / sum(1 / one for one in each)
+    slowest = each.index(max(each))
+    shares = {"ddp": {"trainer.strategy": "ddp_balanced"}, "auto": {"trainer.strategy": "ddp_balanced"}}
+    yield Reason(
+        f"rank {slowest} is slower than the others",
+        f"a sample takes it {1e3 * max(each):.3g} ms, the quickest {1e3 * min(each):.3g}; the others wait "
+        f"{1e3 * run.waiting:.3g} ms of a step, on average",
+        "free its device of other work; else shares of the batch by speed: `ddp_balanced`, or `shares: auto`",
+        found.gain(max(rank.compute for rank in run.ranks) - best),
+        shares.get(found.facts.strategy, {}),
+        Effect.ROUNDING,
+    )
+
+
+def threads(found: Found) -> Iterator[Reason]:
+    """The ranks have more threads than there are cores."""
+    run, facts = found.largest, found.facts
+    if facts.with_fewer is None:
+        return
+    each = max(1, facts.cores // run.devices)
+    yield Reason(
+        "threads fight for the processor's cores",
+        f"{run.devices} ranks of {facts.threads} threads on {facts.cores} cores; with {each} each, "
+        f"{facts.with_fewer:.3g} samples/s in place of {run.rate:.3g}",
+        f"OMP_NUM_THREADS={each}, or ComputeSettings' `threads: {each}`",
+        found.gain(run.step * (1 - min(1.0, run.rate / facts.with_fewer))),
+        {"ComputeSettings.threads": each},
+        Effect.ROUNDING,
+    )
+
+
+def small_batches(found: Found) -> Iterator[Reason]:
+    """A device has so few samples that what does not depend on their number is most of a step."""
+    run, facts = found.largest, found.facts
+    if facts.larger is None:
+        return
+    times, compute = facts.times_larger, run.slowest.compute
+    then = facts.larger / times
+    if compute < SMALL_BATCH_GAIN * then:
+        return
+    values = {f"data.init_args.{key}": times * size for key, size in facts.keys.items() if "batch_size" in key}
+    yield Reason(
+        "batches are small for a device",
+        f"{run.samples / run.devices:.3g} samples a device take it {1e3 * compute:.3g} ms, {times} times as many "
+        f"{1e3 * facts.larger:.3g}",
+        f"a batch {times} times as large, and the learning rate to it; or fewer devices",
+        found.gain(compute - then),
+        values,
+        Effect.LEARNING,
+    )
+
+
+def host_reads(found: Found) -> Iterator[Reason]:
+    """The host waits for the device's values in the middle of a step, and then the device waits for the host."""
+    run, facts = found.largest, found.facts
+    if not facts.accelerator or not facts.reads:
+        return
+    waited = min(facts.read_seconds, run.step)
+    places = ", ".join(f"{place} ({count:.3g} times)" for place, count in facts.reads.items())
+    yield Reason(
+        "a step makes the host wait for the device",
+        f"{1e3 * waited:.3g} of {1e3 * run.step:.3g} ms in {places}",
+        "keep values on the device: no `.item()`, `float()`, `print` or `if` of a tensor in a step; log every 50 steps",
+        found.gain(min(waited, run.step - waited)),
+    )
+
+
+def callbacks(found: Found) -> Iterator[Reason]:
+    """A callback or a hook takes long."""
+    run = found.largest
+    longest: dict[str, float] = {}
+    for rank in run.ranks:
+        for name, seconds in rank.beside(CALLBACK).items():
+            longest[name] = max(seconds, longest.get(name, 0.0))
+    for name, seconds in longest.items():
+        said = f"{1e3 * seconds:.3g} of {1e3 * run.step:.3g} ms of a step are spent in its hooks"
+        yield Reason(f"{name} takes long", said, "call it less often, or leave it out", found.gain(seconds))
+
+
+def logging(found: Found) -> Iterator[Reason]:
+    """Loggers take long."""
+    run, facts = found.largest, found.facts
+    spent = {name: seconds for rank in run.ranks for name, seconds in rank.beside(LOGGER).items()}
+    if not spent:
+        return
+    seconds = sum(spent.values())
+    kept = min(1.0, facts.log_every / USUAL_LOG_EVERY)
+    yield Reason(
+        "loggers take long",
+        f"{1e3 * seconds:.3g} of {1e3 * run.step:.3g} ms of a step, in {', '.join(spent)} each {facts.log_every} steps",
+        f"`log_every_n_steps: {USUAL_LOG_EVERY}`" if kept < 1 else "a quicker logger, or more steps between",
+        found.gain(seconds * (1 - kept if kept < 1 else 0.5)),
+        {"trainer.log_every_n_steps": USUAL_LOG_EVERY} if kept < 1 else {},
+    )
+
+
+def validation(found: Found) -> Iterator[Reason]:
+    """An epoch validates long for how long it trains."""
+    run, epoch = found.largest, found.facts.epoch
+    if epoch.steps is None or epoch.validation <= VALIDATION_SHARE * epoch.steps * run.step:
+        return
+    trains = epoch.steps * run.step
+    every = math.ceil(epoch.validation / (VALIDATION_SHARE * trains))
+    yield Reason(
+        "validation takes long",
+        f"{epoch.validation:.3g} s of validation for {trains:.3g} s of training, in each epoch",
+        f"`check_val_every_n_epoch: {every}`, or `limit_val_batches`",
+        found.gain(0.0, epoch.validation * (1 - 1 / every)),
+        {"trainer.check_val_every_n_epoch": every},
+    )
+
+
+def checkpoints(found: Found) -> Iterator[Reason]:
+    """An epoch saves long for how long it trains."""
+    epoch = found.facts.epoch
+    said = f"{epoch.checkpoints:.3g} s of an epoch are spent on saving"
+    yield Reason(
+        "checkpoints take long", said, "save less often: `every_n_epochs`", found.gain(0.0, 0.9 * epoch.checkpoints)
+    )
+
+
+def transfer(found: Found) -> Iterator[Reason]:
+    """Copies to the device, and what is done to batches then, take long."""
+    seconds = found.largest.slowest.parts.get("transfer", 0.0)
+    said = f"{1e3 * seconds:.3g} of {1e3 * found.largest.step:.3g} ms of a step"
+    yield Reason(
+        "batches get to the device slowly",
+        said,
+        "`pin_memory: true`; smaller types (uint8); quicker batch hooks",
+        found.gain(seconds),
+    )
+
+
+RULES: tuple[Callable[[Found], Iterator[Reason]], ...] = (
+    loading,
+    link,
+    slow_rank,
+    threads,
+    small_batches,
+    host_reads,
+    callbacks,
+    logging,
+    validation,
+    checkpoints,
+    transfer,
+)
