@@ -17,7 +17,7 @@ from cnnstrategies.models.samples import count_samples
 
 SUMMED = 1 << 22  # bytes, at most: a slow link takes seconds for more
 SUMS = 3
-SAMPLE_SECONDS = 0.7
+SAMPLE_SECONDS = 0.4
 MADE = 300
 
 
@@ -42,18 +42,17 @@ def sum_alone(module: nn.Module) -> dict[str, Any]:
 def one_sample(loader: Any) -> dict[str, Any]:
     """How the dataset makes a sample, in this process and without the loader's; nothing where it has no indices."""
     makers = _makers(loader)
-    if len(makers) < 4:
+    if len(makers) < 5:
         return {}
     makers[0]()  # It may open files.
-    began, computed = time.perf_counter(), _processor_seconds()
-    made = _make(makers[1::3])
+    # Before and after the two threads: the speed of a machine varies.
+    made, seconds, processor = _alone(makers[1::4])
     if not made:
         return {}
-    seconds, processor = time.perf_counter() - began, _processor_seconds() - computed
     counts = [0, 0]
 
     def work(place: int) -> None:
-        counts[place] = _make(makers[2 + place :: 3])
+        counts[place] = _make(makers[2 + place :: 4])
 
     began = time.perf_counter()
     both = [threading.Thread(target=work, args=(place,)) for place in range(2)]
@@ -62,7 +61,17 @@ def one_sample(loader: Any) -> dict[str, Any]:
     for one in both:
         one.join()
     two = 2 * (time.perf_counter() - began) / max(1, sum(counts))
+    made, seconds, processor = (
+        one + more for one, more in zip((made, seconds, processor), _alone(makers[4::4]), strict=True)
+    )
     return {"seconds": seconds / made, "processor": processor / made, "two": two}
+
+
+def _alone(makers: Sequence[Callable[[], int]]) -> tuple[int, float, float]:
+    """Samples, seconds and those of the processor."""
+    began, computed = time.perf_counter(), _processor_seconds()
+    made = _make(makers)
+    return made, time.perf_counter() - began, _processor_seconds() - computed
 
 
 def _processor_seconds() -> float:

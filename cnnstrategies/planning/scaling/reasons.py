@@ -62,16 +62,18 @@ def loading(found: Found) -> Iterator[Reason]:
         waits_for_storage = load.processor < load.seconds / 2
         if waits_for_storage:
             cause, cheaper = "the loader waits for storage", "pack images into shards, or copy them to a local disk"
-        elif load.two > 1.6 * load.seconds and facts.cores > 1 and not facts.workers:
+        elif load.two > 1.5 * load.seconds and facts.cores > 1 and not facts.workers:
             cause = "the loader holds the interpreter's lock, and the training process loads"
             said += f"; two threads at once take {1e3 * load.two:.3g} ms each"
         free = MOST_WORKERS if waits_for_storage else max(1, facts.cores // run.devices)
-        need = math.ceil(rank.samples * load.seconds / max(step - waited, 1e-6))
+        # In a run, where all ranks load at once, a sample may take longer than it does alone.
+        seconds = load.seconds if facts.workers else max(load.seconds, waited / rank.samples)
+        need = math.ceil(rank.samples * seconds / max(step - waited, 1e-6))
         workers = min(free, MOST_WORKERS, need)
         if workers > facts.workers:
             busy = sum(one.step - one.waits - one.parts.get("data", 0.0) for one in run.ranks)
-            busy += run.samples * load.processor
-            then = max(step - waited, rank.samples * load.seconds / workers, busy / facts.cores)
+            busy += run.samples * load.processor * seconds / load.seconds
+            then = max(step - waited, rank.samples * seconds / workers, busy / facts.cores)
             gain = found.gain(step - then)
             if gain >= LEAST_GAIN:
                 values = {key: workers} if "num_workers" in facts.keys else {}
