@@ -34,7 +34,7 @@ def start(tmp_path, monkeypatch):
     programs = []
 
     def begin(*words):
-        programs.append(trial.Trial(tmp_path, str(len(programs)), words, 30))
+        programs.append(trial.Trial(tmp_path, str(len(programs)), words, 30, command=MODULE))
         return programs[-1]
 
     yield begin

@@ -12,6 +12,7 @@ from cnnstrategies.planning.tune.race import interval
 
 ERROR = 0.1  # that an interval misses
 SLOWER = 1.15  # times the time for a sample: what devices that share something differ by
+SHOWN = 4  # times the speed: what could do more is no limit
 WAITS_FOR_OTHERS = "waiting for the slowest"
 LINK = "communication in the open"
 KINDS = {
@@ -132,9 +133,11 @@ def draw(found: Found, path: Path) -> None:
     rates = [run.rate for run in found.runs]
     spreads = [[max(run.rates) - run.rate for run in found.runs], [run.rate - min(run.rates) for run in found.runs]]
     left.errorbar(counts, rates, yerr=spreads[::-1], marker="o", label="measured", capsize=3)
-    left.plot(counts, [rates[0] * count / counts[0] for count in counts], "--", color="grey", label="as many times")
+    ideal = [rates[0] * count / counts[0] for count in counts]
+    left.plot(counts, ideal, "--", color="grey", label="as many times")
     for name, rate in found.limits().items():
-        left.plot(counts[-1], rate, "_", markersize=22, label=f"{name} alone")
+        if rate < SHOWN * max(*rates, *ideal):  # Else what was measured would be a line at the bottom.
+            left.plot(counts[-1], rate, "_", markersize=22, markeredgewidth=2, label=f"{name} alone")
     left.set(xlabel="devices", ylabel="samples/s", xticks=counts, ylim=(0, None), title="Speed")
     left.legend(frameon=False)
     kinds = [by_kind(run) for run in found.runs]
