@@ -61,10 +61,9 @@ def one_sample(loader: Any) -> dict[str, Any]:
     for one in both:
         one.join()
     two = 2 * (time.perf_counter() - began) / max(1, sum(counts))
-    made, seconds, processor = (
-        one + more for one, more in zip((made, seconds, processor), _alone(makers[4::4]), strict=True)
-    )
-    return {"seconds": seconds / made, "processor": processor / made, "two": two}
+    more, seconds_more, processor_more = _alone(makers[4::4])
+    made += more
+    return {"seconds": (seconds + seconds_more) / made, "processor": (processor + processor_more) / made, "two": two}
 
 
 def _alone(makers: Sequence[Callable[[], int]]) -> tuple[int, float, float]:

@@ -93,7 +93,7 @@ def _rate(reports: Sequence[Report]) -> float:
 
 
 def _compute(reports: Sequence[Report]) -> float:
-    return sum(report["parts"].get(name, 0.0) for report in reports for name in COMPUTE)
+    return float(sum(report["parts"].get(name, 0.0) for report in reports for name in COMPUTE))
 
 
 @dataclass
