@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from cnnstrategies.commands.front.options import parse_scaling
@@ -33,13 +34,13 @@ def main(args: Sequence[str]) -> None:
             "to others with `cnnstrategies doctor`"
         )
     device = device_of(config.trainer.accelerator)
-    counts = options.devices or sorted({1, _devices(config.trainer.devices)})
+    counts = options.devices or sorted({1, _devices(config.trainer.devices, device)})
     strategy = _name(config.trainer.strategy)
     console = Console(soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="cnnstrategies_scaling_") as place, console.status("") as status:
         folder = Path(place)
         of_counts = {count: ["fit", *words, "--config", str(_overlay(folder, count, strategy))] for count in counts}
-        keys = {key: int(value) for key in KEYS if (value := _of_data(config, key)) is not None}
+        keys = {key: value for key in KEYS if isinstance(value := _of_data(config, key), int)}
         ends = time.monotonic() + 60 * options.minutes
         bench = Bench(of_counts, folder, strategy, keys, device.type == "cpu", ends, status.update)
         try:
@@ -96,9 +97,11 @@ def _tried(contest: Contest, why: Sequence[Reason], console: Console) -> list[Se
     return helped
 
 
-def _devices(given: Any) -> int:
+def _devices(given: Any, device: torch.device) -> int:
+    """Those of the configuration; all that there are where it leaves them open, and at least 2."""
     text = str(given)
-    return int(text) if text.isdigit() and int(text) > 1 else 2
+    there = torch.accelerator.device_count() if device.type != "cpu" else 1
+    return max(2, int(text) if text.isdigit() else there)
 
 
 def _name(strategy: Any) -> str:
@@ -106,7 +109,7 @@ def _name(strategy: Any) -> str:
     return strategy if isinstance(strategy, str) else str(strategy.class_path).rpartition(".")[2]
 
 
-def _of_data(config: Any, key: str) -> int | None:
+def _of_data(config: Any, key: str) -> Any:
     arguments: Mapping[str, Any] = getattr(config.get("data"), "init_args", None) or {}
     return arguments.get(key)
 
