@@ -21,6 +21,7 @@ FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
 COMPARED = 3  # rounds of a change within a training
 LARGER = 4
 LOADING_SECONDS = 2.0
+PATIENCE = 120.0  # seconds, at least, for a start or an order on a machine that is busy
 ENDING = 0.35  # of the time, for what is asked at the end
 
 
@@ -145,7 +146,7 @@ class Bench:
     def _start(self, counts: Sequence[int], stack: ExitStack) -> dict[int, Training]:
         launched = {}
         for count in counts:
-            seconds = max(60.0, self.ends - time.monotonic())
+            seconds = max(PATIENCE, self.ends - time.monotonic())
             launched[count] = training = Training(self.folder, str(count), self.words[count], seconds)
             stack.callback(training.trial.close)
         found = {}
