@@ -111,10 +111,14 @@ def _makers(loader: Any) -> list[Callable[[], int]]:
     return [partial(one, index) for index in itertools.islice(indices, MADE)]
 
 
+def prefetched(loader: Any) -> int:
+    """Batches that a loader's workers have ready."""
+    return int(getattr(loader, "num_workers", 0) or 0) * int(getattr(loader, "prefetch_factor", 0) or 0)
+
+
 def load_alone(loader: Any, seconds: float) -> dict[str, Any]:
     """Samples/s of a loader when nothing is trained; its iterator before is of no use any more."""
-    workers = int(getattr(loader, "num_workers", 0) or 0)
-    ready = 1 + workers * int(getattr(loader, "prefetch_factor", 0) or 0)
+    ready = 1 + prefetched(loader)
     samples, began = 0, None
     for number, batch in enumerate(loader):
         if began is not None:

@@ -27,7 +27,7 @@ from cnnstrategies.callbacks.step_parts import TOTAL, StepMeter
 from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.run.trainer import as_list
-from cnnstrategies.commands.scaling.probes import load_alone, one_sample, sum_alone
+from cnnstrategies.commands.scaling.probes import load_alone, one_sample, prefetched, sum_alone
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.planning.scaling.figures import CALLBACK, LOGGER
 from cnnstrategies.planning.tune.trial import COMPARED_STEPS, TRIAL
@@ -81,7 +81,7 @@ class ScalingControl(Callback):
     def _hello(self, trainer: Trainer) -> dict[str, Any]:
         loader: Any = trainer.train_dataloader
         workers = int(getattr(loader, "num_workers", 0) or 0)
-        self._ready = min(MOST_READY, workers * int(getattr(loader, "prefetch_factor", 0) or 0))
+        self._ready = min(MOST_READY, prefetched(loader))
         steps = trainer.num_training_batches
         batch = self._validated[1:] or self._validated
         seconds = (batch[-1] - self._validated[0]) / (len(batch)) if len(self._validated) > 1 else 0.0

@@ -111,14 +111,14 @@ def slow_rank(found: Found) -> Iterator[Reason]:
         return
     best = run.samples / sum(1 / one for one in each)
     slowest = each.index(max(each))
-    shares = {"ddp": {"trainer.strategy": "ddp_balanced"}, "auto": {"trainer.strategy": "ddp_balanced"}}
+    values = {"trainer.strategy": "ddp_balanced"} if found.facts.strategy in ("ddp", "auto") else {}
     yield Reason(
         f"rank {slowest} is slower than the others",
         f"a sample takes it {1e3 * max(each):.3g} ms, the quickest {1e3 * min(each):.3g}; the others wait "
         f"{1e3 * run.waiting:.3g} ms of a step, on average",
         "free its device of other work; else shares of the batch by speed: `ddp_balanced`, or `shares: auto`",
         found.gain(max(rank.compute for rank in run.ranks) - best),
-        shares.get(found.facts.strategy, {}),
+        values,
         Effect.ROUNDING,
     )
 
