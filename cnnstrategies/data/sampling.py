@@ -212,13 +212,15 @@ def items_of(sampler: Any, epoch: int) -> list[Any]:
     """
     inner = getattr(sampler, "sampler", sampler)
     inner.set_epoch(epoch)
-    own, shares = inner.rank, []
+    own, shares = (inner.rank, inner.num_replicas, inner.num_samples), []
+    if inner is sampler:  # Samples, and no batches: one draw has all, and a generator of the user's own draws once.
+        inner.num_replicas, inner.num_samples = 1, inner.total_size
     with isolate_rng(include_cuda=False):
         for rank in range(inner.num_replicas):
             inner.rank = rank
             seed_all(mixed_seed(inner.seed, epoch))
             shares.append(list(sampler))
-    inner.rank = own
+    inner.rank, inner.num_replicas, inner.num_samples = own
     return [share[place] for place in range(len(shares[0])) for share in shares if place < len(share)]
 
 

@@ -57,6 +57,15 @@ def test_all_workers_know_the_same_order_of_an_epoch(make):
 
 
 @pytest.mark.light
+def test_samples_that_are_not_in_batches_yet_are_drawn_once():
+    """A generator of the user's own would else give each rank's from another order: some twice, some never."""
+    sampler = SubsetRandomSampler(CHOSEN, generator=torch.Generator().manual_seed(0))
+    wrapped = DistributedSamplerWrapper(sampler, num_replicas=2, rank=1, shuffle=False)
+    assert sorted(items_of(wrapped, 0)) == list(CHOSEN)
+    assert len(list(wrapped)) == len(CHOSEN) // 2, "it is as it was"
+
+
+@pytest.mark.light
 def test_a_sampler_without_an_order_that_all_know_is_refused():
     def check(sampler: Sampler[int], told: int | None = None) -> None:
         group: Any = SimpleNamespace(gather=lambda value, name: {0: value, 1: value if told is None else told})
