@@ -15,24 +15,34 @@ class OrderBatches(DealtBatches):
     """Of the order that a loader's own distributed sampler has.
 
     Each sample comes once, where that sampler repeats some so that all ranks have as many. Lightning sets the epoch of
-    ``sampler``.
+    ``sampler``, and of a run that goes on within an epoch counts its batches on: so do these.
 
     Args:
         batches: A rank's, as Lightning has put them in place.
     """
 
-    def __init__(self, batches: BatchSampler, accumulated: int, deals: Deals) -> None:
+    def __init__(self, batches: BatchSampler, trainer: Trainer, deals: Deals) -> None:
         self.sampler: DistributedSampler[Any] = batches.sampler  # type: ignore[assignment]  # the caller has seen it
         ranks = self.sampler.num_replicas
         size = len(self.sampler.dataset)  # type: ignore[arg-type]
+        accumulated = trainer.accumulate_grad_batches
         samples = batches.batch_size * ranks * accumulated
         super().__init__(size, samples, 0, ranks, self.sampler.rank, batches.drop_last, accumulated, deals)
         self.batch_size = batches.batch_size
+        self._progress = trainer.fit_loop.epoch_loop.batch_progress
 
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's batches."""
-        self.epoch = self.sampler.epoch
-        yield from self.own(items_of(self.sampler, self.epoch)[: self.size])
+        self.epoch, self.skip = self.sampler.epoch, self._progress.current.ready
+        yield from self.own(items_of(self.sampler, self.epoch)[: self.size], self.skip)
+
+
+class OrderLoader(DataLoader[Any]):
+    """Loads nothing before the first batch is asked for: not before it is known which one that is."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """The batches of an epoch."""
+        yield from super().__iter__()
 
 
 def by_shares(loader: Any, trainer: Trainer, deals: Deals) -> Any:
@@ -52,5 +62,5 @@ def by_shares(loader: Any, trainer: Trainer, deals: Deals) -> Any:
                 "distribute"
             )
         return loader
-    order = OrderBatches(batches, trainer.accumulate_grad_batches, deals)
-    return DataLoader(loader.dataset, batch_sampler=order, **options_of(loader))
+    order = OrderBatches(batches, trainer, deals)
+    return OrderLoader(loader.dataset, batch_sampler=order, **options_of(loader))

@@ -116,10 +116,16 @@ class PlainDigits(Digits):
 
 
 def test_a_loader_of_the_user_is_dealt_by_shares_too(monkeypatch):
-    """Of its sampler's order, without the samples that this repeats."""
+    """Of its sampler's order, without the samples that this repeats; and a run goes on within an epoch."""
     monkeypatch.setattr(digit_runs, "Digits", PlainDigits)
-    given = {"data": {"batch_size": 20, "global_batch_size": None}, "max_epochs": 1}
-    assert_same_run(train("dealt", balanced(shares=[1, 2.5, 4]), 3, **given), train("one", **given))
+    # Lightning loads a checkpoint into the network as it was made, and makes it float64 afterwards.
+    data = {"batch_size": 20, "global_batch_size": None}
+    given = {"data": data, "max_epochs": 1, "network": lambda: PlainCNN().double()}
+    one = train("one", **given)
+    cut = [ModelCheckpoint("cut", "cut", every_n_train_steps=4), DealAtRandom(torch.initial_seed() % 1000)]
+    assert_same_run(train("dealt", balanced(shares=[1, 2.5, 4]), 3, callbacks=cut, **given), one)
+    rest = {"ckpt_path": Path("cut/cut.ckpt").resolve(), **given}
+    assert_same_run(train("gone on", balanced(shares=[1, 2.5, 4]), 3, **rest), one)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "servers"])
