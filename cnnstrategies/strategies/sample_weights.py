@@ -49,6 +49,5 @@ class SampleWeights(Callback):
                 of_all = trainer.strategy.reduce(weight.clone(), reduce_op="sum")  # in place
                 factor = torch.as_tensor(weight * sampler.num_replicas / of_all)
         if isinstance(factor, Tensor) or factor != 1:
-            # In place, since that is what Lightning goes on with; it has been divided by the number of accumulated
-            # batches, so it is nobody else's.
-            loss.mul_(factor)
+            # Not in place: in manual optimization the loss is the user's own, and its backward may need its value.
+            loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]

@@ -128,6 +128,27 @@ def test_a_loader_of_the_user_is_dealt_by_shares_too(monkeypatch):
     assert_same_run(train("gone on", balanced(shares=[1, 2.5, 4]), 3, **rest), one)
 
 
+class StepsItself(ImageClassifier):
+    """With a loss whose backward needs its value."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        images, targets = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(self.network(images), targets).log().exp())
+        optimizer.step()
+
+
+def test_samples_count_alike_in_manual_optimization(monkeypatch):
+    monkeypatch.setattr(digit_runs, "ImageClassifier", StepsItself)
+    given = {"data": {"global_batch_size": 61}, "max_epochs": 1}
+    assert_same_run(train("dealt", balanced(shares=[3, 1]), 2, **given), train("one", **given))
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "servers"])
 def test_a_slow_rank_loses_work_and_gets_it_back(tmp_path, strategy):
     """Within twenty steps; and a run that goes on in mid-epoch deals from the very batch on as one that was not cut."""
