@@ -176,7 +176,7 @@ class Balance(Callback):
             own += [one / work for one in seconds if work]
         if last is not None:
             self._steps.append(now - last)
-        if (batch_idx + 1) % EVERY == 0:
+        if (batch_idx + 1) % min(EVERY, trainer.num_training_batches) == 0:
             self._exchange(trainer, batch_idx)
 
     def _exchange(self, trainer: Trainer, batch: int) -> None:
@@ -188,7 +188,7 @@ class Balance(Callback):
             return  # One has died.
         *seconds, steps, drawns, most = zip(*rows, strict=True)
         step, before, self._before = median(steps), self._before, None
-        if before is not None:
+        if before is not None and step:
             _tell(trainer, f"Since the last deal a step is {before / step - 1:.0%} quicker", gain=before / step - 1)
         epoch = trainer.current_epoch
         timed = all(any(of_rank) for of_rank in zip(*seconds, strict=True))

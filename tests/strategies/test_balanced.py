@@ -182,6 +182,12 @@ def test_no_rank_is_dealt_more_than_fits_into_its_memory(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "dealt-0.json").read_text())[:16:15] == [10, 12]
 
 
+def test_a_slow_rank_loses_work_where_epochs_have_fewer_batches_than_lie_between_two_comparisons(tmp_path):
+    slow = SlowRank(tmp_path, lambda step: True)
+    train("short", balanced(shares="auto"), 2, limit_train_batches=2, max_epochs=4, callbacks=[slow])
+    assert json.loads((tmp_path / "dealt-1.json").read_text())[-1] < 16
+
+
 def test_shares_that_cannot_be_are_refused_before_processes():
     for refused, said in (
         ({"shares": [3, 0]}, r"shares=\[3, 0\]: each rank needs a share above 0"),
