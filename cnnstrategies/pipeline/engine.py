@@ -16,7 +16,7 @@ from cnnstrategies.pipeline.buffers import StageBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.losses import Loss, MeanLoss, PartialLoss
-from cnnstrategies.pipeline.stage import check_backend, divide_by_names
+from cnnstrategies.pipeline.stage import check_backend, divide
 from cnnstrategies.pipeline.step import Step
 from cnnstrategies.pipeline.timeline import Clock, Span
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule, check_layout, tasks_of, turns
@@ -93,7 +93,7 @@ class Pipeline:
         check_layout(len(cuts), given, dist.get_world_size())
         check_backend(compile_backend)
         reuse_freed_memory()
-        self.blueprint = divide_by_names(network, cuts)
+        self.blueprint = divide(network, cuts)
         self.microbatches = microbatches
         self.device = torch.device(device)
         self.rank = dist.get_rank()

@@ -99,21 +99,25 @@ class StageModule(Traced):
         self._run = {mode: torch.compile(run, *args, **kwargs) for mode, run in self._run.items()}
 
 
-def divide(network: nn.Module, cuts: Sequence[int]) -> Blueprint:
+def divide(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
     """Divide a network.
 
     Args:
         network: The whole network.
-        cuts: First node of each stage but the first, ascending: indices into
-            :func:`~cnnstrategies.pipeline.tracing.ordered_nodes` of the graph traced for training, each one of its
+        cuts: The module after which each stage but the first begins, or its first node, ascending: an index into
+            :func:`~cnnstrategies.pipeline.tracing.ordered_nodes` of the graph traced for training, one of its
             :func:`~cnnstrategies.pipeline.tracing.cut_positions`.
     """
     stages = len(cuts) + 1
-    training, evaluation = trace(network, True), trace(network, False)
+    training = trace(network, True)
+    positions = [cut if isinstance(cut, int) else find_cut(training, cut) for cut in cuts]
+    if sorted(set(positions)) != positions:
+        raise ConfigurationError(f"cuts={list(cuts)}: name each cut once, in the order in which the network runs")
+    evaluation = trace(network, False)
     stage_of: dict[fx.Node, int] = {}
     owner: dict[str, int] = {}
     for index, node in enumerate(ordered_nodes(training)):
-        stage_of[node] = sum(cut <= index for cut in cuts)
+        stage_of[node] = sum(cut <= index for cut in positions)
         owner |= dict.fromkeys(state_names(training, node), stage_of[node])
     first = _divide_graph(training, stage_of, stages)
     used = frozenset(owner)
@@ -127,15 +131,6 @@ def divide(network: nn.Module, cuts: Sequence[int]) -> Blueprint:
     for name in names:
         state[owner.get(name, 0)].append(name)
     return Blueprint(network, {True: first, False: second}, tuple(map(tuple, state)), used)
-
-
-def divide_by_names(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
-    """Divide a network after the modules that are named, or at positions."""
-    traced = trace(network)
-    positions = [cut if isinstance(cut, int) else find_cut(traced, cut) for cut in cuts]
-    if sorted(set(positions)) != positions:
-        raise ConfigurationError(f"cuts={list(cuts)}: name each cut once, in the order in which the network runs")
-    return divide(network, positions)
 
 
 def _stages_by_state(traced: fx.GraphModule, owner: dict[str, int]) -> dict[fx.Node, int]:

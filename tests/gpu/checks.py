@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import SamplesPerSecond
 from cnnstrategies.data import SyntheticDataModule
-from cnnstrategies.pipeline.stage import divide_by_names
+from cnnstrategies.pipeline.stage import divide
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.hybrid_pipeline.comparison import compare
 
@@ -101,7 +101,7 @@ def comparison() -> Rows:
     """The comparison before training refuses no network that is right."""
     network = torchvision.models.resnet18(num_classes=10)
     for _ in range(10 if ON_GPU else 1):
-        compare(divide_by_names(network, ["layer2"]), torch.randn(8, 3, 32, 32), torch.device(DEVICE, 0))
+        compare(divide(network, ["layer2"]), torch.randn(8, 3, 32, 32), torch.device(DEVICE, 0))
     yield "ResNet-18 of 32 x 32, stages against the whole", "equal, ten times" if ON_GPU else "equal, once"
 
 

@@ -56,8 +56,8 @@ class DeadlockError(RuntimeError):
 
 def divided_once(network: nn.Module, cuts: Sequence[str | int]) -> Any:
     """While it lasts, pipelines of copies of a network divide them as it was divided here; threads cannot trace."""
-    blueprint = engine.divide_by_names(network, cuts)
-    return mock.patch.object(engine, "divide_by_names", lambda other, _: blueprint.of(other))
+    blueprint = engine.divide(network, cuts)
+    return mock.patch.object(engine, "divide", lambda other, _: blueprint.of(other))
 
 
 class Gate:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.stage import check_backend, divide, divide_by_names
+from cnnstrategies.pipeline.stage import check_backend, divide
 from cnnstrategies.pipeline.timetable import Placement, check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace
 from cnnstrategies.strategies.hybrid_pipeline import comparison
@@ -223,13 +223,13 @@ def test_what_a_network_decides_by_shape_holds_for_its_images() -> None:
         whole = nn.Sequential(nn.Conv2d(3, 4, 1), Halves(), nn.Flatten(), nn.Linear(32, 2)).double()
         images = torch.randn(3, 3, 8, 8, dtype=torch.float64)
         assert "call_module" in {node.op for node in trace(whole).graph.nodes if node.target == "1"}
-        comparison.compare(divide_by_names(whole, ["1"]), images, CPU)
+        comparison.compare(divide(whole, ["1"]), images, CPU)
         network = ByShape().double()
         with pytest.raises(ConfigurationError, match=r"cannot trace ByShape \(ByShape, test_stage.py:\d+: 'if hei"):
             trace(network)
         assert not decide_by_shapes(network, lambda size: None)
         assert decide_by_shapes(network, lambda size: images[:size])
-        blueprint = divide_by_names(network, ["first"])
+        blueprint = divide(network, ["first"])
         comparison.compare(blueprint, images[:2], CPU)
         other = r"images of shape \(3, 12, 8\): ByShape.forward .* was cut into stages for \(3, 8, 8\)"
         with pytest.raises(ConfigurationError, match=other):
@@ -279,8 +279,8 @@ def test_there_is_no_cut_inside_what_one_stage_must_have() -> None:
 REFUSED = [
     (check_layout, (2, Placement((1, 1)), 2), r"2 cuts make 3"),
     (check_layout, (1, Placement((2, 0)), 2), r"every stage needs at least 1 replica"),
-    (divide_by_names, (Changing(), ["block.1", "block.0"]), "in the order in which the network runs"),
-    (divide_by_names, (Changing(), ["head"]), "cannot be cut"),
+    (divide, (Changing(), ["block.1", "block.0"]), "in the order in which the network runs"),
+    (divide, (Changing(), ["head"]), "cannot be cut"),
     (check_backend, ("cudagraphs",), r"compile_backend='cudagraphs': .* use inductor, or strategy ddp"),
 ]
 

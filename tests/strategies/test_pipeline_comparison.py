@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.stage import divide_by_names
+from cnnstrategies.pipeline.stage import divide
 from cnnstrategies.strategies.hybrid_pipeline import comparison
 from cnnstrategies.strategies.hybrid_pipeline.comparison import compare
 
@@ -65,13 +65,13 @@ def test_what_a_trace_has_fixed_is_refused_by_name(way: str, message: str) -> No
     network.norm.eval()
     before = {name: value.clone() for name, value in network.state_dict().items()}
     numbers = torch.get_rng_state()
-    blueprint = divide_by_names(network, ["conv"])
+    blueprint = divide(network, ["conv"])
     network.cut_off = way == "loses a gradient"
     with pytest.raises(ConfigurationError, match=message):
         compare(blueprint, IMAGES, CPU)
     network.cut_off = False
     network.way = ""
-    compare(divide_by_names(network, ["conv"]), IMAGES, CPU)
+    compare(divide(network, ["conv"]), IMAGES, CPU)
     assert torch.equal(torch.get_rng_state(), numbers)
     assert network.training
     assert not network.norm.training, "a module that the user keeps in evaluation stays there"
@@ -80,7 +80,7 @@ def test_what_a_trace_has_fixed_is_refused_by_name(way: str, message: str) -> No
 
 
 def test_a_network_of_another_device_is_not_refused() -> None:
-    blueprint = divide_by_names(Odd(), ["conv"])
+    blueprint = divide(Odd(), ["conv"])
     blueprint.network.register_forward_pre_hook(lambda *_: torch.ones(1, device="cuda"))
     with pytest.warns(UserWarning, match=r"Odd was not compared with its stages: in training it fails on 2 samples"):
         compare(blueprint, IMAGES, CPU)
@@ -107,7 +107,7 @@ def test_sums_in_another_order_are_not_refused() -> None:
     layers = (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
     network = nn.Sequential(nn.Conv2d(1, 4, 3), *layers, *copy.deepcopy(layers), nn.Flatten(), nn.Linear(64, 3))
     with AnotherOrder():
-        compare(divide_by_names(network, ["3"]), torch.randn(4, 1, 6, 6), CPU)
+        compare(divide(network, ["3"]), torch.randn(4, 1, 6, 6), CPU)
 
 
 class Where(nn.ReLU):
@@ -146,7 +146,7 @@ def test_it_runs_in_float64_or_as_near_as_it_can(fails: str, tried: list[str]) -
     network = nn.Sequential(nn.Conv2d(1, 2, 3), where, nn.Flatten(), nn.Linear(32, 2))
     before = torch.backends.cudnn.deterministic, torch.backends.cudnn.conv.fp32_precision
     with simulate():
-        compare(divide_by_names(network, ["0"]), torch.randn(4, 1, 6, 6), DEVICE.name)
+        compare(divide(network, ["0"]), torch.randn(4, 1, 6, 6), DEVICE.name)
     assert where.notes == [*tried, tried[-1]], "the whole, then the stages"
     assert next(network.parameters()).device == CPU
     assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.conv.fp32_precision) == before
@@ -167,7 +167,7 @@ class Resizing(nn.ReLU):
 def test_a_buffer_that_changes_shape_is_refused_unchanged() -> None:
     network = nn.Sequential(nn.Conv2d(1, 2, 3), Resizing(), nn.Flatten(), nn.Linear(32, 2))
     with pytest.raises(ConfigurationError, match=r"puts a buffer of another shape in the place of 1\.table"):
-        compare(divide_by_names(network, ["0"]), IMAGES, CPU)
+        compare(divide(network, ["0"]), IMAGES, CPU)
     assert network[1].table.shape == (1,)
 
 

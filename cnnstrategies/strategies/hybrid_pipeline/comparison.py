@@ -19,7 +19,7 @@ from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.fixed import preserved
 from cnnstrategies.pipeline.microbatches import CPU
-from cnnstrategies.pipeline.stage import IMAGES, Blueprint, divide_by_names
+from cnnstrategies.pipeline.stage import IMAGES, Blueprint, divide
 from cnnstrategies.pipeline.tracing import mode, network_inputs
 from cnnstrategies.pipeline.transport import broadcast_value
 from cnnstrategies.strategies.hybrid_pipeline.batches import as_given
@@ -115,7 +115,7 @@ def compare_on_rank_zero(
         images = example_images(trainer.lightning_module, path, COMPARED)
         try:
             if images is not None:
-                compare(divide_by_names(network, cuts), images, device)
+                compare(divide(network, cuts), images, device)
         except ConfigurationError as error:
             refusal = str(error)
     if trainer.world_size > 1:

@@ -19,7 +19,7 @@ from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.microbatches import NORMALISED_TOGETHER, Split, default_microbatches
-from cnnstrategies.pipeline.stage import copy_value, divide_by_names
+from cnnstrategies.pipeline.stage import copy_value, divide
 from cnnstrategies.pipeline.timetable import (
     CHECKPOINTING,
     ORDERS,
@@ -141,7 +141,7 @@ class LayoutRequest:
                 f"{places + 1} stages"
             )
         if self.cuts is not None:
-            divide_by_names(network, self.cuts)
+            divide(network, self.cuts)
 
     def choose(
         self,

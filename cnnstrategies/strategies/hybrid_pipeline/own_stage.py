@@ -22,7 +22,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.fixed import known
-from cnnstrategies.pipeline.stage import divide_by_names
+from cnnstrategies.pipeline.stage import divide
 from cnnstrategies.pipeline.transport import cpu_group
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_of_module, same_random_numbers
@@ -83,7 +83,7 @@ def own_stage_alone(
     Yields those that have been registered; none where a callback has had the network built before.
     """
     planned = network_at(plan.module, path)
-    own = set(divide_by_names(planned, request.cuts or []).state[stage])
+    own = set(divide(planned, request.cuts or []).state[stage])
     others = {id(parameter) for name, parameter in planned.named_parameters() if name not in own}
     elsewhere = {number for number, parameter in enumerate(plan.parameters) if id(parameter) in others}
     with held_in_turn(elsewhere) as parameters:
