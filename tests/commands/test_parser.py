@@ -1,9 +1,16 @@
 """One's own class in the place of a recipe's keeps the arguments that it takes too."""
 
 import re
+import sys
+from collections import Counter
 from pathlib import Path
 
+import pytest
 import yaml
+from conftest import ROOT
+
+from cnnstrategies import _jsonargparse_private
+from cnnstrategies.commands.run.lightning_cli import CLI
 
 MINE = """
 import torch
@@ -79,3 +86,18 @@ def test_what_yaml_cannot_hold_is_left_to_its_class(run_cli):
     assert "device" not in swa
     assert pruning["pruning_fn"] == "l1_unstructured"
     assert own == {"seed": 3}
+
+
+def test_an_option_is_not_looked_for_again_and_again(monkeypatch):
+    """A quarter of a start went into that; twice it may be, as options are added."""
+    looked, look = Counter(), _jsonargparse_private.look
+
+    def noted(parser, dest, exclude):
+        looked[parser, dest, exclude] += 1
+        return look(parser, dest, exclude)
+
+    monkeypatch.setattr(_jsonargparse_private, "look", noted)
+    monkeypatch.setattr(sys, "argv", ["", "fit", f"--config={ROOT / 'configs/quickstart.yaml'}", "--print_config"])
+    with pytest.raises(SystemExit):
+        CLI()
+    assert 100 < looked.total() < 2 * len(looked)

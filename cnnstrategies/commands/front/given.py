@@ -1,6 +1,7 @@
 """What a command line and its configuration files give, before anything is made of it."""
 
 import difflib
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,13 +70,24 @@ def given(args: Sequence[str]) -> list[Given]:
 
 def _read(file: Path) -> Mapping[str, Any]:
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = _known(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeError) as error:
         why = in_one_line(str(error).replace(' in "<unicode string>",', ""))
         raise ConfigurationError(f"config: {file} is not YAML: {why}") from error
     if not isinstance(content, Mapping):
         raise ConfigurationError(f"config: {file} has no keys: a configuration has, as in `trainer: {{max_epochs: 3}}`")
     return content
+
+
+def read_yaml(text: str) -> Any:
+    """What a text says; libyaml reads ten times as fast, and PyYAML's own errors say more."""
+    try:
+        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError:
+        return yaml.safe_load(text)
+
+
+_known = functools.cache(read_yaml)  # Files are read again for each thing that is asked of them.
 
 
 def accepted(value: str, names: Sequence[str]) -> str:

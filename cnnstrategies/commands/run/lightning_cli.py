@@ -19,7 +19,7 @@ from typing_extensions import override
 from cnnstrategies.checkpoints.check import check_weights
 from cnnstrategies.cluster.environment import check_world, local_rank
 from cnnstrategies.cluster.run_folder import configuration_hash, find_run, place
-from cnnstrategies.commands.front.given import given
+from cnnstrategies.commands.front.given import given, read_yaml
 from cnnstrategies.commands.front.refuse import shows_tracebacks
 from cnnstrategies.commands.run.errors import (
     CHECKPOINT_WORDS,
@@ -129,6 +129,19 @@ class CLI(LightningCLI):
         Lightning overrides the model's configuration with the checkpoint's hyperparameters here, silently, also
         what was given on the command line. The name is private, and `tests/test_lightning_private.py` watches it.
         """
+
+    @override
+    def _dump_config(self) -> None:
+        """Note what modules are built with, as Lightning does, but for a second check of all of it.
+
+        The name is private, and mypy watches it.
+        """
+        if not hasattr(self, "config_dump"):
+            text = self.parser.dump(
+                self.config, skip_link_targets=False, skip_none=False, skip_validation=True, format="yaml"
+            )
+            config = read_yaml(text)
+            self.config_dump = config[self.config.subcommand] if "subcommand" in self.config else config
 
     @override
     def before_instantiate_classes(self) -> None:

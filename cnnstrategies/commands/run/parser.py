@@ -12,6 +12,7 @@ from jsonargparse import Namespace, set_dumper, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
+from cnnstrategies._jsonargparse_private import remember_options
 from cnnstrategies.commands.front.refuse import fail, shows_tracebacks
 from cnnstrategies.commands.run.errors import explain_parse_error
 
@@ -42,6 +43,7 @@ def _build(class_type: type, *args: Any, applied_instantiation_links: dict[str, 
 
 # With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.
 set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
+remember_options()
 
 
 class _Dumper(yaml.SafeDumper):
@@ -65,6 +67,8 @@ UNWRITABLE = "Unable to serialize instance "  # How jsonargparse begins what it 
 class ArgumentParser(LightningArgumentParser):
     """Says what is wrong with a configuration in one line and exits with code 2."""
 
+    _defaults_of = 0  # So many options had those that are kept.
+
     @override
     def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
         if shows_tracebacks() and ex is not None:
@@ -77,6 +81,24 @@ class ArgumentParser(LightningArgumentParser):
         if args is not None and len(args) == 1 and args[0].startswith("--") and args[0].endswith("=None"):
             args = [f"{args[0].removesuffix('None')}null"]
         return super().parse_args(args, *rest, **kwargs)
+
+    @override
+    def get_defaults(self, *args: Any, **kwargs: Any) -> Namespace:
+        """Those of the options that there are now, which it asks for again and again; no file changes them."""
+        options = len(self._actions)
+        if self._defaults_of != options:
+            self._own_defaults, self._defaults_of = super().get_defaults(*args, **kwargs), options
+        return self._own_defaults.clone()
+
+    @override
+    def set_defaults(self, *args: Any, **kwargs: Any) -> None:
+        self._defaults_of = 0
+        super().set_defaults(*args, **kwargs)
+
+    @override
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Save a configuration without another check: a run saves what it was built from."""
+        super().save(*args, **{**kwargs, "skip_validation": True})
 
     @override
     def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
