@@ -8,6 +8,7 @@ To torch's C++ such a tensor is one of the host, with `Python` among its dispatc
 that tells where a tensor is goes by Python. See `simulated_cuda.py` for `torch.cuda` and collectives.
 """
 
+import functools
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 # What waits whatever it is given: its result, or the result's shape, depends on values.
@@ -330,7 +330,7 @@ _ON_DEVICE: dict[type, type] = {}
 
 
 def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in _leaves((*args, *kwargs.values())) if isinstance(leaf, Tensor)]
     on_device = any(isinstance(one, GpuTensor) for one in tensors)
     device = kwargs.get("device")
     device = None if device is None else torch.device(device)
@@ -349,19 +349,49 @@ def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     elif on_device:
         _look_at(func, args, tensors)
     if device is not None and device.type == "meta":
-        return func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+        return _plain(func, args, kwargs)
     own = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
     if device is not None:
         own["device"] = torch.device("cpu")
     if torch.Tag.nondeterministic_seeded in func.tags and own.get("generator") is None:
         with DEVICE.drawing():
-            result = func(*tree_map(_unwrap, args), **tree_map(_unwrap, own))
+            result = _plain(func, args, own)
     else:
-        result = func(*tree_map(_unwrap, args), **tree_map(_unwrap, own))
+        result = _plain(func, args, own)
     if func is aten._local_scalar_dense.default:
         return result
-    wrapped = tree_map(lambda one: GpuTensor(one) if type(one) is Tensor else one, result)
-    return return_and_correct_aliasing(func, args, kwargs, wrapped) if on_device else wrapped
+    kind = _result_of(func) if on_device else "new"
+    if kind == "the first argument":
+        return args[0]
+    wrapped = _map(lambda one: GpuTensor(one) if type(one) is Tensor else one, result)
+    return wrapped if kind == "new" else return_and_correct_aliasing(func, args, kwargs, wrapped)
+
+
+@functools.cache
+def _result_of(func: Any) -> str:
+    """What an operation returns, where that is plain: torch takes a millisecond to find out for each."""
+    returned, given = func._schema.returns, func._schema.arguments
+    if any(isinstance(one.type, torch.ListType) for one in returned):
+        return "another"  # This schema does not tell what lists are views of.
+    if not any(one.alias_info for one in returned):
+        return "new"
+    written = [one.alias_info is not None and one.alias_info.is_write for one in (*returned, *given)]
+    in_place = written == [True, True, *[False] * (len(given) - 1)] and torch.Tag.inplace_view not in func.tags
+    return "the first argument" if in_place else "another"
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    for one in value:
+        if isinstance(one, list | tuple):
+            yield from _leaves(one)
+        else:
+            yield one
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)([_map(function, one) for one in value])
+    return function(value)
 
 
 def _look_at(func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
@@ -465,7 +495,7 @@ def _unwrap(value: Any) -> Any:
 
 
 def _plain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+    return func(*_map(_unwrap, args), **{name: _map(_unwrap, value) for name, value in kwargs.items()})
 
 
 _COLLECTIVE: list[Callable[..., Any]] = [_plain]
