@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import prepared
@@ -34,6 +35,8 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 # Lightning asks the system for a port that rank 0 takes a moment later; by then another test may have it.
 lightning_environment.find_free_network_port = free_port
+# Seeds are kept for devices not yet in use, with the stack of each: every process would read some 20 files for that.
+torch.cuda.traceback = torch.xpu.traceback = torch.mtia.traceback = SimpleNamespace(format_stack=list)
 # A job of the machine that runs the tests must not become theirs: with SLURM_NTASKS set every rank would be rank 0.
 LAUNCHERS = ("SLURM_", "PMI_", "MPI_LOCAL", "OMPI_", "TORCHELASTIC_", "CNNSTRATEGIES_RUN_")
 for name in list(os.environ):
