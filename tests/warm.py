@@ -38,6 +38,8 @@ PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 HELPER = "warm helper"  # What ps calls it, of at most 15 characters.
 MOST_FILES = 250  # of one message
 PIECE = 60000  # bytes; a message of the socket can be twice as long
+# How the interpreter is told to be one of multiprocessing's processes that import what they need.
+STARTS = ("from multiprocessing.spawn import", "from multiprocessing.forkserver import")
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 popen = subprocess.Popen
@@ -122,7 +124,7 @@ class WarmPopen(popen):  # type: ignore[type-arg]
 
 def _spawn_warm(path: Any, args: list[Any], passfds: Any) -> int:
     words = [os.fsdecode(word) for word in args]
-    if helper is None or len(passfds) + 3 > MOST_FILES or not any("spawn_main" in word for word in words):
+    if helper is None or len(passfds) + 3 > MOST_FILES or not any(word.startswith(STARTS) for word in words):
         return int(_spawn(path, args, passfds))
     return helper.start(_program(words[1:], None, None, session=False), {fd: fd for fd in (0, 1, 2, *passfds)})
 

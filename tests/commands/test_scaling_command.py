@@ -14,6 +14,7 @@ from cnnstrategies.commands.front.options import parse_scaling
 from cnnstrategies.commands.scaling import command
 from cnnstrategies.commands.scaling.probes import load_alone, one_sample, sum_alone
 from cnnstrategies.commands.scaling.run import HostReads, larger
+from cnnstrategies.planning.scaling import measuring
 
 PLANTED = """
 import time
@@ -33,12 +34,15 @@ class SlowLogger(DummyLogger):
 """
 
 
+@pytest.mark.warm
 def test_what_is_planted_is_named_with_its_seconds_and_what_helps_is_written(tmp_path, monkeypatch, capsys):
     """On one process and two; what was tried is faster, and `fit` could take it."""
     (tmp_path / "planted.py").write_text(textwrap.dedent(PLANTED))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(measuring, "LOADING_SECONDS", 0.2)
     trainer = {
+        "strategy": "ddp_fork",
         "logger": [{"class_path": "planted.SlowLogger"}],
         "callbacks": [{"class_path": "planted.Sleeper"}],
         "log_every_n_steps": 1,
