@@ -55,15 +55,23 @@ def words_of(*files: str) -> list[str]:
     return ["fit", *configs, *HERE, *(word for file in files for word in NEEDED.get(file, []))]
 
 
-@pytest.fixture
-def data() -> None:
-    """A folder of images, the same as shards, one of masks, and weights to fine-tune."""
+def make_images() -> None:
     for folder in ("train/cat", "train/dog", "val/cat", "val/dog"):
         (Path("images") / folder).mkdir(parents=True)
         Image.new("RGB", (50, 40)).save(f"images/{folder}/0.jpg")
-    write_masked_images(Path("masks/train"), count=2)
+
+
+def make_shards() -> None:
+    make_images()
     pack(Path("images"), Path("shards"), Options(None, None, 10**6), workers=1)
-    torch.save(shufflenet_v2_x0_5(num_classes=5).state_dict(), "weights.pth")
+
+
+MADE = {
+    "=images": make_images,
+    "=shards": make_shards,
+    "=masks": lambda: write_masked_images(Path("masks/train"), count=2),
+    "=weights.pth": lambda: torch.save(shufflenet_v2_x0_5(num_classes=5).state_dict(), "weights.pth"),
+}
 
 
 LARGE = [(file,) for file in FILES if file.startswith(("experiments/synthetic_", "model/timm", "model/torchvision"))]
@@ -79,12 +87,14 @@ PARTS = [tuple(filter(None, pair)) for pair in zip_longest(STRATEGIES, OTHERS)]
     [*WHOLE, *PARTS, *(pytest.param(one, marks=pytest.mark.cluster) for one in LARGE)],
     ids=" and ".join,
 )
-@pytest.mark.usefixtures("data")
 def test_it_is_built(files: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the data, which may have to be downloaded, and to the first process that would be started."""
-    built = []
+    words, built = words_of(*files), []
+    for end, make in MADE.items():
+        if any(word.endswith(end) for word in words):
+            make()
     monkeypatch.setattr(CLI, "_run", lambda cli, *args, **kwargs: built.append(cli))
-    main(words_of(*files))
+    main(words)
     assert len(built) == 1
 
 

@@ -10,7 +10,7 @@ from torchvision.models import resnet18
 
 from cnnstrategies.pipeline.engine import Pipeline
 
-BATCH, STEPS = 24, 5
+BATCH, STEPS = 24, 3
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from math import inf
 
 import test_balanced
+import test_balancing
 import test_data_parallel
 import test_first_batch
 import test_sampling
@@ -41,12 +42,11 @@ removes(
 removes(
     Deals.change,
     "a slow rank keeps its work",
-    killed_by=test_balanced.test_a_slow_rank_loses_work_and_gets_it_back,
-    strategy="ddp",
+    killed_by=test_balanced.test_no_rank_is_dealt_more_than_fits_into_its_memory,
 )
 
 
-@replaces(propose, killed_by=test_balanced.test_a_slow_rank_loses_work_and_gets_it_back, strategy="ddp")
+@replaces(propose, killed_by=test_balancing.test_no_rank_is_proposed_more_than_fits)
 def what_a_rank_is_slow_at_is_dealt_to_it(right, now, deals, seconds, step, fitting):
     return right(now, deals, seconds[::-1], step, fitting)
 
@@ -67,8 +67,8 @@ def a_quick_rank_is_dealt_more_than_it_can_hold(right, now, deals, seconds, step
     Stepper.count,
     killed_by=test_balanced.test_any_batch_under_shares_that_change_trains_one_process_s_weights,
     strategy="servers",
-    ranks=5,
-    accumulated=1,
+    ranks=3,
+    accumulated=2,
     samples=58,
 )
 def what_repeats_another_rank_s_sample_counts_at_the_servers(right, self, samples):

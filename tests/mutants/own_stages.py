@@ -44,11 +44,11 @@ def a_checkpoint_is_read_for_other_ranks_as_well(right, self, func, types, args=
 removes(
     own_stage_alone,
     "each rank builds the whole network",
-    killed_by=test_own_stage.test_stages_that_are_built_apart_are_those_of_one_process,
+    killed_by=test_own_stage.test_replicas_begin_alike_and_hold_their_stage_alone,
     gives=contextlib.nullcontext([]),
 )
 removes(
     share_stage,
     "the replicas of a stage begin with what each has drawn",
-    killed_by=test_own_stage.test_replicas_begin_alike_and_go_on_from_a_checkpoint,
+    killed_by=test_own_stage.test_replicas_begin_alike_and_hold_their_stage_alone,
 )

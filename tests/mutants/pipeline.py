@@ -66,12 +66,18 @@ def running_statistics_are_those_of_a_replicas_own_microbatches(right, self, gro
 removes(
     RandomState.restore,
     "a forward that runs again draws other random numbers",
-    killed_by=test_compiled.test_compiled_stages_train_what_others_train,
-    backend="eager",
+    killed_by=test_compiled.test_stages_that_run_again_train_what_others_train,
+    backend=None,
+    batches=(12,),
 )
 
 
-@replaces(Step.tracks, killed_by=test_compiled.test_compiled_stages_train_what_others_train, backend="eager")
+@replaces(
+    Step.tracks,
+    killed_by=test_compiled.test_stages_that_run_again_train_what_others_train,
+    backend="eager",
+    batches=(12,),
+)
 def compiled_stages_run_as_others_do(right, self, again):
     return not again
 
@@ -103,8 +109,8 @@ def a_step_waits_for_the_device_to_learn_its_loss(right, self, outputs, microbat
 @replaces(
     Transport.__init__,
     killed_by=test_trainer_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
-    world=3,
-    cases=test_trainer_on_gpu.THREE,
+    world=2,
+    cases=[test_trainer_on_gpu.Case(test_trainer_on_gpu.piped)],
 )
 def sizes_of_a_batch_go_through_nccl(right, self, placement, timeout, device=CPU):
     right(self, placement, timeout, device)

@@ -24,7 +24,7 @@ from cnnstrategies.pipeline.tracing import cut_positions, trace
 from cnnstrategies.shares import deal
 
 STEPS = 2
-FIXED = [(1, 3), (3, 2), (2, 1, 3), (1, 4, 2), (4, 1, 1), (1, 1, 1, 1), (2, 3, 1, 2), (3, 1), (2, 1, 3, 1), (16, 48)]
+FIXED = [(1, 3), (3, 2), (2, 1, 3), (1, 4, 2), (4, 1, 1), (1, 1, 1, 1), (2, 3, 1, 2), (3, 1), (2, 1, 3, 1), (8, 24)]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""Compiled stages train what others train, and are compiled once for each size of a microbatch, in one piece."""
+"""Stages that run again, compiled or not, train what others train; and are compiled once for each size, as a whole."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,8 +10,6 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from cnnstrategies.pipeline.engine import Pipeline
-
-SIZES = (10, 12)  # In four microbatches, which have 3 samples, or 3 and 2.
 
 
 class Network(nn.Module):
@@ -37,7 +36,7 @@ class Trained(NamedTuple):
     breaks: int
 
 
-def train(replicas: tuple[int, ...], backend: str | None, recompute: Any) -> Trained:
+def train(replicas: tuple[int, ...], batches: Sequence[int], backend: str | None, recompute: Any) -> Trained:
     torch.manual_seed(0)
     network = Network().double()
     from torch._dynamo.utils import counters
@@ -50,7 +49,7 @@ def train(replicas: tuple[int, ...], backend: str | None, recompute: Any) -> Tra
         optimizer = torch.optim.SGD(pipeline.parameters, lr=0.1, momentum=0.9)
         stage, replica = pipeline.place.stage, pipeline.place.replica
         torch.manual_seed(2)
-        for step, size in enumerate(SIZES):
+        for step, size in enumerate(batches):
             generator = torch.Generator().manual_seed(step)
             images = torch.randn(size, 1, 8, 8, generator=generator).double()[replica :: replicas[0]]
             targets = torch.randint(5, (size,), generator=generator)[replica :: replicas[0]]
@@ -68,16 +67,18 @@ def train(replicas: tuple[int, ...], backend: str | None, recompute: Any) -> Tra
     return Trained(values, sizes, counters["frames"]["total"], sum(counters["graph_break"].values()))
 
 
-def both(replicas: tuple[int, ...], backend: str) -> tuple[Trained, Trained]:
-    return train(replicas, None, "never"), train(replicas, backend, "except_last")
+def both(replicas: tuple[int, ...], batches: Sequence[int], backend: str | None) -> tuple[Trained, Trained]:
+    return train(replicas, batches, None, "never"), train(replicas, batches, backend, "except_last")
 
 
-@pytest.mark.parametrize("backend", ["aot_eager"])
-def test_compiled_stages_train_what_others_train(backend: str) -> None:
-    """With the same random numbers, also where a forward runs again."""
+# In four microbatches, which have 3 samples, or 3 and 2.
+@pytest.mark.parametrize(("backend", "batches"), [("aot_eager", (10, 12)), (None, (12,))])
+def test_stages_that_run_again_train_what_others_train(backend: str | None, batches: Sequence[int]) -> None:
+    """With the same random numbers, also where they are compiled."""
     import torch._dynamo  # The ranks have it from here, who would take seconds to import it.
 
-    for expected, compiled in run_ranks(2, both, (1, 1), backend):
-        torch.testing.assert_close(compiled.values, expected.values, rtol=1e-12, atol=1e-14)
-        assert compiled.compilations == len(compiled.sizes) + 1, "for each size, and for evaluation"
-        assert expected.compilations == compiled.breaks == 0
+    for expected, again in run_ranks(2, both, (1, 1), batches, backend):
+        torch.testing.assert_close(again.values, expected.values, rtol=1e-12, atol=1e-14)
+        sizes = len(again.sizes) + 1 if backend else 0
+        assert again.compilations == sizes, "for each size, and for evaluation"
+        assert expected.compilations == again.breaks == 0

@@ -185,25 +185,33 @@ def test_metrics_and_best_checkpoint_equal_one_process() -> None:
         assert_same_float32(piped["checkpoint"][key], single["checkpoint"][key])
 
 
-def plain_loaders() -> list[Any]:
-    """Lightning's own samplers, which repeat samples to make shards even, and loaders of three kinds."""
+LAYOUTS = {"one": (None, 16), "three": ([2, 1], 8)}  # And the samples that a process loads.
+
+
+def validated() -> list[Any]:
+    """Lightning's own samplers, which repeat samples to make shards even."""
     results = []
-    for replicas in (None, [2, 1]):
-        size = 16 if replicas is None else 8
-        model = Classifier(network(), optimizer=sgd)
+    for replicas, size in LAYOUTS.values():
         trainer = trainer_of(replicas, use_distributed_sampler=True)
-        _, val = loaders(size)
-        metrics = trainer.validate(model, val, verbose=False)[0]
-        writer = Rows("batch_and_epoch")
-        trainer_of(replicas, [writer], str(size), use_distributed_sampler=True).predict(model, val)
-        results.append((metrics, [torch.load(path) for path in sorted(Path().glob(f"{size}_rank*.rows"))]))
+        results += trainer.validate(Classifier(network(), optimizer=sgd), loaders(size)[1], verbose=False)
     return results
 
 
-def test_ordinary_loaders_give_the_rows_of_one_process_in_order() -> None:
-    (metrics, [(rows, indices)]), (piped_metrics, [(piped_rows, piped_indices), *others]) = run_apart(plain_loaders)
-    assert piped_metrics == pytest.approx(metrics, rel=1e-6)
+def test_ordinary_loaders_give_the_metrics_of_one_process() -> None:
+    metrics, piped = run_apart(validated)
+    assert piped == pytest.approx(metrics, rel=1e-6)
     assert metrics["val_rows"] == metrics["val_counted"] == 23
+
+
+def predicted() -> list[Any]:
+    for name, (replicas, size) in LAYOUTS.items():
+        trainer = trainer_of(replicas, [Rows("batch_and_epoch")], name, use_distributed_sampler=True)
+        trainer.predict(Classifier(network(), optimizer=sgd), loaders(size)[1])
+    return [[torch.load(path) for path in sorted(Path().glob(f"{name}_rank*.rows"))] for name in LAYOUTS]
+
+
+def test_ordinary_loaders_give_the_rows_of_one_process_in_order() -> None:
+    [(rows, indices)], [(piped_rows, piped_indices), *others] = run_apart(predicted)
     assert torch.allclose(piped_rows, rows, rtol=1e-10, atol=1e-12)
     assert indices == piped_indices == list(range(23))
     assert [(len(rows), indices) for rows, indices in others] == [(0, []), (0, [])], "each row is there once"

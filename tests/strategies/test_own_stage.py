@@ -151,24 +151,32 @@ def test_stages_that_are_built_apart_are_those_of_one_process(tmp_path: Path) ->
     assert sum(map(len, held)) == len(expected[2]), "no two ranks hold the same"
 
 
-def go_on(folder: Path, replicas: list[int]) -> Any:
-    """Go on from the checkpoint of one process, and before that from nothing, where each replica draws its own."""
-    torch.manual_seed(dist.get_rank() if replicas else 0)
+def own_part(folder: Path) -> dict[str, Tensor]:
+    """What a rank has after a fit from nothing, where each replica draws its own."""
+    torch.manual_seed(dist.get_rank())
     module = Module()
-    trainer_of(replicas, 1, f"{folder}/drawn").fit(module, loader())
-    own = {name: one.detach() for name, one in module.named_parameters() if not one.is_meta}
-    return own, fit(replicas, 3, False, f"{folder}/on {replicas}", f"{folder}/[]/last.ckpt")
+    trainer_of([2, 1], 1, f"{folder}/drawn").fit(module, loader())
+    return {name: one.detach() for name, one in module.named_parameters() if not one.is_meta}
 
 
-def test_replicas_begin_alike_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_replicas_begin_alike_and_hold_their_stage_alone(tmp_path: Path) -> None:
+    one, other, last = run_ranks(3, own_part, tmp_path)
+    assert one.keys() == other.keys()
+    assert one.keys().isdisjoint(last)
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def go_on(folder: Path, replicas: list[int]) -> Any:
+    return fit(replicas, 3, False, f"{folder}/on {replicas}", f"{folder}/[]/last.ckpt")
+
+
+def test_replicas_go_on_from_a_checkpoint_of_one_process(tmp_path: Path) -> None:
     run_apart(first_run, tmp_path, [], False)
-    _, expected = run_apart(go_on, tmp_path, [])
-    one, other, last = run_ranks(3, go_on, tmp_path, [2, 1])
-    assert one[0].keys() == other[0].keys() != last[0].keys()
-    for name in one[0]:
-        assert torch.equal(one[0][name], other[0][name]), name
+    expected = run_apart(go_on, tmp_path, [])
+    ranks = run_ranks(3, go_on, tmp_path, [2, 1])
     assert_same(saved(f"{tmp_path}/on [2, 1]"), saved(f"{tmp_path}/on []"))
-    for _, (logged, again, _) in (one, other, last):
+    for logged, again, _ in ranks:
         assert_same((logged, again), expected[:2])
 
 

@@ -411,8 +411,8 @@ def differ(kinds: Any, replicas: list[int], microbatches: int) -> dict[str, str]
 @pytest.mark.parametrize(
     ("kinds", "replicas", "microbatches"),
     [
-        ((OwnForward, SharesLayers, Normalised), [1, 1], 3),
-        ((Siamese, Probe), [2, 1], 4),
+        ((OwnForward, Normalised), [1, 1], 3),
+        ((Siamese,), [2, 1], 4),
         ((MultiTask, Thawing, SharesLayers, Probe), [1, 2], 4),
     ],
     ids=["two stages", "replicas of the first", "replicas of the last"],
