@@ -11,6 +11,7 @@ The turns are kept in a file, and the same command adds more.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,25 +118,27 @@ def exchange(name: str) -> None:
 
 
 class Contestant:
-    """A checkout that runs a benchmark turn by turn.
+    """A program that runs a benchmark turn by turn.
 
     Args:
-        root: Where it is.
-        name: Of what it runs.
+        command: Starts it.
+        environment: Beside this process's.
         folder: For the pipes to its workers.
+        workers: How many take turns; others wait for these.
+        options: Of the process.
     """
 
-    def __init__(self, root: Path, name: str, folder: Path) -> None:
+    def __init__(
+        self, command: list[str], environment: dict[str, str], folder: Path, workers: int = WORKERS, **options: Any
+    ) -> None:
         folder.mkdir()
         self._pipes = []
-        for rank in range(WORKERS):
+        for rank in range(workers):
             for path in (folder / f"go-{rank}", folder / f"done-{rank}"):
                 os.mkfifo(path)
                 self._pipes.append(os.open(path, os.O_RDWR))
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", str(root), name],
-            env={**os.environ, "PYTHONPATH": str(root), FOLDER: str(folder)},
-            start_new_session=True,
+            command, env={**os.environ, **environment, FOLDER: str(folder)}, start_new_session=True, **options
         )
 
     def wait(self) -> None:
@@ -156,28 +159,43 @@ class Contestant:
 
     def close(self) -> None:
         """End it."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # It has ended by itself.
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 def race(name: str, other: Path) -> list[list[float]]:
     """Seconds of the turns of this code, of the other's, and of the other's again."""
     turns = TRAININGS[name] if name in TRAININGS else TRANSPORTS[name][1]
-    chance = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
-        all_ = [Contestant(root, name, Path(folder) / str(place)) for place, root in enumerate((ROOT, other, other))]
-        try:
-            for one in all_:
-                one.wait()
-            times: list[list[float]] = [[] for _ in all_]
-            for index in range(WARM_UP + turns):
-                for place in chance.sample(range(len(all_)), len(all_)):
-                    seconds = all_[place].take()
-                    if index >= WARM_UP:
-                        times[place].append(seconds)
-        finally:
-            for one in all_:
-                one.close()
+        return take_turns(
+            [
+                Contestant(
+                    [sys.executable, __file__, "--serve", str(root), name],
+                    {"PYTHONPATH": str(root)},
+                    Path(folder) / str(place),
+                )
+                for place, root in enumerate((ROOT, other, other))
+            ],
+            turns,
+        )
+
+
+def take_turns(contestants: Sequence[Contestant], turns: int) -> list[list[float]]:
+    """Seconds of the turns of each, in an order that changes; they are ended."""
+    chance = random.Random(0)
+    try:
+        for one in contestants:
+            one.wait()
+        times: list[list[float]] = [[] for _ in contestants]
+        for index in range(WARM_UP + turns):
+            for place in chance.sample(range(len(contestants)), len(contestants)):
+                seconds = contestants[place].take()
+                if index >= WARM_UP:
+                    times[place].append(seconds)
+    finally:
+        for one in contestants:
+            one.close()
     return times
 
 
