@@ -67,7 +67,7 @@ class Pipeline:
         loss_sum: In the last stage what this rank's microbatches have added to the last step's loss.
         watchers: Called with each span of a training step; while there are none, nothing is timed. On a GPU timing
             synchronises at each task.
-        clocks: For a kind of span, such as ``forward``, what is told when each begins and ends; it may not wait.
+        clocks: For a kind of span, or for ``loss``, what is told when each begins and ends; they may not wait.
 
     Raises:
         ConfigurationError: Cuts, replicas, microbatches and ranks do not fit together, or the network cannot be cut.
@@ -127,7 +127,7 @@ class Pipeline:
             self.module.compile(backend=compile_backend, dynamic=False)
         self.loss_sum = torch.zeros((), device=self.device)
         self.watchers: list[Callable[[Span], None]] = []
-        self.clocks: dict[str, Clock] = {}
+        self.clocks: dict[str, list[Clock]] = {}
         self.gatherer = OutputGatherer(self.transport)
 
     @property

@@ -233,7 +233,8 @@ class Step:
     def part_of_loss(self, outputs: Any, microbatch: int) -> Tensor:
         """What the microbatch adds to the loss of the global batch, times the scale."""
         assert self.loss is not None
-        part = self.loss.part(outputs, microbatch)
+        with self.clocked("loss"):
+            part = self.loss.part(outputs, microbatch)
         self.loss_sum = self.loss_sum + part.detach()
         return part * self.scale
 
@@ -261,16 +262,23 @@ class Step:
         return dict(zip(self.channels.graph.outputs, outputs, strict=True))
 
     @contextmanager
-    def timed(self, kind: str, microbatch: int | None) -> Iterator[None]:
-        """Tell the watchers and the clock of a span of a training step; while there are none, nothing is timed."""
-        pipeline = self.pipeline
-        watchers, clock = (pipeline.watchers, pipeline.clocks.get(kind)) if self.loss is not None else ([], None)
-        start = self._now() if watchers else 0.0
-        if clock is not None:
+    def clocked(self, kind: str) -> Iterator[None]:
+        """Tell the clocks of a span, or of a part of one."""
+        clocks = self.pipeline.clocks.get(kind, []) if self.loss is not None else []
+        for clock in clocks:
             clock.begin()
         yield
-        if clock is not None:
+        for clock in clocks:
             clock.end()
+
+    @contextmanager
+    def timed(self, kind: str, microbatch: int | None) -> Iterator[None]:
+        """Tell the watchers and clocks of a span of a training step; while there are none, nothing is timed."""
+        pipeline = self.pipeline
+        watchers = pipeline.watchers if self.loss is not None else []
+        start = self._now() if watchers else 0.0
+        with self.clocked(kind):
+            yield
         if not watchers:
             return
         span = Span(pipeline.rank, kind, pipeline.place.stage, microbatch, start, self._now())

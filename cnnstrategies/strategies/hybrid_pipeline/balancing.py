@@ -33,7 +33,8 @@ class StageBalance(Balance):
         super().on_train_start(trainer, pl_module)
         strategy: Any = trainer.strategy
         self._pipeline = strategy.pipeline
-        strategy.pipeline.clocks.update(self._clocks)
+        for kind, clock in self._clocks.items():
+            strategy.pipeline.clocks.setdefault(kind, []).append(clock)
 
     @override
     def can_deal(self) -> bool:
