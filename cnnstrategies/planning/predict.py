@@ -72,7 +72,7 @@ class Predictor:
         """The predicted step, with all of its tasks; that of so many microbatches, where they are given."""
         replicas, count = layout.replicas, microbatches or self.problem.microbatches
         tasks = timetable(replicas, count, self.job.schedule, run_ahead, self.problem.shares(replicas))
-        return simulate(tasks, self._stages(layout), messages(self.costs, layout.cuts), self.job.cluster)
+        return simulate(tasks, self.stages(layout), messages(self.costs, layout.cuts), self.job.cluster)
 
     def stage_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
         """Bytes that a device of each stage holds at most: training state and activations in flight."""
@@ -90,7 +90,8 @@ class Predictor:
             self._known[cuts] = stage_costs(self.costs, cuts)
         return self._known[cuts]
 
-    def _stages(self, layout: Layout) -> list[StageCost]:
+    def stages(self, layout: Layout) -> list[StageCost]:
+        """Their costs, with what they recompute."""
         stages = self._costs_of(layout.cuts)
         if self.job.activation_checkpointing == "never":
             return stages

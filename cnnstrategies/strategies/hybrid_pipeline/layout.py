@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -38,6 +39,7 @@ from cnnstrategies.planning.costs import Profile
 from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of
 from cnnstrategies.planning.measure_links import measure_cluster
 from cnnstrategies.planning.predict import choose_layout
+from cnnstrategies.planning.recut import Recut, recut
 from cnnstrategies.shares import check_count, check_first, deal
 from cnnstrategies.strategies.differences import RANDOM_DRAWS
 from cnnstrategies.strategies.hybrid_pipeline.comparison import on_device_of
@@ -46,14 +48,25 @@ DEFAULT_STAGES = 2
 USUAL_SAMPLES = 8  # of a batch in each replica of the first stage, for a profile where they are not known
 
 
+# From the samples of a step, seconds of each stage for a microbatch, and of the loss: better cuts.
+Recutter = Callable[[int, Sequence[float], float], Recut | None]
+
+
 @dataclass(frozen=True)
 class ChosenLayout:
-    """A layout that can run; ``cuts`` are names of modules, or positions."""
+    """A layout that can run.
+
+    Attributes:
+        cuts: Names of modules, or positions.
+        planned: Whether the cuts are chosen by a profile, and so rank 0 has ``recut``.
+    """
 
     cuts: Sequence[str | int]
     replicas: tuple[int, ...]
     microbatches: int
     run_ahead: bool
+    planned: bool = False
+    recut: Recutter | None = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +181,7 @@ class LayoutRequest:
             )
         cluster = measure_cluster(trainer.num_nodes, device)
         chosen: Any = None
+        recutter: Recutter | None = None
         if trainer.global_rank == 0:
             optimizers = trainer.strategy.optimizers
             try:
@@ -185,13 +199,13 @@ class LayoutRequest:
                     memory_limit=self.memory_limit,
                 )
                 layout, run_ahead = choose_layout(job)
-                chosen = list(layout.cuts), run_ahead
+                chosen, recutter = (list(layout.cuts), run_ahead), partial(recut, job, layout)
             except ConfigurationError as error:
                 chosen = str(error)
         chosen = broadcast_value(chosen, 0, device)
         if isinstance(chosen, str):
             raise ConfigurationError(chosen)
-        return ChosenLayout(chosen[0], replicas, microbatches, chosen[1])
+        return ChosenLayout(chosen[0], replicas, microbatches, chosen[1], True, recutter)
 
 
 def _measured(network: nn.Module, images: Images, size: int, device: torch.device, trainer: Trainer) -> Profile:

@@ -70,6 +70,7 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
     share_stage,
     values_alone_to_cpu,
 )
+from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
 from cnnstrategies.strategies.hybrid_pipeline.steps import Steps, after_the_lost_rank, clip_by_joint_norm, clip_by_value
 from cnnstrategies.strategies.unwrapped import check_keywords, own_metric_states
 
@@ -356,6 +357,9 @@ class HybridPipelineStrategy(DDPStrategy):
         if fitting:
             divided.divide_optimizers(self.optimizers)
             callbacks.insert(0, EndTogether(self._end_together))
+            if layout.planned:
+                callbacks.append(StageTimes(self.pipeline, layout.recut, self._gather))
+                self._layout = network, replace(layout, planned=False, recut=None)  # Once is enough.
             self._callbacks = callbacks
         self.setup_precision_plugin()
         plugin: Any = self.precision_plugin
@@ -574,7 +578,7 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         """Put the whole network back, with its weights on every rank; after a failure, what this rank has."""
-        self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, EndTogether)]
+        self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, EndTogether | StageTimes)]
         self._callbacks = []
         if self._steps is not None:
             self._steps.watch.end()

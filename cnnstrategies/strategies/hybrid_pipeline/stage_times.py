@@ -1,0 +1,85 @@
+"""After some batches a pipeline knows how long its stages take: where other cuts would be quicker, it says so."""
+
+from collections.abc import Sequence
+from math import inf
+from statistics import mean
+from typing import Any
+
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from cnnstrategies.models.samples import count_samples
+from cnnstrategies.pipeline.engine import Pipeline
+from cnnstrategies.pipeline.timetable import KINDS
+from cnnstrategies.strategies.balancing import Rows, Stopwatch
+from cnnstrategies.strategies.hybrid_pipeline.layout import Recutter
+
+WARM_UP = 4  # batches, in which caches and connections are new
+BATCHES = 20
+
+
+class StageTimes(Callback):
+    """Measures the batches 5 to 20 of a training on each rank, which all tell each other once.
+
+    Args:
+        recut: On rank 0 what looks for better cuts.
+        gather: Brings the numbers of all ranks together.
+    """
+
+    def __init__(self, pipeline: Pipeline, recut: Recutter | None, gather: Rows) -> None:
+        self._pipeline = pipeline
+        self._recut = recut
+        self._gather = gather
+        self._clocks = {kind: Stopwatch(pipeline.device) for kind in (*KINDS, "loss")}
+        self._batches = 0
+        # For batches of so many samples the mean of each kind of span in each; 0 where none is known yet.
+        self._found: dict[int, list[list[float]]] = {}
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._batches += 1
+        if WARM_UP < self._batches <= BATCHES:
+            times = [mean(clock.take() or [0.0]) for clock in self._clocks.values()]
+            self._found.setdefault(count_samples(batch), []).append(times)
+        if self._batches == WARM_UP:
+            for kind, clock in self._clocks.items():
+                self._pipeline.clocks.setdefault(kind, []).append(clock)
+        if self._batches == BATCHES:
+            for kind, clock in self._clocks.items():
+                self._pipeline.clocks[kind].remove(clock)
+            self._tell()
+
+    def _tell(self) -> None:
+        # The last batch of an epoch may be smaller.
+        samples = max(self._found, key=lambda one: len(self._found[one]))
+        kinds = zip(*self._found[samples], strict=True)
+        rows = self._gather([_usual([time for time in of_kind if time]) for of_kind in kinds])
+        recut, placement = self._recut, self._pipeline.placement
+        if recut is None or not all(forward and backward for forward, backward, _ in rows):
+            return
+        stages = [[rows[rank] for rank in placement.ranks(stage)] for stage in range(placement.stages)]
+        took = [mean(forward + backward for forward, backward, _ in ranks) for ranks in stages]
+        loss = mean(of_rank for *_, of_rank in stages[-1])
+        found = recut(samples, [*took[:-1], took[-1] - loss], loss)
+        if found is not None:
+            # With the class, it is taken after the strategy's short name, too.
+            line = {"class_path": "HybridPipelineStrategy", "init_args": {"cuts": found.cuts}}
+            rank_zero_warn(
+                f"in batches {WARM_UP + 1} to {BATCHES} the stages took {_milliseconds(took)} ms for a microbatch, "
+                f"planned were {_milliseconds(found.planned)} ms; with other cuts a step shall be {found.gain:.0%} "
+                "quicker:\n"
+                f"  trainer.strategy: {yaml.safe_dump(line, default_flow_style=True, width=inf).strip()}"
+            )
+
+
+def _usual(times: Sequence[float]) -> float:
+    """The first quartile: other work on the machine only ever adds time."""
+    return sorted(times)[len(times) // 4] if times else 0.0
+
+
+def _milliseconds(times: Sequence[float]) -> str:
+    return " and ".join(f"{1e3 * time:.1f}" for time in times)

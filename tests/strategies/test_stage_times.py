@@ -1,0 +1,103 @@
+"""After twenty batches it is said where other cuts would be quicker; in a time of its own, which layers spend."""
+
+import os
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import quiet_trainer
+from lightning.pytorch.callbacks import LambdaCallback
+from ranks import run_ranks
+from torch import Tensor, fx, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from cnnstrategies import ImageClassifier
+from cnnstrategies.planning import measure
+from cnnstrategies.strategies import HybridPipelineStrategy, balancing
+
+LOSS = 6
+seconds = [100.0] * 6 + [0.0]  # of each layer and of the loss for a sample; against them no real one counts
+now = 0.0
+
+
+def spend(time: float) -> None:
+    global now
+    now += time
+
+
+@fx.wrap
+def layer(values: Tensor, scale: Tensor, number: int) -> Tensor:
+    result, time = values * scale, len(values) * seconds[number]
+    spend(time)
+    if result.requires_grad:
+        result.register_hook(lambda gradient: spend(2 * time))
+    return result
+
+
+class Spending(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return layer(images, self.scale, self.number)
+
+
+class Classifier(ImageClassifier):
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        spend(len(outputs) * seconds[LOSS])
+        return super().loss(outputs, targets)
+
+    def loss_weight(self, targets: Tensor) -> int:
+        return len(targets)
+
+
+def fit(then: dict[int, float], batches: int = 21, **options: Any) -> list[str]:
+    """The warnings that name cuts, on one rank, where layers take another time from the start of the training on.
+
+    Of an epoch's three batches the last one has fewer samples.
+    """
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world)}
+    measure.time = balancing.time = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)  # type: ignore[assignment]
+    strategy = HybridPipelineStrategy(microbatches=8, **options)
+    begin = LambdaCallback(on_train_start=lambda *_: [seconds.__setitem__(*one) for one in then.items()])
+    trainer = quiet_trainer(strategy, world, max_epochs=-1, max_steps=batches, callbacks=[begin])
+    network = nn.Sequential(*map(Spending, range(LOSS)), nn.Flatten(), nn.Linear(16, 2))
+    images = TensorDataset(torch.randn(22, 1, 4, 4), torch.randint(2, (22,)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Classifier(network, 2), DataLoader(images, 8 // strategy.placement.replicas[0]))
+    return [text for one in caught if "cuts: [" in (text := str(one.message))]
+
+
+@pytest.mark.parametrize(
+    ("then", "options", "cuts"),
+    [
+        ({1: 700}, {}, "layer_1"),  # Three layers and three become 9 and 3, and by other cuts 6 and 6.
+        ({LOSS: 1200}, {}, "layer_4"),  # It is as four layers, and stays where it is.
+        ({5: 300}, {"replicas": [2, 1], "shares": "auto"}, "layer_4"),  # Whose clocks run beside.
+        ({}, {}, None),
+        (dict.fromkeys(range(LOSS), 200), {"activation_checkpointing": "always"}, None),  # All are slower alike.
+        ({1: 700}, {"batches": 19}, None),
+        ({1: 700}, {"cuts": ["layer_1"]}, None),
+    ],
+)
+def test_better_cuts_are_said_as_fit_takes_them(
+    run_cli: Any, then: dict[int, float], options: dict[str, Any], cuts: str | None
+) -> None:
+    said, *others = run_ranks(sum(options.get("replicas", [1, 1])), partial(fit, then, **options))
+    assert (len(said), any(others)) == (cuts is not None, False), "rank 0 says it, once"
+    if cuts is not None:
+        Path("cuts.yaml").write_text(said[0].splitlines()[-1])
+        strategy = "--trainer.strategy=hybrid_pipeline" if options else "--config=strategy/hybrid_pipeline"
+        code, output = run_cli("fit", "--config=quickstart", strategy, "--config=cuts.yaml", "--print_config")
+        assert code == 0, output
+        assert yaml.safe_load(output)["trainer"]["strategy"]["init_args"]["cuts"] == [cuts]
