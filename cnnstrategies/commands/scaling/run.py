@@ -3,9 +3,7 @@
 Run as ``main`` by :class:`cnnstrategies.planning.tune.trial.Trial`, and by no one else.
 """
 
-import json
 import os
-import socket
 import sys
 import time
 import traceback
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, ProgressBar
+from lightning.pytorch.cli import SaveConfigCallback
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from typing_extensions import override
@@ -25,38 +24,35 @@ from cnnstrategies._torch_private import READ, OperationMode
 from cnnstrategies.callbacks import StartPanel, TrainingSummary
 from cnnstrategies.callbacks.step_parts import TOTAL, StepMeter
 from cnnstrategies.commands.run.lightning_cli import CLI
-from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.commands.scaling.probes import load_alone, one_sample, prefetched, sum_alone
-from cnnstrategies.models.samples import count_samples
+from cnnstrategies.commands.tune.orders import Orders, run_rank
+from cnnstrategies.models.samples import count_samples, samples_of
 from cnnstrategies.planning.scaling.figures import CALLBACK, LOGGER
-from cnnstrategies.planning.tune.trial import COMPARED_STEPS, TRIAL
+from cnnstrategies.planning.tune.trial import TRIAL
 
+STOPPING = "stopping"  # The part in which ranks ask each other whether to stop: whoever is first waits.
 VALIDATED = 4  # batches
 MOST_READY = 32  # batches, after which those count that are loaded in time
 # They write runs to a server.
 REMOTE = ("WandbLogger", "MLFlowLogger", "CometLogger", "NeptuneLogger")
-LEFT_OUT = (Checkpoint, EarlyStopping, ProgressBar, StartPanel, TrainingSummary)
+LEFT_OUT = (Checkpoint, EarlyStopping, ProgressBar, SaveConfigCallback, StartPanel, TrainingSummary)
 
 
-class ScalingControl(Callback):
-    """Waits for orders before a step, and reports on those that were ordered.
+class ScalingControl(Orders):
+    """Measures the steps that are ordered, and reports on them.
 
     Args:
         saving: Callbacks that save, which were left out.
     """
 
     def __init__(self, saving: int) -> None:
+        super().__init__()
         self._saving = saving
-        self._left = self._skipped = self._samples = 0
+        self._skipped = self._samples = 0
         self._larger = 1
         self._validated: list[float] = []
-        self._losses: list[float] = []
         self._reads: HostReads | None = None
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._tries = [trainer.check_val_every_n_epoch or 1, trainer.val_check_interval]
 
     @override
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
@@ -64,7 +60,7 @@ class ScalingControl(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.fit_loop.max_epochs = -1
+        self._epochs = trainer.check_val_every_n_epoch or 1
         trainer.check_val_every_n_epoch = sys.maxsize
         self._trainer = trainer
         self._meter = StepMeter(trainer, self._part)
@@ -73,22 +69,19 @@ class ScalingControl(Callback):
                 setattr(logger, name, self._counted(getattr(logger, name), LOGGER + type(logger).__name__))
         strategy: Any = trainer.strategy
         strategy.batch_to_device = self._enlarged(strategy.batch_to_device)
-        self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(os.environ[TRIAL])
-        self._answers = self._connection.makefile("r")
-        self._say(self._hello(trainer))
+        super().on_train_start(trainer, pl_module)
 
-    def _hello(self, trainer: Trainer) -> dict[str, Any]:
+    @override
+    def hello(self, trainer: Trainer) -> dict[str, Any]:
         loader: Any = trainer.train_dataloader
         workers = int(getattr(loader, "num_workers", 0) or 0)
         self._ready = min(MOST_READY, prefetched(loader))
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
+        self._usual = samples_of(loader, datamodule) or 1
         steps = trainer.num_training_batches
         batch = self._validated[1:] or self._validated
         seconds = (batch[-1] - self._validated[0]) / (len(batch)) if len(self._validated) > 1 else 0.0
         return {
-            "rank": trainer.global_rank,
-            "world": trainer.world_size,
-            "pid": os.getpid(),
             "accelerator": trainer.strategy.root_device.type != "cpu",
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             "threads": torch.get_num_threads(),
@@ -97,22 +90,24 @@ class ScalingControl(Callback):
             "validation": seconds * self._validation_batches(trainer),
             "saving": self._saving,
             "log_every": trainer.log_every_n_steps,  # type: ignore[attr-defined]  # set by the logger connector
-            "waiting": self._meter.parts.waiting,
+            "waiting": [*self._meter.parts.waiting, STOPPING],
         }
 
     def _validation_batches(self, trainer: Trainer) -> float:
         """Of an epoch, on average."""
-        epochs, interval = self._tries
-        batches = sum(one for one in trainer.num_val_batches if one != float("inf"))
-        steps = trainer.num_training_batches
-        times = 1 / interval if isinstance(interval, float) else steps / interval if steps != float("inf") else 1
-        return float(batches * max(1, int(times)) / epochs)
+        every, steps = trainer.val_check_batch, trainer.num_training_batches
+        if every is None:
+            return 0.0  # By the clock.
+        times = 1 if float("inf") in (every, steps) else steps / every
+        return sum(one for one in trainer.num_val_batches if one != float("inf")) * times / self._epochs
 
     def _part(self, action: str) -> str | None:
         """Beside the parts of a step, whose hook is called."""
         if (part := self._meter.parts.of(action)) is not None:
             return part
         owner, _, hook = action.rpartition(".")
+        if owner.startswith("[Callback]GracefulStop"):
+            return STOPPING
         if owner.startswith("[Callback]") and type(self).__name__ not in owner:
             return CALLBACK + owner.removeprefix("[Callback]").partition("{")[0]
         if owner.startswith("[LightningModule]") and hook.startswith("on_") and "batch_transfer" not in hook:
@@ -136,17 +131,11 @@ class ScalingControl(Callback):
         return called
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        while not self._left:
-            line = self._answers.readline()
-            order = json.loads(line) if line else {"end": True}
-            if "probe" in order:
-                self._say(self._probe(order))
-            elif "end" in order:
-                trainer.should_stop = True
-                return
-            else:
-                self._begin(order)
+    def obey(self, order: Mapping[str, Any]) -> None:
+        if "probe" in order:
+            self.say(self._probe(order))
+        else:
+            self._begin(order)
 
     def _begin(self, order: Mapping[str, Any]) -> None:
         self._meter.remove(self._trainer)
@@ -168,8 +157,7 @@ class ScalingControl(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if len(self._losses) < COMPARED_STEPS:
-            self._losses.append(float(outputs["loss"] if isinstance(outputs, Mapping) else outputs))
+        self.note_loss(outputs)
         if not self._left:
             return
         if self._skipped:
@@ -180,7 +168,7 @@ class ScalingControl(Callback):
                 self._mark = time.perf_counter()
             return
         self._meter.end_step()
-        self._samples += count_samples(batch)
+        self._samples += count_samples(batch) or self._usual
         self._left -= 1
         if not self._left:
             self._report(trainer)
@@ -198,7 +186,7 @@ class ScalingControl(Callback):
             counts = {place: count / steps for place, count in self._reads.places.items()}
             answer |= {"reads": counts, "read_seconds": self._reads.seconds / steps}
             self._reads = None
-        self._say(answer)
+        self.say(answer)
 
     def _probe(self, order: Mapping[str, Any]) -> dict[str, Any]:
         trainer, module = self._trainer, self._trainer.lightning_module
@@ -215,9 +203,6 @@ class ScalingControl(Callback):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated.clear()
-
-    def _say(self, message: Mapping[str, Any]) -> None:
-        self._connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 class HostReads(OperationMode):  # type: ignore[no-untyped-call]
@@ -277,10 +262,7 @@ class ScalingCLI(CLI):
 
 def main() -> None:
     """Run a rank."""
-    quieten()
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    ScalingCLI()
+    run_rank(ScalingCLI)
 
 
 if __name__ == "__main__":

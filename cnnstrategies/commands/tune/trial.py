@@ -5,16 +5,13 @@ by no one else.
 """
 
 import itertools
-import json
 import os
-import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -23,10 +20,10 @@ from typing_extensions import override
 from cnnstrategies.callbacks.compute_settings import ComputeSettings
 from cnnstrategies.commands.front.options import TuneOptions
 from cnnstrategies.commands.run.lightning_cli import CLI
-from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.run.trainer import as_list
+from cnnstrategies.commands.tune.orders import Orders, run_rank
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.planning.tune.trial import COMPARED_STEPS, LOADS, TRIAL
+from cnnstrategies.planning.tune.trial import COMPARED_STEPS, LOADS
 
 STEPS_OF_AN_EPOCH = 1000
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -51,14 +48,13 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-class TrialControl(Callback):
-    """Waits for orders before a step, and reports after those that were ordered."""
+class TrialControl(Orders):
+    """Makes the steps that are ordered with one batch, and reports after them."""
 
     def __init__(self) -> None:
-        self._left = 0
+        super().__init__()
         self._made = 0
         self._started = 0.0
-        self._losses: list[float] = []
         self._resting: list[nn.Module] = []
 
     @override
@@ -77,52 +73,37 @@ class TrialControl(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.fit_loop.max_epochs = -1
-        trainer.strategy.lr_scheduler_configs = []
         # Compilers draw other random numbers; what is compared must not depend on them.
         self._resting = [one for one in pl_module.modules() if isinstance(one, DROPOUT)]
         for one in self._resting:
             one.eval()
-        self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(os.environ[TRIAL])
-        self._answers = self._connection.makefile("r")
-        self._say({"rank": trainer.global_rank, "world": trainer.world_size})
+        super().on_train_start(trainer, pl_module)
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._left:
-            return
-        line = self._answers.readline()
-        order = json.loads(line) if line else {"end": True}
-        if "end" in order:
-            trainer.should_stop = True
-        self._left = order.get("steps", 1)
+    def obey(self, order: Mapping[str, Any]) -> None:
+        self._left = order["steps"]
         self._started = time.perf_counter()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if not self._left:
+            return
         self._left -= 1
         self._made += 1
-        if self._made <= COMPARED_STEPS:
-            loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
-            self._losses.append(float(loss))
+        self.note_loss(outputs)
         if self._made == COMPARED_STEPS:
             for one in self._resting:
                 one.train()
             # Fitting one batch for long ends in gradients so small that processors are slow with them.
             for group in itertools.chain.from_iterable(one.param_groups for one in trainer.optimizers):
                 group["lr"] = 0.0
-        if self._left or trainer.should_stop:
+        if self._left:
             return
         if pl_module.device.type != "cpu":
             torch.accelerator.synchronize()
-        seconds = time.perf_counter() - self._started
-        self._say({"seconds": seconds, "losses": self._losses})
-
-    def _say(self, message: Mapping[str, Any]) -> None:
-        self._connection.sendall(json.dumps(message).encode() + b"\n")
+        self.say({"seconds": time.perf_counter() - self._started, "losses": self._losses})
 
 
 class TrialCLI(CLI):
@@ -154,10 +135,7 @@ class TrialCLI(CLI):
 
 def main() -> None:
     """Run a trial's rank."""
-    quieten()
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    TrialCLI()
+    run_rank(TrialCLI)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cnnstrategies.planning.scaling.figures import COMPUTE, Epoch, Facts, Found, Rank, Run, Sample
-from cnnstrategies.planning.tune.trial import Trial, TrialError
+from cnnstrategies.planning.tune.trial import PATIENCE, Trial, TrialError
 
 COMMAND = "cnnstrategies.commands.scaling.run"
 BLOCK_SECONDS = 1.0
@@ -21,9 +21,8 @@ FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
 COMPARED = 3  # rounds of a change within a training
 LARGER = 4
 LOADING_SECONDS = 2.0
-PATIENCE = 120.0  # seconds, at least, for a start or an order on a machine that is busy
 ENDING = 0.35  # of the time, for what is asked at the end
-
+ALL_REDUCE = "communication"  # The part of a step, as the ranks call it.
 
 Report = Mapping[str, Any]  # Of a rank, on the steps that were ordered.
 
@@ -93,8 +92,10 @@ def _rate(reports: Sequence[Report]) -> float:
     return float(sum(report["samples"] for report in reports) / max(report["seconds"] for report in reports))
 
 
-def _compute(reports: Sequence[Report]) -> float:
-    return float(sum(report["parts"].get(name, 0.0) for report in reports for name in COMPUTE))
+def _compute_of_a_sample(reports: Sequence[Report]) -> float:
+    """Whatever a batch is made of: one of a class of the user's own does not grow."""
+    seconds = sum(report["parts"].get(name, 0.0) * report["steps"] for report in reports for name in COMPUTE)
+    return float(seconds / sum(report["samples"] for report in reports))
 
 
 @dataclass
@@ -140,7 +141,7 @@ class Bench:
                     self.progress("what the parts can do alone")
                     facts = self._facts(trainings[max(trainings)], runs[max(trainings)])
         if not runs:
-            raise TrialError("; ".join(self.trouble.values()))
+            raise TrialError("; ".join(dict.fromkeys(self.trouble.values())))
         return Found([runs[count] for count in sorted(runs)], facts)
 
     def _start(self, counts: Sequence[int], stack: ExitStack) -> dict[int, Training]:
@@ -182,12 +183,14 @@ class Bench:
         }
         steps = hello["steps"]
         known["epoch"] = Epoch(steps, hello["validation"])
+        alike = ALL_REDUCE in hello["waiting"]  # Each rank has the whole network, and none asks a server.
         try:
             if hello["accelerator"]:
                 read = trial.ask({"steps": FEWEST_STEPS, "reads": True})[0]
                 known |= {"reads": read["reads"], "read_seconds": read["read_seconds"]}
-            summed = trial.ask({"probe": "sum"})[0]
-            known |= {"link": summed["seconds"], "gradient_bytes": summed["bytes"]}
+            if alike:
+                summed = trial.ask({"probe": "sum"})[0]
+                known |= {"link": summed["seconds"], "gradient_bytes": summed["bytes"]}
             if sample := trial.ask({"probe": "sample"}, first=True)[0]:
                 known["load"] = Sample(**sample)
             saved = trial.ask({"probe": "save", "path": str(self.folder / "saved.ckpt")})[0]["seconds"]
@@ -195,8 +198,8 @@ class Bench:
             each = max(1, hello["cores"] // run.devices)
             if not hello["accelerator"] and hello["threads"] > each:
                 known["with_fewer"] = run.rate * training.times(_rate, threads=each)
-            if self.strategy.startswith(("ddp", "auto")):
-                known["larger"] = run.slowest.compute * training.times(_compute, larger=LARGER)
+            if alike:
+                known["larger"] = run.slowest.compute * LARGER * training.times(_compute_of_a_sample, larger=LARGER)
             rates = [one["rate"] for one in trial.ask({"probe": "load", "seconds": LOADING_SECONDS})]
             known["loader"] = sum(rates) if all(rates) else None
         except TrialError as failure:

@@ -16,6 +16,8 @@ from typing import Any
 TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable: the socket on which a trial's ranks wait for orders.
 LOADS = "CNNSTRATEGIES_TRIAL_LOADS"  # Set where the ranks load as in training, and not one batch again and again.
 COMMAND = "cnnstrategies.commands.tune.trial"
+FAILED = "This trial has failed: "  # What a rank says before why, in one line.
+PATIENCE = 120.0  # Seconds, at least, for a start or an order on a machine that is busy.
 # Their losses tell whether a candidate learns the same: the third follows from the gradients of two updates.
 COMPARED_STEPS = 3
 # What the last lines of a run that has failed say, and what that means.
@@ -140,6 +142,11 @@ class Trial:
         if code < 0:
             return f"ended by {signal.Signals(-code).name}{', as when memory is short' * (code == -signal.SIGKILL)}"
         lines = [line.strip() for line in text.splitlines() if line.strip()]
+        told = [line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)]
+        if told:
+            return told[0]  # The other ranks miss the first one.
+        if code == 0:
+            return "it ended by itself: a callback, max_epochs or limit_train_batches allow no further step"
         return lines[-1] if lines else f"exit code {code}"
 
     def _accept(self) -> None:
