@@ -11,7 +11,6 @@ from conftest import quiet_trainer
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import (
@@ -24,6 +23,7 @@ from cnnstrategies.callbacks import (
     TrainingSummary,
 )
 from cnnstrategies.commands.run.trainer import all_callbacks
+from cnnstrategies.commands.scaling.run import HostReads
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
 
@@ -31,23 +31,11 @@ BATCHES, EVERY = 9, 4
 OURS = (EpochMetrics, FirstBatch, FromConfiguration, GracefulStop, SamplesPerSecond, SampleWeights, TrainingSummary)
 
 
-class Reads(TorchDispatchMode):
-    """Counts numbers that the host reads, for which it waits on an accelerator."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.found += func.name() == "aten::_local_scalar_dense"
-        return func(*args, **(kwargs or {}))
-
-
 class EachStep(Callback):
     """Host reads and formatted tracebacks between the begins of two steps of an epoch."""
 
     def __init__(self, reads, formatted):
-        self.counts = lambda: (reads.found, len(formatted))
+        self.counts = lambda: (reads.places.total(), len(formatted))
         self.steps, self.losses = [], []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -69,7 +57,7 @@ def test_a_step_reads_nothing_formats_nothing_and_logs_its_loss_alone(monkeypatc
     model.log = lambda name, *args, **options: logged.update([name]) or log(name, *args, **options)
     for module in (traceback, torch.cuda.traceback):
         monkeypatch.setattr(module, "format_stack", lambda *args: formatted.append(args) or [])
-    each = EachStep(reads := Reads(), formatted)
+    each = EachStep(reads := HostReads(), formatted)
     trainer = quiet_trainer(
         callbacks=[*(kind() for kind in OURS), each],
         logger=CSVLogger("."),
