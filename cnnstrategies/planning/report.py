@@ -116,9 +116,14 @@ def write_overlay(file: Path, ranking: Ranking) -> None:
         "  cnnstrategies fit --config YOURS --config THIS",
     ]
     trainer: dict[str, Any] = {}
-    counts = {host.devices for host in job.cluster.hosts}
-    if len(counts) == 1:
-        trainer |= {"num_nodes": len(job.cluster.hosts), "devices": min(counts)}
+    counts = [host.devices for host in job.cluster.hosts]
+    if len(set(counts)) == 1:
+        trainer |= {"num_nodes": len(counts), "devices": counts[0]}
+    else:
+        lines.append(
+            f"The machines have {', '.join(map(str, counts))} devices. Lightning starts as many ranks on each: "
+            "trainer.num_nodes and trainer.devices are left to you."
+        )
     options = dict(row.options)
     trainer["accumulate_grad_batches"] = options.pop("accumulate_grad_batches", 1)
     if isinstance(row, Hybrid):

@@ -178,5 +178,9 @@ def test_the_best_is_written_as_lines_of_a_configuration(tmp_path: Path) -> None
     write_overlay(file, rank(replace(job(VGG), cluster=Cluster(hosts), microbatches=10)))
     options = yaml.safe_load(file.read_text())["trainer"]["strategy"]["init_args"]
     assert (options["shares"], options["first"], options["placement"]) == ("auto", [4, 4, 2, 10], "stages")
+    uneven = Cluster((Host(3, SLOW, SLOW), Host(1, SLOW, SLOW)))
+    write_overlay(file, rank(replace(job([100] * 4), cluster=uneven)))
+    assert "The machines have 3, 1 devices" in file.read_text()
+    assert "devices" not in yaml.safe_load(file.read_text())["trainer"]
     write_overlay(file, rank(job([100] * 4)))
     assert yaml.safe_load(file.read_text())["trainer"]["strategy"] == "ddp"
