@@ -177,6 +177,12 @@ def from_two_sizes(large: GraphCosts, small: GraphCosts, batch_norm: bool) -> Pr
     return Profile(large, times, batch_norm)
 
 
+def digits(value: float, count: int = 3) -> str:
+    """With so many digits that count, and not as a power of ten, as which nobody reads milliseconds."""
+    rounded = float(f"{value:.{count}g}")
+    return f"{rounded:.0f}" if rounded >= 10 ** (count - 1) else f"{rounded:g}"
+
+
 def format_bytes(size: float) -> str:
     """A size with a unit, in 8 characters at most up to a terabyte: 1.5 MiB, 224 MiB."""
     for unit in ("B", "KiB", "MiB"):

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.candidates import Candidate
-from cnnstrategies.planning.costs import format_bytes
+from cnnstrategies.planning.costs import digits, format_bytes
 from cnnstrategies.planning.hybrid import Hybrid
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.rank import Ranking
@@ -39,7 +39,7 @@ def ranking_table(ranking: Ranking) -> Group:
     def add(rows: Sequence[Candidate]) -> None:
         for row in rows:
             shown = {
-                "ms/step": f"{row.step * 1e3:.4g}",
+                "ms/step": digits(row.step * 1e3, 4),
                 "samples/s": f"{ranking.rate(row):.0f}",
                 "limit": row.bottleneck,
                 "memory": _short(row.memory),
@@ -112,7 +112,7 @@ def write_overlay(file: Path, ranking: Ranking) -> None:
     """Write the best strategy as what ``fit`` takes after the configuration that was planned for."""
     job, row = ranking.job, ranking.best
     lines = [
-        f"{row}: {row.step * 1e3:.4g} ms a step predicted, {ranking.rate(row):.4g} samples/s",
+        f"{row}: {digits(row.step * 1e3, 4)} ms a step predicted, {digits(ranking.rate(row), 4)} samples/s",
         "  cnnstrategies fit --config YOURS --config THIS",
     ]
     trainer: dict[str, Any] = {}

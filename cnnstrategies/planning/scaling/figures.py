@@ -4,9 +4,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cnnstrategies.planning.costs import digits
+
 COMPUTE = ("forward", "backward", "optimizer")
 # The parts of what is called in a step beside the network; after the word comes whose it is.
 CALLBACK, LOGGER = "callback ", "logger "
+
+
+def ms(seconds: float, count: int = 3) -> str:
+    """Milliseconds, with so many digits."""
+    return digits(1e3 * seconds, count)
 
 
 @dataclass(frozen=True)

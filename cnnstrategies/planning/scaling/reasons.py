@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cnnstrategies.planning.candidates import Effect
-from cnnstrategies.planning.scaling.figures import CALLBACK, LOGGER, Found
+from cnnstrategies.planning.costs import digits
+from cnnstrategies.planning.scaling.figures import CALLBACK, LOGGER, Found, ms
 
 LEAST_GAIN = 1.05  # What brings less is nobody's concern.
 MOST_WORKERS = 8
@@ -52,19 +53,20 @@ def loading(found: Found) -> Iterator[Reason]:
     run, facts = found.largest, found.facts
     rank = run.slowest
     waited, step = rank.parts.get("data", 0.0), run.step
-    said = f"a step waits {1e3 * waited:.3g} of {1e3 * step:.3g} ms for data"
+    said = f"a step waits {ms(waited)} of {ms(step)} ms for data"
     if facts.loader is not None:
-        said += f"; loaders alone give {facts.loader:.3g} samples/s, the network takes {found.limits()['compute']:.3g}"
+        taken = digits(found.limits()["compute"])
+        said += f"; loaders alone give {digits(facts.loader)} samples/s, the network takes {taken}"
     cause, cheaper = "the loader is slower than the network", "pack images into shards (`cnnstrategies pack --size`)"
     load, key = facts.load, "data.init_args.num_workers"
     if load is not None:
-        said += f"; a sample takes {1e3 * load.seconds:.3g} ms, of them {1e3 * load.processor:.3g} of the processor"
+        said += f"; a sample takes {ms(load.seconds)} ms, of them {ms(load.processor)} of the processor"
         waits_for_storage = load.processor < load.seconds / 2
         if waits_for_storage:
             cause, cheaper = "the loader waits for storage", "pack images into shards, or copy them to a local disk"
         elif load.two > 1.5 * load.seconds and facts.cores > 1 and not facts.workers:
             cause = "the loader holds the interpreter's lock, and the training process loads"
-            said += f"; two threads at once take {1e3 * load.two:.3g} ms each"
+            said += f"; two threads at once take {ms(load.two)} ms each"
         free = MOST_WORKERS if waits_for_storage else max(1, facts.cores // run.devices)
         # In a run, where all ranks load at once, a sample may take longer than it does alone.
         seconds = load.seconds if facts.workers else max(load.seconds, waited / rank.samples)
@@ -93,8 +95,8 @@ def link(found: Found) -> Iterator[Reason]:
     values = {"trainer.strategy": "ddp_bf16"} if facts.strategy == "ddp" else {}
     yield Reason(
         "the link is slow",
-        f"{1e3 * open_:.3g} of {1e3 * run.step:.3g} ms are all-reduce that backward does not hide; alone it takes "
-        f"{1e3 * facts.link:.3g} ms for {facts.gradient_bytes / 1e6:.3g} MB ({speed:.3g} MB/s)",
+        f"{ms(open_)} of {ms(run.step)} ms are all-reduce that backward does not hide; alone it takes "
+        f"{ms(facts.link)} ms for {digits(facts.gradient_bytes / 1e6)} MB ({digits(speed)} MB/s)",
         "half the bytes by `ddp_bf16`; still fewer by `accumulate_grad_batches`, a parameter server's compression or "
         "own steps, or a pipeline",
         found.gain(saved),
@@ -114,8 +116,8 @@ def slow_rank(found: Found) -> Iterator[Reason]:
     values = {"trainer.strategy": "ddp_balanced"} if found.facts.strategy in ("ddp", "auto") else {}
     yield Reason(
         f"rank {slowest} is slower than the others",
-        f"a sample takes it {1e3 * max(each):.3g} ms, the quickest {1e3 * min(each):.3g}; the others wait "
-        f"{1e3 * run.waiting:.3g} ms of a step, on average",
+        f"a sample takes it {ms(max(each))} ms, the quickest {ms(min(each))}; the others wait "
+        f"{ms(run.waiting)} ms of a step, on average",
         "free its device of other work; else shares of the batch by speed: `ddp_balanced`, or `shares: auto`",
         found.gain(max(rank.compute for rank in run.ranks) - best),
         values,
@@ -132,7 +134,7 @@ def threads(found: Found) -> Iterator[Reason]:
     yield Reason(
         "threads fight for the processor's cores",
         f"{run.devices} ranks of {facts.threads} threads on {facts.cores} cores; with {each} each, "
-        f"{facts.with_fewer:.3g} samples/s in place of {run.rate:.3g}",
+        f"{digits(facts.with_fewer)} samples/s in place of {digits(run.rate)}",
         f"OMP_NUM_THREADS={each}, or ComputeSettings' `threads: {each}`",
         found.gain(run.step * (1 - min(1.0, run.rate / facts.with_fewer))),
         {"ComputeSettings.threads": each},
@@ -152,8 +154,8 @@ def small_batches(found: Found) -> Iterator[Reason]:
     values = {f"data.init_args.{key}": times * size for key, size in facts.keys.items() if "batch_size" in key}
     yield Reason(
         "batches are small for a device",
-        f"{run.samples / run.devices:.3g} samples a device take it {1e3 * compute:.3g} ms, {times} times as many "
-        f"{1e3 * facts.larger:.3g}",
+        f"{digits(run.samples / run.devices)} samples a device take it {ms(compute)} ms, {times} times as many "
+        f"{ms(facts.larger)}",
         f"a batch {times} times as large, and the learning rate to it; or fewer devices",
         found.gain(compute - then),
         values,
@@ -167,10 +169,10 @@ def host_reads(found: Found) -> Iterator[Reason]:
     if not facts.accelerator or not facts.reads:
         return
     waited = min(facts.read_seconds, run.step)
-    places = ", ".join(f"{place} ({count:.3g} times)" for place, count in facts.reads.items())
+    places = ", ".join(f"{place} ({digits(count)} times)" for place, count in facts.reads.items())
     yield Reason(
         "a step makes the host wait for the device",
-        f"{1e3 * waited:.3g} of {1e3 * run.step:.3g} ms in {places}",
+        f"{ms(waited)} of {ms(run.step)} ms in {places}",
         "keep values on the device: no `.item()`, `float()`, `print` or `if` of a tensor in a step; log every 50 steps",
         found.gain(min(waited, run.step - waited)),
     )
@@ -184,7 +186,7 @@ def callbacks(found: Found) -> Iterator[Reason]:
         for name, seconds in rank.beside(CALLBACK).items():
             longest[name] = max(seconds, longest.get(name, 0.0))
     for name, seconds in longest.items():
-        said = f"{1e3 * seconds:.3g} of {1e3 * run.step:.3g} ms of a step are spent in its hooks"
+        said = f"{ms(seconds)} of {ms(run.step)} ms of a step are spent in its hooks"
         yield Reason(f"{name} takes long", said, "call it less often, or leave it out", found.gain(seconds))
 
 
@@ -198,7 +200,7 @@ def logging(found: Found) -> Iterator[Reason]:
     kept = min(1.0, facts.log_every / USUAL_LOG_EVERY)
     yield Reason(
         "loggers take long",
-        f"{1e3 * seconds:.3g} of {1e3 * run.step:.3g} ms of a step, in {', '.join(spent)} each {facts.log_every} steps",
+        f"{ms(seconds)} of {ms(run.step)} ms of a step, in {', '.join(spent)} each {facts.log_every} steps",
         f"`log_every_n_steps: {USUAL_LOG_EVERY}`" if kept < 1 else "a quicker logger, or more steps between",
         found.gain(seconds * (1 - kept if kept < 1 else 0.5)),
         {"trainer.log_every_n_steps": USUAL_LOG_EVERY} if kept < 1 else {},
@@ -214,7 +216,7 @@ def validation(found: Found) -> Iterator[Reason]:
     every = math.ceil(epoch.validation / (VALIDATION_SHARE * trains))
     yield Reason(
         "validation takes long",
-        f"{epoch.validation:.3g} s of validation for {trains:.3g} s of training, in each epoch",
+        f"{digits(epoch.validation)} s of validation for {digits(trains)} s of training, in each epoch",
         f"`check_val_every_n_epoch: {every}`, or `limit_val_batches`",
         found.gain(0.0, epoch.validation * (1 - 1 / every)),
         {"trainer.check_val_every_n_epoch": every},
@@ -224,7 +226,7 @@ def validation(found: Found) -> Iterator[Reason]:
 def checkpoints(found: Found) -> Iterator[Reason]:
     """An epoch saves long for how long it trains."""
     epoch = found.facts.epoch
-    said = f"{epoch.checkpoints:.3g} s of an epoch are spent on saving"
+    said = f"{digits(epoch.checkpoints)} s of an epoch are spent on saving"
     yield Reason(
         "checkpoints take long", said, "save less often: `every_n_epochs`", found.gain(0.0, 0.9 * epoch.checkpoints)
     )
@@ -233,7 +235,7 @@ def checkpoints(found: Found) -> Iterator[Reason]:
 def transfer(found: Found) -> Iterator[Reason]:
     """Copies to the device, and what is done to batches then, take long."""
     seconds = found.largest.slowest.parts.get("transfer", 0.0)
-    said = f"{1e3 * seconds:.3g} of {1e3 * found.largest.step:.3g} ms of a step"
+    said = f"{ms(seconds)} of {ms(found.largest.step)} ms of a step"
     yield Reason(
         "batches get to the device slowly",
         said,

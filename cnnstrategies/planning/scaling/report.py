@@ -6,30 +6,36 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from cnnstrategies.planning.scaling.figures import CALLBACK, COMPUTE, LOGGER, Found, Rank, Run
+from cnnstrategies.planning.costs import digits
+from cnnstrategies.planning.scaling.figures import CALLBACK, COMPUTE, LOGGER, Found, Rank, Run, ms
 from cnnstrategies.planning.scaling.reasons import Reason
 from cnnstrategies.planning.tune.race import interval
+from cnnstrategies.runtime.whole_file import whole_file
 
 ERROR = 0.1  # that an interval misses
 SLOWER = 1.15  # times the time for a sample: what devices that share something differ by
 SHOWN = 4  # times the speed: what could do more is no limit
 WAITS_FOR_OTHERS = "waiting for the slowest"
 LINK = "communication in the open"
+OTHER = "other"
+# By the beginnings of the parts' names, in the order in which they are shown; the waits are made of several parts.
 KINDS = {
     "data": "waiting for data",
     "transfer": "copy, batch hooks",
     "forward": "forward",
     "backward": "backward",
     "optimizer": "optimizer",
+    LINK: LINK,
+    WAITS_FOR_OTHERS: WAITS_FOR_OTHERS,
     CALLBACK: "callbacks, hooks",
     LOGGER: "loggers",
+    "other": OTHER,
 }
-OTHER = "other"
 
 
 def by_kind(run: Run) -> dict[str, float]:
     """Seconds of a step of an average rank, by kinds that add up to it."""
-    found = dict.fromkeys([*list(KINDS.values())[:5], LINK, WAITS_FOR_OTHERS, *list(KINDS.values())[5:], OTHER], 0.0)
+    found = dict.fromkeys(KINDS.values(), 0.0)
     for rank in run.ranks:
         for name, seconds in rank.parts.items():
             if name not in rank.waiting:
@@ -55,7 +61,7 @@ def table(found: Found) -> Table:
     shown.add_column("devices")
     for run in found.runs:
         shown.add_column(str(run.devices), justify="right")
-    shown.add_row("samples/s", *(f"{run.rate:.4g}" for run in found.runs))
+    shown.add_row("samples/s", *(digits(run.rate, 4) for run in found.runs))
     base = found.runs[0].devices
     if len(found.runs) > 1:
         speeds = [speedup(found, run) for run in found.runs]
@@ -63,11 +69,11 @@ def table(found: Found) -> Table:
         shown.add_row("speed-up", "1", *said)
         efficiencies = [one[1] * base / run.devices for one, run in zip(speeds, found.runs, strict=True)]
         shown.add_row("efficiency", *(f"{one:.0%}" for one in efficiencies))
-    shown.add_row("a step, ms", *(f"{1e3 * run.step:.4g}" for run in found.runs))
+    shown.add_row("a step, ms", *(ms(run.step, 4) for run in found.runs))
     kinds = [by_kind(run) for run in found.runs]
     for name in kinds[0]:
         if any(kind[name] > 0.005 * run.step for kind, run in zip(kinds, found.runs, strict=True)):
-            shown.add_row(f"  {name}", *(f"{1e3 * kind[name]:.3g}" for kind in kinds))
+            shown.add_row(f"  {name}", *(ms(kind[name]) for kind in kinds))
     return shown
 
 
@@ -79,7 +85,7 @@ def sentences(found: Found, why: Sequence[Reason]) -> list[str]:
         lines.append(_batches(first, run))
     limits = found.limits()
     name = min(limits, key=lambda one: limits[one])
-    allowed = ", ".join(f"{part} {rate:.4g}" for part, rate in limits.items())
+    allowed = ", ".join(f"{part} {digits(rate, 4)}" for part, rate in limits.items())
     lines.append(f"Samples/s that the parts allow on {run.devices}, each alone: {allowed}.")
     slower = _of_a_sample(run.slowest) / _of_a_sample(first.slowest)
     if run is not first and slower > SLOWER:
@@ -98,8 +104,8 @@ def sentences(found: Found, why: Sequence[Reason]) -> list[str]:
     epoch = found.facts.epoch
     if epoch.steps is not None and (epoch.validation or epoch.checkpoints):
         lines.append(
-            f"An epoch: {epoch.steps * run.step:.3g} s of steps, {epoch.validation:.3g} s of validation, "
-            f"{epoch.checkpoints:.3g} s of saving."
+            f"An epoch: {digits(epoch.steps * run.step)} s of steps, {digits(epoch.validation)} s of validation, "
+            f"{digits(epoch.checkpoints)} s of saving."
         )
     return lines
 
@@ -107,16 +113,14 @@ def sentences(found: Found, why: Sequence[Reason]) -> list[str]:
 def _batches(first: Run, run: Run) -> str:
     """Weak or strong scaling, in a sentence."""
     here, there = first.samples / first.devices, run.samples / run.devices
+    smaller, larger, own = digits(first.samples, 4), digits(run.samples, 4), digits(there, 4)
     if abs(here - there) < 0.05 * here:
         return (
-            f"Each device keeps its batch of {here:.4g} samples, so a step has {first.samples:.4g} on {first.devices} "
-            f"and {run.samples:.4g} on {run.devices} (weak scaling)."
+            f"Each device keeps its batch of {own} samples, so a step has {smaller} on {first.devices} and {larger} on "
+            f"{run.devices} (weak scaling)."
         )
-    kept = "stays" if abs(first.samples - run.samples) < 0.05 * first.samples else f"is {run.samples:.4g} after"
-    return (
-        f"The global batch {kept} {first.samples:.4g} samples, so each of {run.devices} devices sees {there:.4g} "
-        f"(strong scaling)."
-    )
+    kept = "stays" if abs(first.samples - run.samples) < 0.05 * first.samples else f"is {larger} after"
+    return f"The global batch {kept} {smaller} samples, so each of {run.devices} devices sees {own} (strong scaling)."
 
 
 def _of_a_sample(rank: Rank) -> float:
@@ -150,4 +154,5 @@ def draw(found: Found, path: Path) -> None:
             bottoms = [one + more for one, more in zip(bottoms, heights, strict=True)]
     right.set(xlabel="devices", ylabel="ms of a step", title="Where a step's time goes")
     figure.legend(*right.get_legend_handles_labels(), loc="outside right center", frameon=False)
-    figure.savefig(path, dpi=120)
+    with whole_file(path, "give another --picture") as file:
+        figure.savefig(file, dpi=120)
