@@ -1,20 +1,26 @@
 """``cnnstrategies scaling`` trains a user's configuration on one process and on two, and finds what is planted."""
 
+import re
 import sys
-import textwrap
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from conftest import ROOT
+from rich.console import Console
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.commands.front.options import parse_scaling
 from cnnstrategies.commands.scaling import command
 from cnnstrategies.commands.scaling.probes import load_alone, one_sample, sum_alone
-from cnnstrategies.commands.scaling.run import HostReads, larger
+from cnnstrategies.commands.scaling.run import HostReads, ScalingControl, larger
+from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.scaling import measuring
+from cnnstrategies.planning.scaling.reasons import Reason
+from cnnstrategies.planning.tune.contest import Row
+from cnnstrategies.planning.tune.race import Verdict
+from cnnstrategies.planning.tune.trial import TrialError
 
 PLANTED = """
 import time
@@ -31,26 +37,76 @@ class Sleeper(Callback):
 class SlowLogger(DummyLogger):
     def log_metrics(self, *args, **kwargs):
         time.sleep(0.04)
+
+
+class Breaks(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            raise ValueError("no such row")
+"""
+OWN = """
+import dataclasses
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch.optim import SGD
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+
+@dataclasses.dataclass
+class Batch:
+    rows: torch.Tensor
+
+
+class Own(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(64, 64)
+
+    def configure_optimizers(self):
+        made = SGD(self.parameters(), 0.1)
+        once = OneCycleLR(made, 0.1, total_steps=self.trainer.estimated_stepping_batches)
+        each = {"scheduler": once, "interval": "step"}
+        return [made], [each, {"scheduler": ReduceLROnPlateau(made), "monitor": "val_loss"}]
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch.rows).square().mean()
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(torch.randn(20, 64), 8, collate_fn=lambda rows: Batch(torch.stack(rows)))
 """
 
 
-@pytest.mark.warm
-def test_what_is_planted_is_named_with_its_seconds_and_what_helps_is_written(tmp_path, monkeypatch, capsys):
-    """On one process and two; what was tried is faster, and `fit` could take it."""
-    (tmp_path / "planted.py").write_text(textwrap.dedent(PLANTED))
+@pytest.fixture
+def scaling(tmp_path, monkeypatch, capsys):
+    """Measures a configuration with the code of `planted.py`, for as short as can be."""
+    (tmp_path / "planted.py").write_text(PLANTED + OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(measuring, "LOADING_SECONDS", 0.2)
+
+    def run(devices, config, *words):
+        (tmp_path / "planted.yaml").write_text(yaml.safe_dump(config))
+        short = ["--devices", devices, "--minutes", "0.01"]
+        command.main(["scaling", *words, "--config", "planted.yaml", *short])
+        return " ".join(capsys.readouterr().out.split())
+
+    return run
+
+
+@pytest.mark.warm
+def test_what_is_planted_is_named_with_its_seconds_and_what_helps_is_written(scaling, tmp_path):
+    """On one process and two; what was tried is faster, and `fit` could take it."""
     trainer = {
-        "strategy": "ddp_fork",
         "logger": [{"class_path": "planted.SlowLogger"}],
         "callbacks": [{"class_path": "planted.Sleeper"}],
         "log_every_n_steps": 1,
     }
-    (tmp_path / "planted.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
-    words = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--config", "planted.yaml"]
-    command.main(["scaling", *words, "--devices", "1,2", "--minutes", "0.05", "--picture", "drawn.png"])
-    said = " ".join(capsys.readouterr().out.split())
+    quickstart = ["--config", str(ROOT / "configs" / "quickstart.yaml")]
+    said = scaling("1,2", {"trainer": trainer}, *quickstart, "--picture", "drawn.png")
     assert "1. Sleeper takes long" in said
     assert "Loggers take long" in said
     assert "`log_every_n_steps: 50`" in said
@@ -60,40 +116,76 @@ def test_what_is_planted_is_named_with_its_seconds_and_what_helps_is_written(tmp
     assert not list(tmp_path.glob("*.ckpt"))
 
 
+def test_a_callback_that_raises_is_named(scaling):
+    """On whichever rank: the others miss it."""
+    said = (
+        r"\(ValueError: no such row, in Breaks.on_train_batch_end \(planted.py:\d+\)\): see it by `cnnstrategies fit`"
+    )
+    trainer = {"callbacks": [{"class_path": "planted.Breaks"}]}
+    with pytest.raises(ConfigurationError, match=said):
+        scaling("2", {"trainer": trainer}, "--config", str(ROOT / "configs" / "quickstart.yaml"))
+
+
+@pytest.mark.warm
+def test_a_users_module_trains_for_more_steps_than_it_was_made_for(scaling):
+    """With batches of a class of its own, which nobody can make larger."""
+    trainer = {"accelerator": "cpu", "max_epochs": 1}
+    said = scaling("1", {"trainer": trainer, "model": "planted.Own", "data": "planted.Data"})
+    assert float(re.search(r"samples/s ([\d.]+)", said)[1]) > 1
+    assert "batches are small" not in said.lower()
+
+
+@pytest.mark.light
+def test_a_step_that_returns_no_loss_is_measured_too():
+    control = ScalingControl(0)
+    for outputs in (None, {}, {"loss": torch.ones(1)}, torch.ones(1)):
+        control.note_loss(outputs)
+
+
 @pytest.mark.light
 def test_the_remedies_that_are_settings_are_tried_and_those_that_were_faster_kept(capsys):
-    from rich.console import Console
-
-    from cnnstrategies.planning.candidates import Effect
-    from cnnstrategies.planning.scaling.reasons import Reason
-    from cnnstrategies.planning.tune.contest import Row
-    from cnnstrategies.planning.tune.race import Verdict
-
-    def reason(cause, **values):
-        return Reason(
-            cause, "", "", 2.0, {name.replace("__", "."): value for name, value in values.items()}, Effect.NONE
-        )
-
+    """Each by itself, and none that changes what is learned."""
     verdicts = {"loader": Verdict("faster", 2.0, 1.9, 2.1, 25), "logger": Verdict("no difference", 1.0, 0.99, 1.01, 25)}
+    shares = []
 
     class Pretended:
-        def __init__(self):
+        def __init__(self, left):
+            shares.append(left)
             self.rows = {}
 
         def run(self, settings):
-            self.rows = {one.name: Row(one, verdicts[one.name]) for one in settings}
+            (setting,) = settings
+            if setting.name == "threads":
+                raise TrialError("out of memory")
+            self.rows = {setting.name: Row(setting, verdicts[setting.name])}
 
     why = [
-        reason("word only"),
-        reason("loader", data__workers=2),
-        reason("validation", trainer__check_val_every_n_epoch=3),
-        reason("logger", trainer__log_every_n_steps=50),
+        Reason("word only", "", "", 2.0),
+        Reason("batch", "", "", 2.0, {"data.batch_size": 128}, Effect.LEARNING),
+        Reason("loader", "", "", 2.0, {"data.workers": 2}),
+        Reason("validation", "", "", 2.0, {command.BETWEEN_STEPS: 3}),
+        Reason("logger", "", "", 2.0, {"trainer.log_every_n_steps": 50}),
+        Reason("threads", "", "", 2.0, {"threads": 1}),
+        Reason("fourth", "", "", 2.0, {"fourth": 1}),
     ]
-    helped = command._tried(Pretended(), why, Console(soft_wrap=True))  # noqa: SLF001
+    helped = command._tried(Pretended, why, Console(soft_wrap=True))  # noqa: SLF001
     assert [one.name for one in helped] == ["loader"]
-    said = capsys.readouterr().out
-    assert "2.00 times as fast [1.90, 2.10]: faster" in said
-    assert "no step is quicker with it" in said
+    assert shares == [3, 2, 1]
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[0] for line in said] == [f"`{key}" for one in why[1:] for key in one.values]
+    for line, words in zip(
+        said,
+        (
+            "compare the accuracy",
+            "2.00 times as fast [1.90, 2.10]: faster",
+            "no step is quicker with it",
+            "no difference",
+            "does not run any more (out of memory)",
+            "only the first 3 are",
+        ),
+        strict=True,
+    ):
+        assert words in line
 
 
 @pytest.mark.light

@@ -1,8 +1,9 @@
 """``cnnstrategies scaling``: why more devices are not faster, by short trainings on one and on more."""
 
+import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from rich.console import Console
 from cnnstrategies.commands.front.options import parse_scaling
 from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.scaling import report
 from cnnstrategies.planning.scaling.measuring import COMMAND, Bench
 from cnnstrategies.planning.scaling.reasons import Reason, reasons
-from cnnstrategies.planning.tune.contest import Contest
+from cnnstrategies.planning.tune.contest import Contest, repeats
 from cnnstrategies.planning.tune.settings import Setting, joined, nested, write_commented
 from cnnstrategies.planning.tune.trial import TrialError
 
@@ -34,6 +36,11 @@ def main(args: Sequence[str]) -> None:
             "to others with `cnnstrategies doctor`"
         )
     device = device_of(config.trainer.accelerator)
+    for name in ("picture", "output"):
+        if not os.access(folder := getattr(options, name).parent, os.W_OK):
+            raise ConfigurationError(
+                f"{name}={getattr(options, name)}: no file can be written to {folder}: make it, or give another"
+            )
     counts = options.devices or sorted({1, _devices(config.trainer.devices, device)})
     strategy = _name(config.trainer.strategy)
     console = Console(soft_wrap=True)
@@ -53,53 +60,75 @@ def main(args: Sequence[str]) -> None:
         status.stop()
         console.print(report.table(found))
         for count, trouble in bench.trouble.items():
-            console.print(f"{count}: not measured: {trouble}")
+            console.print(f"Not measured on {count}: {trouble}", highlight=False, markup=False)
         console.print("\n".join(report.sentences(found, why)), highlight=False, markup=False)
         report.draw(found, options.picture)
         console.print(f"Drew {options.picture}")
-        if options.tries:
-            status.start()
-            contest = Contest(
+        if not options.tries:
+            return
+        status.start()
+        ends = time.monotonic() + 60 * options.minutes
+
+        def contest(left: int) -> Contest:
+            now = time.monotonic()
+            return Contest(
                 of_counts[found.largest.devices],
-                folder,
-                time.monotonic() + 60 * options.minutes,
+                Path(tempfile.mkdtemp(dir=place)),
+                now + (ends - now) / left,
                 together=1,
                 loads=True,
-                deterministic="async" not in strategy,
+                deterministic=repeats(config.trainer.strategy),
                 progress=status.update,
                 command=COMMAND,
             )
-            helped = _tried(contest, why, console)
-            status.stop()
-            if helped:
-                write_commented(options.output, nested(joined(helped).values), ["measured by cnnstrategies scaling"])
-                console.print(f"Wrote {options.output}: cnnstrategies fit --config YOURS --config {options.output}")
+
+        helped = _tried(contest, why, console)
+    if helped:
+        write_commented(options.output, nested(joined(helped).values), ["measured by cnnstrategies scaling"])
+        console.print(f"Wrote {options.output}: cnnstrategies fit --config YOURS --config {options.output}")
+    else:
+        console.print("Wrote nothing: no remedy that is a setting has made steps faster.")
 
 
-def _tried(contest: Contest, why: Sequence[Reason], console: Console) -> list[Setting]:
-    """The first remedies that are settings, of which those are left that were faster."""
-    settings = [Setting(one.cause, one.values, one.effect) for one in why if one.values][:TRIED]
-    measurable = [one for one in settings if BETWEEN_STEPS not in one.values]
-    if measurable:
-        contest.run(measurable)
+def _tried(contest: Callable[[int], Contest], why: Sequence[Reason], console: Console) -> list[Setting]:
+    """The first remedies that are settings and leave alone what is learned, of which those are left that were faster.
+
+    Args:
+        contest: For the first of so many that are left, which share the time.
+    """
     helped = []
+    settings = [Setting(one.cause, one.values, one.effect) for one in why if one.values]
+    tried = [one for one in settings if one.effect < Effect.LEARNING and BETWEEN_STEPS not in one.values][:TRIED]
     for setting in settings:
-        row = contest.rows.get(setting.name)
-        if setting not in measurable:
-            said = "not measured, no step is quicker with it"
-        elif row is None or row.verdict is None:
-            said = (row.trouble if row else "") or "not tried: no time left"
+        if setting.effect == Effect.LEARNING:
+            said = "not tried: it changes what is learned, so compare the accuracy, too"
+        elif setting not in tried:
+            said = "not tried: " + (
+                "no step is quicker with it" if BETWEEN_STEPS in setting.values else f"only the first {TRIED} are"
+            )
         else:
-            one = row.verdict
-            said = f"{one.speed:.2f} times as fast [{one.low:.2f}, {one.high:.2f}]: {one.outcome}"
-            helped += [setting] * (one.outcome == "faster")
-        console.print(f"{dict(setting.values)}: {said}", highlight=False, markup=False)
+            said, faster = _outcome(contest(len(tried) - tried.index(setting)), setting)
+            helped += [setting] * faster
+        shown = ", ".join(f"{key}: {value}" for key, value in setting.values.items())
+        console.print(f"`{shown}`: {said}", highlight=False, markup=False)
     return helped
+
+
+def _outcome(contest: Contest, setting: Setting) -> tuple[str, bool]:
+    """What is to be said of a setting, and whether it is faster."""
+    try:
+        contest.run([setting])
+    except TrialError as failure:
+        return f"not tried: the configuration without it does not run any more ({failure})", False
+    row = contest.rows[setting.name]
+    if (one := row.verdict) is None:
+        return row.trouble or "not tried: no time left, give more --minutes", False
+    return f"{one.speed:.2f} times as fast [{one.low:.2f}, {one.high:.2f}]: {one.outcome}", one.outcome == "faster"
 
 
 def _devices(given: Any, device: torch.device) -> int:
     """Those of the configuration; all that there are where it leaves them open, and at least 2."""
-    text = str(given)
+    text = str(len(given) if isinstance(given, list) else given)
     there = torch.accelerator.device_count() if device.type != "cpu" else 1
     return max(2, int(text) if text.isdigit() else there)
 

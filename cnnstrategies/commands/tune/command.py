@@ -18,7 +18,7 @@ from cnnstrategies.commands.run.errors import parameters_of
 from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Effect
-from cnnstrategies.planning.tune.contest import Contest, table
+from cnnstrategies.planning.tune.contest import Contest, repeats, table
 from cnnstrategies.planning.tune.settings import Setting, factorial, joined, nested, write_commented
 from cnnstrategies.planning.tune.trial import TrialError
 
@@ -163,7 +163,7 @@ class Search:
             self._ends,
             together=max(1, count) if self.device.type == "cpu" else 1,
             loads=loads,
-            deterministic="async" not in str(self.config.trainer.strategy),
+            deterministic=repeats(self.config.trainer.strategy),
             progress=self._progress,
         )
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from rich.table import Table
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune.race import Look, Race, Verdict, combined
 from cnnstrategies.planning.tune.settings import Setting, nested, write_commented
-from cnnstrategies.planning.tune.trial import COMMAND, COMPARED_STEPS, Trial, TrialError
+from cnnstrategies.planning.tune.trial import COMMAND, COMPARED_STEPS, PATIENCE, Trial, TrialError
 
 WARM_UP_STEPS = 3
 BLOCK_SECONDS = 0.5
@@ -221,7 +222,7 @@ class Contest:
         write_commented(overlay, nested(setting.values))
         words = [*self.words, *(["--config", str(overlay)] if setting.values else [])]
         trial = Trial(
-            self.folder, str(number), words, max(30.0, self.ends - time.monotonic()), self.loads, self.command
+            self.folder, str(number), words, max(PATIENCE, self.ends - time.monotonic()), self.loads, self.command
         )
         stack.callback(trial.close)
         return trial
@@ -237,13 +238,18 @@ class Contest:
         return _Runner(trial, first["losses"], step)
 
     def _compare(self, setting: Setting, default: _Runner, runner: _Runner) -> None:
-        if setting.effect is Effect.LEARNING:
-            return
+        if setting.effect is not Effect.ROUNDING:
+            return  # Another number of workers draws other augmentations, and that is all it changes.
         count = COMPARED_STEPS if self.deterministic else 1
         for ours, theirs in zip(runner.losses[:count], default.losses[:count], strict=True):
             if not abs(ours - theirs) <= LARGEST_DIFFERENCE * max(abs(theirs), 1e-6):
                 runner.trial.close()
                 raise TrialError(f"changes the loss: {ours:.6g} for {theirs:.6g}")
+
+
+def repeats(strategy: object) -> bool:
+    """Whether two runs of the same give the same losses, by the strategy's part of a configuration."""
+    return not re.search(r"async|mode='ssp'|_ssp", str(strategy))
 
 
 def table(rows: Sequence[Row], rate: float, title: str = "") -> Table:
