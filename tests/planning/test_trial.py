@@ -21,6 +21,9 @@ def main():
     print(os.getsid(0), flush=True)
     if "waits" in sys.argv:
         time.sleep(100)
+    if "tells" in sys.argv:
+        print("This trial has failed: no such row\\nThis trial has failed: connection closed")
+        sys.exit(1)
     if "fails" in sys.argv:
         raise MemoryError("can't allocate memory")
 """
@@ -43,11 +46,14 @@ def start(tmp_path, monkeypatch):
 
 
 def test_its_end_is_told_and_all_its_processes_end_with_it(start):
-    failed, waiting = start("fails"), start("waits")
-    failed.process.join(30)
+    failed, told, ended, waiting = start("fails"), start("tells"), start("ends"), start("waits")
+    for one in (failed, told, ended):
+        one.process.join(30)
     assert failed.process.exitcode == 1
     with pytest.raises(trial.TrialError, match="out of memory"):
         failed.wait_until_ready()
+    assert told.cause() == "no such row", "of the rank that was the first"
+    assert ended.cause().startswith("it ended by itself")
     wait_until(lambda: waiting.output.read_text().endswith("\n"), waiting.output.read_text)
     group = int(waiting.output.read_text())
     assert group == waiting.process.pid
