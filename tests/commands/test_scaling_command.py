@@ -15,12 +15,13 @@ from cnnstrategies.commands.front.options import parse_scaling
 from cnnstrategies.commands.scaling import command
 from cnnstrategies.commands.scaling.probes import load_alone, one_sample, sum_alone
 from cnnstrategies.commands.scaling.run import HostReads, ScalingControl, larger
+from cnnstrategies.commands.tune.orders import run_rank
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.scaling import measuring
 from cnnstrategies.planning.scaling.reasons import Reason
 from cnnstrategies.planning.tune.contest import Row
 from cnnstrategies.planning.tune.race import Verdict
-from cnnstrategies.planning.tune.trial import TrialError
+from cnnstrategies.planning.tune.trial import FAILED, TrialError
 
 PLANTED = """
 import time
@@ -38,11 +39,6 @@ class SlowLogger(DummyLogger):
     def log_metrics(self, *args, **kwargs):
         time.sleep(0.04)
 
-
-class Breaks(Callback):
-    def on_train_batch_end(self, trainer, *args):
-        if trainer.global_step == 3 and trainer.global_rank == 1:
-            raise ValueError("no such row")
 """
 OWN = """
 import dataclasses
@@ -98,9 +94,11 @@ def scaling(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.warm
-def test_what_is_planted_is_named_with_its_seconds_and_what_helps_is_written(scaling, tmp_path):
-    """On one process and two; what was tried is faster, and `fit` could take it."""
+def test_what_is_planted_is_named_with_its_seconds(scaling, tmp_path):
+    """On one process and two stages, whose ranks both see the whole batch."""
+    stages = {"replicas": [1, 1], "cuts": ["pool1"], "microbatches": 4, "start_method": "fork"}
     trainer = {
+        "strategy": {"class_path": "cnnstrategies.strategies.HybridPipelineStrategy", "init_args": stages},
         "logger": [{"class_path": "planted.SlowLogger"}],
         "callbacks": [{"class_path": "planted.Sleeper"}],
         "log_every_n_steps": 1,
@@ -116,21 +114,26 @@ def test_what_is_planted_is_named_with_its_seconds_and_what_helps_is_written(sca
     assert not list(tmp_path.glob("*.ckpt"))
 
 
-def test_a_callback_that_raises_is_named(scaling):
-    """On whichever rank: the others miss it."""
-    said = (
-        r"\(ValueError: no such row, in Breaks.on_train_batch_end \(planted.py:\d+\)\): see it by `cnnstrategies fit`"
-    )
-    trainer = {"callbacks": [{"class_path": "planted.Breaks"}]}
-    with pytest.raises(ConfigurationError, match=said):
-        scaling("2", {"trainer": trainer}, "--config", str(ROOT / "configs" / "quickstart.yaml"))
+@pytest.mark.light
+def test_whose_line_has_raised_is_told(capsys):
+    """Not Lightning's or torch's, which it was called by or has called."""
+
+    class Breaks:
+        def on_train_batch_end(self):
+            torch.nn.Linear(3, 2)(torch.ones(1, 4))
+
+    with pytest.raises(SystemExit, match="1"):
+        run_rank(lambda: Breaks().on_train_batch_end())
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"{FAILED}RuntimeError: ")
+    assert re.search(rf", in .*Breaks.on_train_batch_end \({__name__}.py:\d+\)$", told)
 
 
 @pytest.mark.warm
 def test_a_users_module_trains_for_more_steps_than_it_was_made_for(scaling):
     """With batches of a class of its own, which nobody can make larger."""
-    trainer = {"accelerator": "cpu", "max_epochs": 1}
-    said = scaling("1", {"trainer": trainer, "model": "planted.Own", "data": "planted.Data"})
+    trainer = {"accelerator": "cpu", "max_epochs": 1, "strategy": "ddp_fork"}
+    said = scaling("2", {"trainer": trainer, "model": "planted.Own", "data": "planted.Data"})
     assert float(re.search(r"samples/s ([\d.]+)", said)[1]) > 1
     assert "batches are small" not in said.lower()
 

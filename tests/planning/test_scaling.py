@@ -153,6 +153,14 @@ def test_settings_that_a_configuration_does_not_have_are_not_written():
     assert reasons(own_strategy)[0].values == {}
 
 
+def test_stages_that_differ_are_no_slow_rank():
+    slow = found({}, {"forward": 0.06, "backward": 0.06}, strategy="hybrid_pipeline")
+    ranks = [replace(one, waiting=("communication", "receive")) for one in slow.largest.ranks]
+    stages = replace(slow, runs=[slow.runs[0], replace(slow.largest, ranks=ranks)])
+    assert "slower than the others" in reasons(slow)[0].cause
+    assert reasons(stages) == []
+
+
 def test_the_table_adds_up_and_names_weak_and_strong_scaling():
     slow = found({}, {"forward": 0.03, "backward": 0.06})
     kinds = report.by_kind(slow.largest)

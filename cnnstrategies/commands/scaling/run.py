@@ -49,7 +49,8 @@ class ScalingControl(Orders):
     def __init__(self, saving: int) -> None:
         super().__init__()
         self._saving = saving
-        self._skipped = self._samples = 0
+        self._skipped = 0
+        self._samples = 0.0
         self._larger = 1
         self._validated: list[float] = []
         self._reads: HostReads | None = None
@@ -142,7 +143,7 @@ class ScalingControl(Orders):
         self._meter = StepMeter(self._trainer, self._part)
         # The batch that is here was made in no step, and neither were those that wait.
         self._left, self._skipped, self._larger = order["steps"], 1 + self._ready, order.get("larger", 1)
-        self._samples, self._threads = 0, torch.get_num_threads()
+        self._samples, self._threads = 0.0, torch.get_num_threads()
         if "threads" in order:
             torch.set_num_threads(order["threads"])
         if order.get("reads"):
@@ -168,7 +169,9 @@ class ScalingControl(Orders):
                 self._mark = time.perf_counter()
             return
         self._meter.end_step()
-        self._samples += count_samples(batch) or self._usual
+        # Each rank of a pipeline sees the whole batch.
+        seen_by = 1 if self._meter.pipeline is None else trainer.world_size
+        self._samples += (count_samples(batch) or self._usual) / seen_by
         self._left -= 1
         if not self._left:
             self._report(trainer)
