@@ -276,7 +276,7 @@ class Pipeline:
             )
         parts = loss if isinstance(loss, PartialLoss) else MeanLoss(loss)
         if self.last:
-            parts.begin(batch, [m for m in self.own if batch.split.sizes[m]])
+            parts.begin(batch)
         step = Step(self, batch, parts, scale)
         gradients = step.train(more)
         self.loss_sum = step.loss_sum

@@ -43,7 +43,7 @@ def microbatches_count_alike_whatever_their_number_of_samples(right, self, outpu
     message="not made of losses of its samples",
 )
 def a_loss_that_compares_samples_is_trained_in_parts(right, self, outputs, microbatch):
-    return self.loss(outputs, microbatch)
+    return self.loss(outputs, {CPU: self._batch.split.global_rows(microbatch)})
 
 
 @replaces(GradientReducer.__init__, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)

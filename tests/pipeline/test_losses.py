@@ -6,13 +6,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import run_apart
+from simulated_cuda import simulate
+from simulated_gpu import DEVICE
 from torch import Tensor, nn
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.losses import MeanLoss, WeighedLoss
-from cnnstrategies.pipeline.microbatches import Split
+from cnnstrategies.pipeline.microbatches import CPU, Split
+from cnnstrategies.pipeline.probes import Rows
 from cnnstrategies.strategies.hybrid_pipeline.steps import has_mean_loss
 
 SPLIT = Split((7, 4), (0, 1, 0, 1, 0))
@@ -36,12 +40,15 @@ def gradients(loss: Callable[[Outputs], Tensor]) -> dict[str, Tensor | None]:
     return {name: leaf.grad for name, leaf in leaves.items()}
 
 
-def in_parts(loss: Callable[[Outputs, Tensor], Tensor], kind: Any = None) -> dict[str, Tensor | None]:
-    def part_of(outputs: Outputs, microbatch: int | None) -> Tensor:
-        return loss(outputs, TARGETS if microbatch is None else TARGETS[SPLIT.global_rows(microbatch)])
+def in_parts(
+    loss: Callable[[Outputs, Tensor], Tensor], kind: Any = None, thorough: bool = True
+) -> dict[str, Tensor | None]:
+    def part_of(outputs: Outputs, rows: Rows | None) -> Tensor:
+        return loss(outputs, TARGETS if rows is None else TARGETS[rows[CPU]])
 
     parts = kind or WeighedLoss(part_of)
-    parts.begin(Batch(SPLIT, None, (), (), (TARGETS,), ()), range(5))
+    parts.thorough = thorough
+    parts.begin(Batch(SPLIT, None, (), (), (TARGETS,), ()))
 
     def whole(leaves: Outputs) -> Tensor:
         rows = [SPLIT.global_rows(microbatch) for microbatch in range(5)]
@@ -50,6 +57,14 @@ def in_parts(loss: Callable[[Outputs, Tensor], Tensor], kind: Any = None) -> dic
         ).sum()
 
     return gradients(whole)
+
+
+def highest() -> Tensor:
+    return outputs()["value"][SPLIT.global_rows(0)].max()
+
+
+def is_real(o: Outputs) -> Tensor:
+    return torch.isin(o["value"].detach(), outputs()["value"])
 
 
 def ignoring(o: Outputs, y: Tensor) -> Tensor:
@@ -63,18 +78,33 @@ LOSSES = {
     "several": (lambda o, y: 2 * ignoring(o, y) + (o["value"] - y).abs().sum(), None),
     "in place": (lambda o, y: o["value"].sub_(y).square_().mean(), None),
     "a hinge that some reach": (lambda o, y: F.relu(o["value"] - y + 1).mean(), None),
+    "a hinge that the first microbatch does not reach": (lambda o, y: F.relu(o["value"] - highest()).mean(), None),
+    "infinite for outputs that are made up": (lambda o, y: (o["value"] / (is_real(o) | (y == 3))).mean(), None),
 }
 
 
+@pytest.mark.parametrize("thorough", [True, False])
 @pytest.mark.parametrize("name", LOSSES)
-def test_parts_have_the_gradients_of_the_whole(name: str) -> None:
+def test_parts_have_the_gradients_of_the_whole(name: str, thorough: bool) -> None:
     loss, kind = LOSSES[name]
-    actual = in_parts(loss, kind)
+    actual = in_parts(loss, kind, thorough)
     for output, expected in gradients(lambda leaves: loss(leaves, TARGETS)).items():
         if expected is not None:
             torch.testing.assert_close(actual[output], expected, rtol=1e-13, atol=1e-15)
         elif (found := actual[output]) is not None:
             assert not found.any()
+
+
+def test_a_loss_runs_once_for_each_microbatch_and_once_for_the_batch() -> None:
+    rows: list[int] = []
+
+    def counted(outputs: Outputs, targets: Tensor) -> Tensor:
+        rows.append(len(targets))
+        return ignoring(outputs, targets)
+
+    in_parts(counted, thorough=False)
+    first, *others = SPLIT.sizes
+    assert rows == [11, first, *(size + 2 for size in others)]
 
 
 def dice(o: Outputs, y: Tensor) -> Tensor:
@@ -91,14 +121,25 @@ def sure_ones(o: Outputs, y: Tensor) -> Tensor:
     return (F.cross_entropy(o["logits"], y, reduction="none") * sure).sum() / sure.sum().clamp(min=1)
 
 
+def normalised(o: Outputs, y: Tensor) -> Tensor:
+    return F.mse_loss((o["value"] - o["value"].mean()) / o["value"].std(), y.double())
+
+
 def random_pairs(o: Outputs, y: Tensor) -> Tensor:
     return F.cross_entropy(o["logits"], y[torch.randperm(len(y))])
 
 
 def constrained(o: Outputs, y: Tensor) -> Tensor:
-    if not torch.isin(o["value"].detach(), outputs()["value"]).all():
+    if not is_real(o).all():
         raise ValueError("value must be one of these\nand is not")
     return o["value"].mean()
+
+
+@pytest.mark.parametrize("loss", [dice, contrastive, random_pairs, normalised])
+def test_samples_are_compared_in_any_step(loss: Any) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ConfigurationError, match="not made of losses of its samples"):
+        in_parts(loss, thorough=False)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +159,30 @@ def test_what_microbatches_do_not_tell_is_refused(loss: Any, message: str) -> No
         in_parts(loss)
 
 
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1.0), (torch.float16, 2.0**16)])
+def test_gradients_under_autocast(dtype: torch.dtype, scale: float) -> None:
+    prototypes = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+
+    def loss(o: Outputs, y: Tensor) -> Tensor:
+        return F.cross_entropy(o["logits"] @ prototypes, y, weight=WEIGHTS.float())
+
+    def part_of(outputs: Outputs, rows: Rows | None) -> Tensor:
+        return loss(outputs, TARGETS if rows is None else TARGETS[rows[CPU]])
+
+    leaves = [outputs()["logits"].to(dtype).requires_grad_() for _ in range(2)]
+    parts = WeighedLoss(part_of)
+    parts.begin(Batch(SPLIT, None, (), (), (TARGETS,), ()))
+    with torch.autocast("cpu", dtype):
+        whole = loss({"logits": leaves[0]}, TARGETS)
+        each = [parts.part({"logits": leaves[1][SPLIT.global_rows(m)]}, m) for m in range(5)]
+    torch.testing.assert_close(torch.stack(each).nansum(), whole.detach(), rtol=0.01, atol=0)
+    for one in (whole, *each):
+        (one * scale).backward()
+    expected, actual = (leaf.grad for leaf in leaves)
+    assert expected is not None
+    torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
 def test_an_error_of_the_loss_itself_is_left_as_it_is() -> None:
     def broken(outputs: Outputs, targets: Tensor) -> Tensor:
         raise ZeroDivisionError("of the user's own")
@@ -134,3 +199,43 @@ def test_of_two_methods_that_of_the_subclass_counts() -> None:
     network = nn.Linear(1, 2)
     assert has_mean_loss(ImageClassifier(network, 2))
     assert not has_mean_loss(Other(network, 2)), "it may divide by something else"
+
+
+def on_a_device(at_once: bool) -> tuple[list[int], float, str]:
+    """How often the host waits for each part of a loss that compares samples of which the first one has none."""
+    with simulate():
+        targets, compares = TARGETS.to(DEVICE.name), torch.ones(11, 1)
+        compares[SPLIT.global_rows(0)] = 0
+        compares = compares.to(DEVICE.name)
+
+        def part_of(outputs: Outputs, rows: Rows | None) -> Tensor:
+            own = torch.arange(11, device=DEVICE.name) if rows is None else rows[DEVICE.name]
+            probabilities, classes = outputs["logits"].sigmoid() * compares[own], F.one_hot(targets[own], 4)
+            return 1 - 2 * (probabilities * classes).sum() / (1 + probabilities.sum() + classes.sum())
+
+        parts = WeighedLoss(part_of)
+        parts.thorough, parts.at_once = False, at_once
+        leaf = outputs()["logits"].to(DEVICE.name).requires_grad_()
+        waits: list[int] = []
+        for _ in range(2):
+            parts.begin(Batch(SPLIT, None, (), (), (targets,), ()))
+            for m in range(5):
+                rows = SPLIT.global_rows(m, device=DEVICE.name)
+                with DEVICE.waits_inside() as found:
+                    try:
+                        part = parts.part({"logits": leaf[rows]}, m)
+                    except ConfigurationError as error:
+                        return [*waits, sum(found.values())], float(leaf.grad.abs().sum()), str(error)
+                part.backward()
+                waits.append(sum(found.values()))
+    return waits, 0.0, ""
+
+
+@pytest.mark.parametrize(("at_once", "waits"), [(True, [2, 1]), (False, [1, 0, 0, 0, 0, 1])])
+def test_what_a_later_microbatch_shows_is_refused_without_waiting_and_trains_nothing(
+    at_once: bool, waits: list[int]
+) -> None:
+    waited, trained, error = run_apart(on_a_device, at_once)
+    assert waited == waits
+    assert trained == 0
+    assert "not made of losses of its samples" in error

@@ -13,6 +13,8 @@ from cnnstrategies.data.sampling import batches_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.batch import Batch, Images
+from cnnstrategies.pipeline.microbatches import CPU
+from cnnstrategies.pipeline.probes import Rows
 from cnnstrategies.strategies.hybrid_pipeline.stand_ins import ImagesElsewhere
 
 Kind = Literal["input", "rows", "items", "same"]
@@ -66,13 +68,12 @@ def take_apart(batch: Any, inputs: Sequence[int]) -> tuple[Images, tuple[Tensor,
     return as_given(images), tuple(rest), Form(tree, tuple(kinds))
 
 
-def seen(batch: Batch, microbatch: int | None, device: Any, none: bool = False) -> Any:
+def seen(batch: Batch, rows: Rows | None, device: Any, none: bool = False) -> Any:
     """A batch as the steps of any rank see it: the network's inputs by shape alone, everything else in full.
 
-    Of a microbatch its rows alone; or no row at all.
+    Of some rows these alone; or no row at all.
     """
-    split = batch.split
-    count = 0 if none else split.samples if microbatch is None else split.sizes[microbatch]
+    count = 0 if none else batch.split.samples if rows is None else len(rows[CPU])
     form = form_of(batch)
 
     def fill(kind: Kind, value: Any) -> Any:
@@ -80,10 +81,10 @@ def seen(batch: Batch, microbatch: int | None, device: Any, none: bool = False) 
             return ImagesElsewhere.like(count, batch.image_shapes[value], batch.image_dtypes[value], device, value)
         if kind == "rows":
             whole = batch.rest[value]
-            return whole[:count] if microbatch is None else whole[split.global_rows(microbatch, device=whole.device)]
+            return whole[:count] if rows is None else whole[rows[whole.device]]
         if kind == "items":
             items = _items(batch, form, value)
-            places = range(count) if microbatch is None else split.global_rows(microbatch).tolist()
+            places = range(count) if rows is None else rows[CPU].tolist()
             return type(value)(items[place] for place in places)
         return value.to(device) if isinstance(value, Tensor) else value
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -20,7 +19,8 @@ from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch
-from cnnstrategies.pipeline.losses import MeanLoss, PartialLoss, WeighedLoss
+from cnnstrategies.pipeline.losses import MeanLoss, PartialLoss, WeighedLoss, with_gradients
+from cnnstrategies.pipeline.probes import Rows
 from cnnstrategies.pipeline.step import RandomState
 from cnnstrategies.pipeline.transport import PeerError
 from cnnstrategies.strategies.differences import has_mean_loss
@@ -40,7 +40,7 @@ class StepLoss(WeighedLoss):
     """What ``training_step`` returns for a part of the batch, when the network returns that part's outputs.
 
     The step runs on a copy of the module: nothing is logged, counted or stored, and no random number used up. It runs
-    on the whole batch once more for that.
+    once for each microbatch, with a few samples more, and once for the whole batch.
     """
 
     def __init__(self, divided: DividedModule) -> None:
@@ -51,17 +51,17 @@ class StepLoss(WeighedLoss):
         self._metrics = copy_metrics(divided.module)
         self.arguments: tuple[Sequence[Any], Mapping[str, Any]] = (), {}
 
-    def begin(self, batch: Batch, microbatches: Sequence[int]) -> None:
+    def begin(self, batch: Batch) -> None:
         """Start on another batch."""
-        super().begin(batch, microbatches)
+        super().begin(batch)
         self._random = RandomState(self._device)
 
-    def _run(self, outputs: Any, microbatch: int | None) -> Tensor:
+    def _run(self, outputs: Any, rows: Rows | None) -> Tensor:
         divided = self._divided
         self._stand_in.put(outputs)
         self._stand_in.training = divided.stand_in.training
         shadow = shadow_of(divided.module, divided.path, self._stand_in, self._metrics)
-        args, kwargs = self._with_batch(seen(self._batch, microbatch, self._device))
+        args, kwargs = self._with_batch(seen(self._batch, rows, self._device))
         watched = NoCollectives(divided.module, "training_step") if self.thorough else nullcontext()
         with same_random_numbers(self._device), watched:
             self._random.restore()
@@ -145,6 +145,7 @@ class Steps:
             if isinstance(self._loss, StepLoss):
                 self._loss.arguments = args, kwargs
                 self._loss.thorough = not self._loss_checked
+                self._loss.at_once = self._loss.thorough or self._trainer.is_last_batch
             gradients, local = pipeline.train(batch, self._loss, scale * self._weight(), self._accumulates)
             if scaler is not None:
                 self.overflow.share(gradients, self._accumulates)
@@ -214,39 +215,16 @@ class Steps:
         return announced
 
 
-class HandOver(torch.autograd.Function):
-    """A loss whose backward gives the parameters gradients that are already known.
-
-    So Lightning's own backward, with its accumulation, loss scale and hooks, runs as ever.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], scale: float | Tensor, *parameters: nn.Parameter
-    ) -> Tensor:
-        """Return the loss; the gradients of ``scale`` times it for each parameter are used up."""
-        ctx.gradients = gradients
-        ctx.scale = scale
-        return loss.detach().clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, *grad_outputs: Any) -> Any:
-        """The gradients, times what Lightning did to the loss."""
-        factor = grad_outputs[0] / ctx.scale  # type: ignore[attr-defined]
-        gradients = ctx.gradients  # type: ignore[attr-defined]
-        ctx.gradients = None  # type: ignore[attr-defined]
-        return None, None, None, *(None if g is None else g.mul_(factor.to(g.dtype)) for g in gradients)
-
-
 def hand_over(
     loss: Tensor, gradients: Sequence[Tensor | None], scale: float | Tensor, parameters: Sequence[nn.Parameter]
 ) -> Tensor:
-    """The loss that Lightning goes backward from: see :class:`HandOver`; a stage that is frozen has nothing to get."""
+    """The loss that Lightning goes backward from, with its accumulation, loss scale and hooks; it has the gradients.
+
+    A stage that is frozen has nothing to get.
+    """
     if not parameters:
         return loss.detach().clone().requires_grad_()
-    result: Tensor = HandOver.apply(loss, gradients, scale, *parameters)
-    return result
+    return with_gradients(loss, gradients, scale, parameters)
 
 
 def clip_by_joint_norm(optimizer: Optimizer, clip_val: int | float, counts: bool, device: torch.device) -> None:
