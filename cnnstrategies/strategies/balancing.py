@@ -162,11 +162,11 @@ class Balance(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        times = [one.take() for one in self._stopwatches]
         if not self.can_deal():
             return
         now, last = time.perf_counter(), self._last
         self._last = now
-        times = [one.take() for one in self._stopwatches]
         self._held = max(self._held, self.holds(batch_idx))
         if self._left_out or (trainer.current_epoch, batch_idx) < self._next:
             self._left_out = max(0, self._left_out - 1)
