@@ -213,7 +213,8 @@ def items_of(sampler: Any, epoch: int) -> list[Any]:
     inner = getattr(sampler, "sampler", sampler)
     inner.set_epoch(epoch)
     own, shares = (inner.rank, inner.num_replicas, inner.num_samples), []
-    if inner is sampler:  # Samples, and no batches: one draw has all, and a generator of the user's own draws once.
+    if inner is sampler and not isinstance(inner, DealtBatches):
+        # Samples, and no batches: one draw has all, and a generator of the user's own draws once.
         inner.num_replicas, inner.num_samples = 1, inner.total_size
     with isolate_rng(include_cuda=False):
         for rank in range(inner.num_replicas):

@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SubsetRandomSampler
 
-from cnnstrategies.data.sampling import items_of
+from cnnstrategies.data.sampling import ShuffledBatches, items_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.checks import check_dispatch
@@ -63,6 +63,14 @@ def test_samples_that_are_not_in_batches_yet_are_drawn_once():
     wrapped = DistributedSamplerWrapper(sampler, num_replicas=2, rank=1, shuffle=False)
     assert sorted(items_of(wrapped, 0)) == list(CHOSEN)
     assert len(list(wrapped)) == len(CHOSEN) // 2, "it is as it was"
+
+
+@pytest.mark.light
+def test_batches_that_are_dealt_to_ranks_are_all_given_out():
+    batches = ShuffledBatches(53, 16, 0, 3, 1, drop_last=False)
+    given = [sample for batch in items_of(batches, 0) for sample in batch.indices]
+    assert sorted(given) == list(range(53))
+    assert (batches.rank, batches.num_replicas) == (1, 3)
 
 
 @pytest.mark.light
