@@ -1,16 +1,22 @@
-"""What this package changes of jsonargparse, which has no public way: how often it looks for the same thing.
+"""What this package changes of jsonargparse, which has no public way: how often it works out the same thing.
 
-A start of the command line asks six thousand times which option has a name, and each time goes through all options: a
-quarter of what a start takes. `tests/commands/test_parser.py` watches the names.
+A start of the command line asks six thousand times which option has a name, and each time goes through all options; it
+splits some twenty thousand keys, and asks thousands of times under which path Python's own types of annotations are
+imported. Together that was more than a third of a start. `tests/commands/test_parser.py` watches the names.
 """
 
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from jsonargparse import _core, _subcommands
+from jsonargparse import Namespace, _core, _namespace, _subcommands, _util
 
+OF_PYTHON = ("abc", "builtins", "types", "typing")
 look = _subcommands.find_action_and_subcommand
 _found: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+place_of = Namespace._parse_key
+_path_of = _util.get_import_path
+_path_of_pythons = lru_cache(_path_of)
 
 
 def _find(parser: Any, dest: str, exclude: Any = None) -> Any:
@@ -23,7 +29,38 @@ def _find(parser: Any, dest: str, exclude: Any = None) -> Any:
     return known[place]
 
 
-def remember_options() -> None:
-    """Have it look once for each name, as long as a parser gets no more options."""
+@lru_cache(maxsize=8192)
+def _split(key: str) -> tuple[list[str], str, str] | None:
+    """A key's first parts, its last one, and the first ones together; None where it is not to be."""
+    parts = key.split(".")
+    if " " in key or not all(parts):
+        return None
+    *first, last = map(_namespace.add_clash_mark, parts)
+    return first, last, ".".join(first)
+
+
+def parse_key(self: Namespace, key: str) -> tuple[str, Namespace | None, str]:
+    """What ``place_of`` says, which is jsonargparse's own: a key's last part, where that is, and the others."""
+    split = _split(key) if isinstance(key, str) else None
+    if split is None:
+        return place_of(self, key)
+    first, last, together = split
+    inner: Any = self
+    for part in first:
+        inner = vars(inner).get(part)
+        if not isinstance(inner, Namespace):  # Nothing is there yet, or something else.
+            return place_of(self, key)
+    return last, inner, together
+
+
+def _import_path(value: Any) -> str | None:
+    pythons = isinstance(value, type) and value.__module__ in OF_PYTHON
+    return _path_of_pythons(value) if pythons else _path_of(value)
+
+
+def remember() -> None:
+    """Have it look once for each option, as long as a parser gets no more of them, and split each key once."""
     for module in (_core, _subcommands):
         module.find_action_and_subcommand = _find  # type: ignore[attr-defined]
+    Namespace._parse_key = parse_key  # type: ignore[method-assign]
+    _util.get_import_path = _import_path

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT
+from jsonargparse import Namespace
 
 from cnnstrategies import _jsonargparse_private
 from cnnstrategies.commands.run.lightning_cli import CLI
@@ -101,3 +102,15 @@ def test_an_option_is_not_looked_for_again_and_again(monkeypatch):
     with pytest.raises(SystemExit):
         CLI()
     assert 100 < looked.total() < 2 * len(looked)
+
+
+@pytest.mark.light
+def test_keys_are_found_where_jsonargparse_finds_them():
+    made = Namespace(a=Namespace(b=1), d={"e": {"f": 2}}, n=None)
+    made["a.keys.items"] = 3
+    found, expected = _jsonargparse_private.parse_key, _jsonargparse_private.place_of
+    for key in ("a", "a.b", "a.b.c", "a.keys", "a.keys.items", "d.e", "d.e.f", "n.x", "no.where"):
+        assert found(made, key) == expected(made, key), key
+    for key in ("a b", "a..b", ""):
+        with pytest.raises(KeyError):
+            found(made, key)

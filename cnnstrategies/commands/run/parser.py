@@ -12,7 +12,7 @@ from jsonargparse import Namespace, set_dumper, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-from cnnstrategies._jsonargparse_private import remember_options
+from cnnstrategies._jsonargparse_private import remember
 from cnnstrategies.commands.front.refuse import fail, shows_tracebacks
 from cnnstrategies.commands.run.errors import explain_parse_error
 
@@ -43,11 +43,13 @@ def _build(class_type: type, *args: Any, applied_instantiation_links: dict[str, 
 
 # With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.
 set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
-remember_options()
+remember()
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
     """Writes quotes around texts that whoever follows references, or reads the file, would take for numbers: 1e3."""
+
+    yaml_representers = yaml.SafeDumper.yaml_representers  # With that of jsonargparse's namespaces.
 
 
 _Dumper.add_implicit_resolver(
