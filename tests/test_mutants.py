@@ -2,6 +2,7 @@
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mutants.faulty import MUTANTS, Mutant
@@ -10,9 +11,15 @@ for file in sorted(Path(__file__).with_name("mutants").glob("*.py")):
     importlib.import_module(f"mutants.{file.stem}")
 
 
+@pytest.fixture
+def places(mutant: Mutant) -> list[tuple[Any, str]]:
+    """In pytest's own process: to look through all modules in one that was forked is to copy the memory of each."""
+    return list(mutant.places())
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
-def test_a_test_fails_if(mutant: Mutant, request: pytest.FixtureRequest) -> None:
+def test_a_test_fails_if(mutant: Mutant, places: list[tuple[Any, str]], request: pytest.FixtureRequest) -> None:
     arguments = {name: request.getfixturevalue(name) for name in mutant.fixtures} | mutant.given
-    mutant.put_in()
+    mutant.put_in(places)
     with pytest.raises(mutant.noticed_by):
         mutant.killed_by(**arguments)

@@ -17,14 +17,13 @@ class that only inherits a method has none of its own to replace: name the one t
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-# To look through all modules that are imported is to copy the memory of each, in a forked process.
 OURS = {"cnnstrategies", *(path.stem for path in Path(__file__).parents[1].rglob("*"))}
 FAILURES = AssertionError, pytest.fail.Exception
 
@@ -57,27 +56,26 @@ class Mutant:
         """Those of the test that must notice."""
         return [name for name in inspect.signature(self.killed_by).parameters if name not in self.given]
 
-    def put_in(self) -> None:
-        """Replace the right one wherever this process has it; not to be undone."""
+    def places(self) -> Iterator[tuple[Any, str]]:
+        """Where the right one is: in its class, or in every module that has imported it, those of tests as well."""
+        *classes, name = self.right.__qualname__.split(".")
+        if classes:
+            yield functools.reduce(getattr, classes, sys.modules[self.right.__module__]), name
+            return
+        for module in [module for name, module in sys.modules.items() if name.partition(".")[0] in OURS]:
+            yield from ((module, name) for name, value in list(vars(module).items()) if value is self.right)
+
+    def put_in(self, places: Iterable[tuple[Any, str]]) -> None:
+        """Replace the right one in this process; not to be undone."""
         right, faulty = self.right, self.faulty
 
         @functools.wraps(right)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             return faulty(right, *args, **kwargs)
 
-        for owner, name in list(_owners(right)):
+        for owner, name in places:
             static = isinstance(inspect.getattr_static(owner, name), staticmethod) and inspect.isclass(owner)
             setattr(owner, name, staticmethod(replacement) if static else replacement)
-
-
-def _owners(function: Callable[..., Any]) -> Iterator[tuple[Any, str]]:
-    """Where a function is: in its class, or in every module that has imported it, those of tests as well."""
-    *classes, name = function.__qualname__.split(".")
-    if classes:
-        yield functools.reduce(getattr, classes, sys.modules[function.__module__]), name
-        return
-    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] in OURS]:
-        yield from ((module, name) for name, value in list(vars(module).items()) if value is function)
 
 
 # All that were made, in the order of their files.
