@@ -2,8 +2,10 @@
 
 import functools
 
+import test_balancing
 import test_batch
 import test_hybrid_pipeline
+import test_layouts
 import test_pipeline_comparison
 import test_pipeline_contract
 import test_pipeline_shares
@@ -50,12 +52,13 @@ def replicas_load_equal_parts_and_run_unequal_ones(right, loader, trainer, deals
 removes(
     Pipeline.deal,
     "replicas load by other shares than they run",
-    killed_by=test_pipeline_shares.test_a_slow_replica_loses_microbatches_and_gets_them_back,
+    killed_by=test_layouts.test_random_layouts_equal_one_process,
+    part=0,
 )
 removes(
     StageBalance.load_state_dict,
     "a run that goes on deals equally again",
-    killed_by=test_pipeline_shares.test_a_slow_replica_loses_microbatches_and_gets_them_back,
+    killed_by=test_balancing.test_a_run_goes_on_with_the_shares_of_its_ranks,
 )
 removes(
     Overflow.share,

@@ -10,7 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -185,7 +185,9 @@ class Trial:
             pipeline.module.eval()
             _compare(pipeline.gather(batch, pipeline.evaluate(batch)), outputs, "evaluated outputs")
             pipeline.module.train()
-            pipeline.deal(_shares(random.Random(case.seed), pipeline.placement))
+            others = _shares(random.Random(case.seed), pipeline.placement)
+            pipeline.deal(others)
+            assert pipeline.own == replace(pipeline.placement, shares=others).own(pipeline.rank), "what it runs next"
         pipeline.close()
 
     def _accumulate(self, pipeline: Pipeline, names: dict[nn.Parameter, str]) -> None:

@@ -1,12 +1,14 @@
-"""What fits into a rank's memory bounds its share."""
+"""What fits into a rank's memory bounds its share, and a run goes on with those that it had."""
 
 from math import inf
 
 import pytest
 import torch
 
+from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies import balancing
+from cnnstrategies.strategies.hybrid_pipeline.balancing import StageBalance
 
 pytestmark = pytest.mark.light
 GIB = 2**30
@@ -38,3 +40,18 @@ def test_no_rank_is_proposed_more_than_fits():
     ):
         found = balancing.propose(now, Deals([1, 1], 1, most), seconds, 128.0, fits)
         assert (found and found.shares) == shares
+
+
+def test_a_run_goes_on_with_the_shares_of_its_ranks():
+    """Under another layout a share would be another rank's."""
+
+    def balance(*replicas):
+        deals = Deals([1, 1, 1])
+        return deals, StageBalance(deals, Placement(replicas, microbatches=9), torch.device("cpu"), lambda row: [row])
+
+    deals, before = balance(2, 1)
+    deals.change(0, 9, [7, 2, 9])
+    for replicas, shares in (((2, 1), (7, 2, 9)), ((1, 2), (1, 1, 1))):
+        deals, after = balance(*replicas)
+        after.load_state_dict(before.state_dict())
+        assert deals.shares == shares
