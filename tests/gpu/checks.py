@@ -22,6 +22,7 @@ import torchvision
 from lightning.pytorch import Callback, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from torchvision.models.resnet import BasicBlock, ResNet
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import SamplesPerSecond
@@ -35,6 +36,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 ACCELERATOR = "gpu" if ON_GPU else "cpu"
 # On a CPU it is a rehearsal, of the smallest that there is.
 EPOCHS, LEAST, SIZE, BATCH, STEPS = (8, 0.9, 224, 256, 60) if ON_GPU else (1, 0.1, 32, 16, 4)
+resnet18 = torchvision.models.resnet18 if ON_GPU else partial(ResNet, BasicBlock, [1, 1, 1, 1])
 RANKS_LIMIT = 300  # Seconds of a run of several ranks.
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 Rows = Iterator[tuple[str, str]]
@@ -93,13 +95,13 @@ def waits() -> Rows:
         "hybrid_pipeline [1]": lambda: HybridPipelineStrategy(replicas=[1]),
     }
     for name, make in strategies.items():
-        fit(make(), torchvision.models.resnet18(num_classes=10), watched=True)
+        fit(make(), resnet18(num_classes=10), watched=True)
         yield f"ResNet-18, {name}", "the host does not wait in a step" if ON_GPU else "has run"
 
 
 def comparison() -> Rows:
     """The comparison before training refuses no network that is right."""
-    network = torchvision.models.resnet18(num_classes=10)
+    network = resnet18(num_classes=10)
     for _ in range(10 if ON_GPU else 1):
         compare(divide(network, ["layer2"]), torch.randn(8, 3, 32, 32), torch.device(DEVICE, 0))
     yield "ResNet-18 of 32 x 32, stages against the whole", "equal, ten times" if ON_GPU else "equal, once"
@@ -107,7 +109,7 @@ def comparison() -> Rows:
 
 def speed() -> Rows:
     """ResNet-50 in channels_last and bf16, compiled: ours, a loop of plain torch, and what the loader gives."""
-    make = torchvision.models.resnet50 if ON_GPU else torchvision.models.resnet18
+    make = torchvision.models.resnet50 if ON_GPU else resnet18
     options: dict[str, Any] = {"channels_last": True, "compile_backend": "inductor" if ON_GPU else None}
     for _ in range(2 if ON_GPU else 1):
         ours = fit("auto", make(), "bf16-mixed", classes=1000, **options)
@@ -128,10 +130,10 @@ def several() -> Rows:
         for schedule in ("1f1b", "gpipe"):
             if sum(replicas) <= devices:
                 strategy = HybridPipelineStrategy(replicas=replicas, schedule=schedule, start_method="spawn")
-                rate = fit(strategy, torchvision.models.resnet18(num_classes=10), devices=sum(replicas))
+                rate = fit(strategy, resnet18(num_classes=10), devices=sum(replicas))
                 yield f"ResNet-18, hybrid_pipeline {replicas}, {schedule}, images/s", f"{rate:,.0f}"
     if devices > 1:
-        rate = fit("ddp_spawn", torchvision.models.resnet18(num_classes=10), devices=2)
+        rate = fit("ddp_spawn", resnet18(num_classes=10), devices=2)
         yield "ResNet-18, ddp on 2, images/s", f"{rate:,.0f}"
 
 
