@@ -190,7 +190,6 @@ ALONE = [
 ]
 TOGETHER = [
     Case(partial(piped, cuts=None), RECIPE, precision="bf16-mixed"),
-    Case(partial(piped, activation_checkpointing="always")),
     # In half precision torch's own loss scale asks whether a step is to be skipped.
     Case(
         partial(piped, activation_checkpointing="except_last"), own=OwnModule, precision="16-mixed", has_length=False,
@@ -198,7 +197,10 @@ TOGETHER = [
     ),
     Case(piped, own=BuiltLate, waits=1),
 ]  # fmt: skip
-THREE = [Case(partial(piped, replicas=[2, 1], schedule="gpipe")), Case(partial(piped, replicas=[2, 1], shares="auto"))]
+THREE = [
+    Case(partial(piped, replicas=[2, 1], schedule="gpipe", activation_checkpointing="always")),
+    Case(partial(piped, replicas=[2, 1], shares="auto")),
+]
 
 
 @pytest.mark.parametrize(("world", "cases"), [(1, ALONE), (2, TOGETHER), (3, THREE)])
