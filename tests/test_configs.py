@@ -75,7 +75,8 @@ MADE = {
 
 
 LARGE = [(file,) for file in FILES if file.startswith(("experiments/synthetic_", "model/timm", "model/torchvision"))]
-WHOLE = [(file,) for file in FILES if is_whole(file) and (file,) not in LARGE]
+HERE_TRAINED = [file for file in FILES if "/digits_" in file]
+WHOLE = [(file,) for file in FILES if is_whole(file) and (file,) not in LARGE and file not in HERE_TRAINED]
 STRATEGIES = [file for file in FILES if file.startswith("strategy/") and file != "strategy/fsdp"]
 OTHERS = [file for file in FILES if not is_whole(file) and not file.startswith("strategy/") and (file,) not in LARGE]
 # A strategy together with another part, as they are composed.
@@ -106,7 +107,7 @@ def test_what_is_for_gpus_alone_is_said_to_be(capfd: pytest.CaptureFixture[str])
 
 @pytest.mark.cluster
 @pytest.mark.warm
-@pytest.mark.parametrize("file", [file for file in FILES if "/digits_" in file])
+@pytest.mark.parametrize("file", HERE_TRAINED)
 def test_what_is_for_this_machine_trains(run_cli, file: str) -> None:
     few = [f"--trainer.{name}=2" for name in ("limit_train_batches", "limit_val_batches")]
     few.append(f"--trainer.max_epochs={11 if 'pruning' in file else 1}")
