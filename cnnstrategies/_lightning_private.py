@@ -17,6 +17,10 @@ from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalState
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
+from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
+from lightning.pytorch.trainer.states import RunningStage
+from torch.utils.data import BatchSampler, DataLoader, Sampler
+from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
 
@@ -32,6 +36,31 @@ def acts_within_epochs(callback: Callback) -> str | None:
     if isinstance(callback, Timer) and callback.time_remaining() is not None and callback._interval == "step":
         return "interval='step' (max_time)"
     return None
+
+
+class BatchesKept(_DataConnector):
+    """Distributes a batch sampler's own sampler, and leaves its batches their size.
+
+    Lightning takes the loader's sampler, which torch has made beside that one, and its batch size: of torch's own
+    `BatchSampler` it makes batches of one sample, or no batches at all.
+    """
+
+    @override
+    def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        batches = getattr(dataloader, "batch_sampler", None)
+        if isinstance(dataloader, DataLoader) and isinstance(batches, BatchSampler) and dataloader.batch_size is None:
+            if isinstance(batches.sampler, Sampler):
+                vars(dataloader)["sampler"] = batches.sampler
+            if type(batches) is BatchSampler and self._requires_distributed_sampler(dataloader):
+                given = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+                vars(dataloader).update(given)
+                getattr(dataloader, "__pl_saved_kwargs", {}).update(given)
+        return super()._prepare_dataloader(dataloader, shuffle, mode)
+
+
+def keep_batches(trainer: Trainer) -> None:
+    """Have a trainer distribute loaders with a batch sampler by :class:`BatchesKept`; its connector is no argument."""
+    trainer._data_connector.__class__ = BatchesKept
 
 
 def leave_samplers(trainer: Trainer) -> None:

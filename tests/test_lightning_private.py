@@ -10,14 +10,17 @@ import torch
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, SubsetRandomSampler
 
 from cnnstrategies._lightning_private import (
     ask_of_sigterm,
     asks_of_sigterm,
     built_by_cli,
     end_observation,
+    keep_batches,
     leave_samplers,
     set_batches_that_stepped,
     train_loader,
@@ -91,3 +94,34 @@ def test_samplers_are_left_where_it_is_said():
     assert trainer._data_connector._requires_distributed_sampler(loader := DataLoader(range(4)))
     leave_samplers(trainer)
     assert not trainer._data_connector._requires_distributed_sampler(loader)
+
+
+class OwnBatches(BatchSampler):
+    """As Lightning can make it anew."""
+
+
+@pytest.mark.parametrize("by_hook", [False, True])
+@pytest.mark.parametrize("kind", [BatchSampler, OwnBatches])
+def test_a_batch_sampler_keeps_its_size_and_its_sampler_where_this_is_distributed(kind, by_hook):
+    data = range(12)
+    chosen = SubsetRandomSampler(data[4:])
+    of_user = DistributedSampler(data, num_replicas=2, rank=1, shuffle=False)
+
+    class Module(LightningModule):
+        def train_dataloader(self):
+            return [
+                DataLoader(data, batch_sampler=kind(one, 4, True)) for one in (SequentialSampler(data), chosen, of_user)
+            ]
+
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, enable_checkpointing=False)
+    keep_batches(trainer)
+    module = Module()
+    module.trainer = trainer
+    trainer._data_connector.attach_data(module, train_dataloaders=None if by_hook else module.train_dataloader())
+    made = [
+        list(trainer._data_connector._prepare_dataloader(one, False, RunningStage.TRAINING).batch_sampler)
+        for one in _request_dataloader(trainer.fit_loop._data_source)
+    ]
+    assert made[::2] == [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]
+    assert len(made[1]) == 1
+    assert {*made[1][0]} < {*data[4:]}

@@ -7,6 +7,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from cnnstrategies._lightning_private import keep_batches
 from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
@@ -60,6 +61,8 @@ class CompressedDDPStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         with on_loopback(self):  # Also where one machine has no network.
             super().setup_environment()
+        assert self.lightning_module is not None
+        keep_batches(self.lightning_module.trainer)
 
     @override
     def configure_ddp(self) -> None:

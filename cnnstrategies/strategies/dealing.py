@@ -8,6 +8,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from cnnstrategies._lightning_private import keep_batches
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.shares import NORMALISED_TOGETHER, Deals, check_count, check_first
@@ -66,6 +67,7 @@ class Dealing:
         module = self._strategy.lightning_module
         assert module is not None
         trainer = module.trainer
+        keep_batches(trainer)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
         callbacks[:] = [one for one in callbacks if not isinstance(one, Balance)]
         self._deals = self.stopwatch = None

@@ -14,7 +14,7 @@ from digit_runs import Digits, assert_same_run, logged, train
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.strategies import BalancedDDPStrategy, ParameterServerStrategy, balancing
@@ -105,7 +105,8 @@ class PlainDigits(Digits):
         source = self.train_source
         images = torch.stack([self.train_transform(image[None])[0] for image in source.images])
         dataset = TensorDataset(images, source.targets)
-        return DataLoader(dataset, 60 // ranks["num_replicas"], sampler=DistributedSampler(dataset, seed=5, **ranks))
+        sampler = DistributedSampler(dataset, seed=5, **ranks)
+        return DataLoader(dataset, batch_sampler=BatchSampler(sampler, 60 // ranks["num_replicas"], drop_last=False))
 
 
 def test_a_loader_of_the_user_is_dealt_by_shares_too(monkeypatch):

@@ -16,6 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
+from cnnstrategies._lightning_private import keep_batches
 from cnnstrategies.checkpoints.check import check_weights
 from cnnstrategies.cluster.environment import check_world, local_rank
 from cnnstrategies.cluster.run_folder import configuration_hash, find_run, place
@@ -184,7 +185,9 @@ class CLI(LightningCLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
         config = self.config_init[self.subcommand]
-        return super().instantiate_trainer(callbacks=all_callbacks(config), plugins=all_plugins(config), **kwargs)
+        trainer = super().instantiate_trainer(callbacks=all_callbacks(config), plugins=all_plugins(config), **kwargs)
+        keep_batches(trainer)
+        return trainer
 
     def fit(self, **kwargs: Any) -> None:
         """Train."""

@@ -24,7 +24,13 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from cnnstrategies._lightning_private import asks_of_sigterm, check_start, leave_samplers, ranks_are_children
+from cnnstrategies._lightning_private import (
+    asks_of_sigterm,
+    check_start,
+    keep_batches,
+    leave_samplers,
+    ranks_are_children,
+)
 from cnnstrategies.checkpoints.io import load_mapped
 from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
@@ -277,6 +283,7 @@ class HybridPipelineStrategy(DDPStrategy):
         with on_loopback(self):
             super().setup_environment()
         own_metric_states(self.lightning_module)
+        keep_batches(self.lightning_module.trainer)
         if self.placement.replicas[0] == 1:
             leave_samplers(self.lightning_module.trainer)  # Lightning's would shuffle what is not to be.
         if not existed:
