@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -19,6 +20,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples, samples_of
 
 BYTES = 1 << 16  # of each tensor that are looked at
+DRAWN = 1000  # of an epoch's samples, that are looked at
 
 
 class FirstBatch(Callback):
@@ -27,11 +29,12 @@ class FirstBatch(Callback):
     The global batch has another size, as with a sampler that deals to another number of processes; or two processes
     have the same samples, as with an ``IterableDataset`` that does not ask which process reads it: each then trains on
     all of the data, and more devices bring nothing. Where one has fewer batches than another, that would wait for it at
-    the end. Once in a run, by an exchange of three numbers; where streams do not know their lengths, of one more for
-    each batch.
+    the end. A sampler that is seeded differently in each process has each take its part of an order of its own, which
+    is refused where the samples are dealt. Once in a run, by an exchange of four numbers; where streams do not know
+    their lengths, of one more for each batch.
 
     Raises:
-        ConfigurationError: The processes have different numbers of batches.
+        ConfigurationError: The processes have different numbers of batches, or orders of which their parts are dealt.
     """
 
     @override
@@ -62,11 +65,12 @@ class FirstBatch(Callback):
         )
         batches = trainer.num_training_batches
         unknown = sized_len(trainer.train_dataloader) is None
-        own = [_fingerprint(batch), -1 if unknown else int(batches)]
-        of_all = strategy.all_gather(torch.tensor(own, device=strategy.root_device)).reshape(-1, 2)
+        own = [_fingerprint(batch), -1 if unknown else int(batches), _order(trainer.train_dataloader)]
+        of_all = strategy.all_gather(torch.tensor(own, device=strategy.root_device)).reshape(-1, 3)
         marks = of_all[:, 0].tolist()
         alike = next((rank for rank, mark in enumerate(marks) if mark and mark in marks[:rank]), None)
         check_lengths(of_all[:, 1].tolist())
+        check_orders(of_all[:, 2].tolist(), sampler is not None)
         # A pipeline shares its batches, and a parameter server names who waits for whom.
         if -1 in of_all[:, 1] and dist.is_initialized():
             self._streams = dist.new_group(backend="gloo")  # type: ignore[assignment]  # -100 is for those outside
@@ -115,6 +119,29 @@ def check_lengths(lengths: Sequence[int], others: str = "") -> None:
             f"process {lengths.index(most)} has {most}{others}: give each process as many, as a DistributedSampler "
             f"does, or cut all with --trainer.limit_train_batches={least}"
         )
+
+
+def check_orders(orders: Sequence[int], dealt: bool) -> None:
+    """Refuse orders of samples that differ, where these are dealt; else warn of them. 0 is none."""
+    if len({order for order in orders if order}) < 2:
+        return
+    said = (
+        "the sampler of the training data has drawn another order in each process, which takes its part of its own: "
+        "some samples come twice, others never; seed it alike in all, or leave out a generator of its own"
+    )
+    if dealt:
+        raise ConfigurationError(said)
+    rank_zero_warn(said)
+
+
+def _order(loader: Any) -> int:
+    """The same for the same order of a sampler of the user's own, of which each process takes its part; else 0."""
+    found = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    wrapper = next((one for one in found if isinstance(one, DistributedSamplerWrapper)), None)
+    if wrapper is None or not getattr(loader, "loads", True):  # Of a pipeline's ranks some draw none.
+        return 0
+    drawn: Any = wrapper.dataset
+    return zlib.crc32(repr([drawn[place] for place in range(min(DRAWN, len(drawn)))]).encode())
 
 
 def _fingerprint(batch: Any) -> int:

@@ -1,5 +1,6 @@
 """What the processes have loaded first is what the panel says, or a warning says what else."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,19 @@ import torch.distributed as dist
 from conftest import quiet_trainer
 from lightning.pytorch import LightningModule
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+)
 from torch.utils.data import default_collate as collate
 
 from cnnstrategies.callbacks import FirstBatch, first_batch
-from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
+from cnnstrategies.strategies import BalancedDDPStrategy, HybridPipelineStrategy, ParameterServerStrategy
 
 STRATEGIES = {
     "parameter_server": lambda: ParameterServerStrategy(start_method="fork"),
@@ -48,6 +57,14 @@ class Shared(Stream):
         return iter([samples(32)[index] for index in range(rank, 32, 2)])
 
 
+class ByRank(Sampler):
+    def __len__(self):
+        return 32
+
+    def __iter__(self):
+        return iter(random.Random(dist.get_rank()).sample(range(32), 32))
+
+
 def cut(rows):
     return collate(rows[:3])
 
@@ -62,6 +79,10 @@ LOADERS = {
     "a batch of another size": (
         lambda: DataLoader(samples(32), 4, collate_fn=cut),
         "has 6 samples, and not 8 (2 processes x 4)",
+    ),
+    "another order in each process": (
+        lambda: DataLoader(samples(32), 4, sampler=ByRank()),
+        "has drawn another order in each process",
     ),
     "one small batch": (lambda: DataLoader(samples(6), 4), ""),
 }
@@ -81,6 +102,11 @@ def test_what_each_has_loaded(name, monkeypatch):
     own = "an own order" in name
     said = warned(monkeypatch, "ddp_fork", loader(), use_distributed_sampler=not own)
     assert message in said if message else not said
+
+
+def test_another_order_in_each_process_is_refused_where_its_samples_are_dealt(monkeypatch):
+    with pytest.raises(Exception, match=r"another order in each process, .*; seed it alike in all"):
+        warned(monkeypatch, BalancedDDPStrategy(start_method="fork"), DataLoader(samples(32), 4, sampler=ByRank()))
 
 
 class Unequal(Small):
@@ -109,7 +135,9 @@ def test_streams_of_unequal_length_are_refused_at_an_end(limit, monkeypatch):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_other_strategies(strategy, monkeypatch):
-    assert not warned(monkeypatch, STRATEGIES[strategy](), DataLoader(samples(32), 4))
+    """A batch sampler keeps its batches."""
+    batches = BatchSampler(RandomSampler(range(32)), 4, drop_last=False)
+    assert not warned(monkeypatch, STRATEGIES[strategy](), DataLoader(samples(32), batch_sampler=batches))
     own = DistributedSampler(samples(32), num_replicas=2, rank=0)  # Also on the other one.
     said = warned(monkeypatch, STRATEGIES[strategy](), DataLoader(samples(32), 4, sampler=own, collate_fn=cut))
     assert ("0 and 1 have loaded" if strategy == "parameter_server" else "has 6 samples, and not 8") in said
