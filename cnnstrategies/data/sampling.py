@@ -206,23 +206,32 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def items_of(sampler: Any, epoch: int) -> list[Any]:
-    """All items of an epoch, those of all ranks in turn.
+    """All items of an epoch, those of all ranks in turn; each sample once.
 
-    What is drawn at random is drawn anew for each rank, and in each worker: all begin with the same numbers.
+    What is drawn at random is drawn anew in each worker: all begin with the same numbers.
     """
     inner = getattr(sampler, "sampler", sampler)
     inner.set_epoch(epoch)
-    own, shares = (inner.rank, inner.num_replicas, inner.num_samples), []
-    if inner is sampler and not isinstance(inner, DealtBatches):
-        # Samples, and no batches: one draw has all, and a generator of the user's own draws once.
-        inner.num_replicas, inner.num_samples = 1, inner.total_size
+    own = {name: vars(inner)[name] for name in ("rank", "num_replicas", "num_samples", "total_size")}
+    deals, shares = isinstance(inner, DealtBatches), []
+    if not deals:
+        # One draw has all, and none of those that are repeated so that all ranks have as many.
+        inner.num_replicas, inner.num_samples = 1, samples_in(inner)
+        inner.total_size = inner.num_samples
     with isolate_rng(include_cuda=False):
         for rank in range(inner.num_replicas):
             inner.rank = rank
             seed_all(mixed_seed(inner.seed, epoch))
             shares.append(list(sampler))
-    inner.rank, inner.num_replicas, inner.num_samples = own
-    return [share[place] for place in range(len(shares[0])) for share in shares if place < len(share)]
+    vars(inner).update(own)
+    # A rank that has no sample of a dealt batch repeats another's.
+    all_ = [(rank, place) for place in range(len(shares[0])) for rank in range(len(shares))]
+    return [shares[rank][place] for rank, place in all_ if not deals or inner.counts(place)[rank]]
+
+
+def samples_in(sampler: DistributedSampler[Any]) -> int:
+    """Of an epoch, over all ranks, each once."""
+    return min(sampler.total_size, len(sampler.dataset))  # type: ignore[arg-type]
 
 
 def seed_all(seed: int) -> None:

@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from cnnstrategies.data.sampling import DealtBatches, batches_of, items_of, options_of
+from cnnstrategies.data.sampling import DealtBatches, batches_of, items_of, options_of, samples_in
 from cnnstrategies.shares import Deals
 
 
@@ -23,18 +23,17 @@ class OrderBatches(DealtBatches):
 
     def __init__(self, batches: BatchSampler, trainer: Trainer, deals: Deals) -> None:
         self.sampler: DistributedSampler[Any] = batches.sampler  # type: ignore[assignment]  # the caller has seen it
-        ranks = self.sampler.num_replicas
-        size = len(self.sampler.dataset)  # type: ignore[arg-type]
+        ranks, rank, size = self.sampler.num_replicas, self.sampler.rank, samples_in(self.sampler)
         accumulated = trainer.accumulate_grad_batches
         samples = batches.batch_size * ranks * accumulated
-        super().__init__(size, samples, 0, ranks, self.sampler.rank, batches.drop_last, accumulated, deals)
+        super().__init__(size, samples, 0, ranks, rank, batches.drop_last, accumulated, deals)
         self.batch_size = batches.batch_size
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
 
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's batches."""
         self.epoch, self.skip = self.sampler.epoch, self._progress.current.ready
-        yield from self.own(items_of(self.sampler, self.epoch)[: self.size], self.skip)
+        yield from self.own(items_of(self.sampler, self.epoch), self.skip)
 
 
 class OrderLoader(DataLoader[Any]):
