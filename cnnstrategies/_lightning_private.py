@@ -38,6 +38,14 @@ def acts_within_epochs(callback: Callback) -> str | None:
     return None
 
 
+def saves_in_epoch(callback: ModelCheckpoint, trainer: Trainer) -> float:
+    """How often it does, on average; by the clock, and within epochs without an end, as if never."""
+    batches, every = trainer.num_training_batches, callback._every_n_train_steps * trainer.accumulate_grad_batches
+    if every:
+        return batches / every if batches < float("inf") else 0.0
+    return 1 / callback.every_n_epochs if callback.every_n_epochs else 0.0
+
+
 class BatchesKept(_DataConnector):
     """Distributes a batch sampler's own sampler, and leaves its batches their size.
 

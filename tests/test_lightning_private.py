@@ -3,12 +3,14 @@
 import os
 import subprocess
 from contextlib import nullcontext
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import RunningStage
@@ -22,6 +24,7 @@ from cnnstrategies._lightning_private import (
     end_observation,
     keep_batches,
     leave_samplers,
+    saves_in_epoch,
     set_batches_that_stepped,
     train_loader,
 )
@@ -125,3 +128,19 @@ def test_a_batch_sampler_keeps_its_size_and_its_sampler_where_this_is_distribute
     assert made[::2] == [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]
     assert len(made[1]) == 1
     assert {*made[1][0]} < {*data[4:]}
+
+
+@pytest.mark.parametrize(
+    ("given", "saves"),
+    [
+        ({}, 1),
+        ({"every_n_epochs": 5}, 0.2),
+        ({"every_n_train_steps": 2}, 25),
+        ({"train_time_interval": timedelta(1)}, 0),
+    ],
+)
+def test_how_often_an_epoch_is_saved(given, saves):
+    trainer = SimpleNamespace(num_training_batches=100, accumulate_grad_batches=2)
+    assert saves_in_epoch(ModelCheckpoint(**given), trainer) == saves
+    trainer.num_training_batches = float("inf")
+    assert saves_in_epoch(ModelCheckpoint(every_n_train_steps=2), trainer) == 0

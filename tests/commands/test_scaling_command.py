@@ -8,13 +8,15 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT
+from lightning.pytorch import Callback
 from rich.console import Console
 
 from cnnstrategies import ConfigurationError
+from cnnstrategies.callbacks import Pruning, SampleWeights
 from cnnstrategies.commands.front.options import parse_scaling
 from cnnstrategies.commands.scaling import command
 from cnnstrategies.commands.scaling.probes import load_alone, one_sample, sum_alone
-from cnnstrategies.commands.scaling.run import HostReads, ScalingControl, larger
+from cnnstrategies.commands.scaling.run import HostReads, ScalingControl, larger, part_beside, unasked
 from cnnstrategies.commands.tune.orders import run_rank
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.scaling import measuring
@@ -140,9 +142,20 @@ def test_a_users_module_trains_for_more_steps_than_it_was_made_for(scaling):
 
 @pytest.mark.light
 def test_a_step_that_returns_no_loss_is_measured_too():
-    control = ScalingControl(0)
+    control = ScalingControl()
     for outputs in (None, {}, {"loss": torch.ones(1)}, torch.ones(1)):
         control.note_loss(outputs)
+
+
+@pytest.mark.light
+def test_callbacks_that_nobody_can_leave_out_are_no_cause():
+    class Own(Callback):
+        pass
+
+    there = [SampleWeights(), Pruning(0.5), Own()]
+    hidden = unasked(there, {"Pruning"})
+    names = [part_beside(f"[Callback]{one.state_key}.on_train_batch_end", hidden) for one in there]
+    assert names == [None, "callback Pruning", f"callback {Own.__qualname__}"]
 
 
 @pytest.mark.light

@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
+from cnnstrategies._lightning_private import saves_in_epoch
 from cnnstrategies._torch_private import READ, OperationMode
 from cnnstrategies.callbacks import StartPanel, TrainingSummary
 from cnnstrategies.callbacks.step_parts import TOTAL, StepMeter
@@ -44,11 +45,13 @@ class ScalingControl(Orders):
 
     Args:
         saving: Callbacks that save, which were left out.
+        given: The names of the configuration's callbacks, which it can leave out.
     """
 
-    def __init__(self, saving: int) -> None:
+    def __init__(self, saving: Sequence[ModelCheckpoint] = (), given: Set[str] = frozenset()) -> None:
         super().__init__()
         self._saving = saving
+        self._given = given
         self._skipped = 0
         self._samples = 0.0
         self._larger = 1
@@ -64,6 +67,8 @@ class ScalingControl(Orders):
         self._epochs = trainer.check_val_every_n_epoch or 1
         trainer.check_val_every_n_epoch = sys.maxsize
         self._trainer = trainer
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by the callback connector
+        self._unasked = unasked(callbacks, self._given) | {type(self).__name__}
         self._meter = StepMeter(trainer, self._part)
         for logger in trainer.loggers:
             for name in ("log_metrics", "save"):
@@ -89,7 +94,7 @@ class ScalingControl(Orders):
             "workers": workers,
             "steps": int(steps) if steps != float("inf") else None,
             "validation": seconds * self._validation_batches(trainer),
-            "saving": self._saving,
+            "saving": sum(saves_in_epoch(one, trainer) for one in self._saving),
             "log_every": trainer.log_every_n_steps,  # type: ignore[attr-defined]  # set by the logger connector
             "waiting": [*self._meter.parts.waiting, STOPPING],
         }
@@ -106,14 +111,7 @@ class ScalingControl(Orders):
         """Beside the parts of a step, whose hook is called."""
         if (part := self._meter.parts.of(action)) is not None:
             return part
-        owner, _, hook = action.rpartition(".")
-        if owner.startswith("[Callback]GracefulStop"):
-            return STOPPING
-        if owner.startswith("[Callback]") and type(self).__name__ not in owner:
-            return CALLBACK + owner.removeprefix("[Callback]").partition("{")[0]
-        if owner.startswith("[LightningModule]") and hook.startswith("on_") and "batch_transfer" not in hook:
-            return f"{CALLBACK}{owner.removeprefix('[LightningModule]')}.{hook}"
-        return None
+        return part_beside(action, self._unasked)
 
     def _counted(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -208,6 +206,24 @@ class ScalingControl(Orders):
         self._validated.clear()
 
 
+def unasked(callbacks: Sequence[Callback], given: Set[str]) -> set[str]:
+    """The names of this package's callbacks that a configuration does not give, and so cannot leave out."""
+    return {type(one).__name__ for one in callbacks if type(one).__module__.startswith("cnnstrategies.")} - given
+
+
+def part_beside(action: str, unasked: Set[str]) -> str | None:
+    """The part of a callback's or hook's action, by whose it is; none of callbacks that nobody has asked for."""
+    owner, _, hook = action.rpartition(".")
+    if owner.startswith("[Callback]GracefulStop"):
+        return STOPPING
+    if owner.startswith("[Callback]"):
+        name = owner.removeprefix("[Callback]").partition("{")[0]
+        return None if name in unasked else CALLBACK + name
+    if owner.startswith("[LightningModule]") and hook.startswith("on_") and "batch_transfer" not in hook:
+        return f"{CALLBACK}{owner.removeprefix('[LightningModule]')}.{hook}"
+    return None
+
+
 class HostReads(OperationMode):  # type: ignore[no-untyped-call]
     """Counts the reads of a tensor's value, for which a host waits, by the line that asks for them."""
 
@@ -258,8 +274,9 @@ class ScalingCLI(CLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer = super().instantiate_trainer(**kwargs)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by the callback connector
-        saving = sum(isinstance(one, ModelCheckpoint) for one in callbacks)
-        callbacks[:] = [*(one for one in callbacks if not isinstance(one, LEFT_OUT)), ScalingControl(saving)]
+        saving = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
+        given = {one.class_path.rpartition(".")[2] for one in as_list(self.config.fit.trainer.callbacks)}
+        callbacks[:] = [*(one for one in callbacks if not isinstance(one, LEFT_OUT)), ScalingControl(saving, given)]
         return trainer
 
 
