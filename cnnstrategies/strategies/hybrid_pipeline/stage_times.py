@@ -51,9 +51,9 @@ class StageTimes(Callback):
         if self._batches == BATCHES:
             for kind, clock in self._clocks.items():
                 self._pipeline.clocks[kind].remove(clock)
-            self._tell()
+            self._tell(type(trainer.strategy))
 
-    def _tell(self) -> None:
+    def _tell(self, strategy: type[Any]) -> None:
         # The last batch of an epoch may be smaller.
         samples = max(self._found, key=lambda one: len(self._found[one]))
         kinds = zip(*self._found[samples], strict=True)
@@ -67,7 +67,8 @@ class StageTimes(Callback):
         found = recut(samples, [*took[:-1], took[-1] - loss], loss)
         if found is not None:
             # With the class, it is taken after the strategy's short name, too.
-            line = {"class_path": "HybridPipelineStrategy", "init_args": {"cuts": found.cuts}}
+            module = "" if strategy.__module__.startswith("cnnstrategies.") else f"{strategy.__module__}."
+            line = {"class_path": module + strategy.__qualname__, "init_args": {"cuts": found.cuts}}
             rank_zero_warn(
                 f"in batches {WARM_UP + 1} to {BATCHES} the stages took {_milliseconds(took)} ms for a microbatch, "
                 f"planned were {_milliseconds(found.planned)} ms; with other cuts a step shall be {found.gain:.0%} "
