@@ -129,6 +129,7 @@ class Specification(RunOptions):
         clip_value: Largest absolute value of a gradient's elements, likewise.
         slice_bytes: Largest slice of a parameter, except for optimizers that need whole tensors.
         session: Random number of this run: messages of another run are dropped.
+        per_node: How many are one worker together, as those of a node that push as one.
     """
 
     parameters: tuple[ParameterInfo, ...]
@@ -141,6 +142,7 @@ class Specification(RunOptions):
     clip_value: float | None = None
     slice_bytes: int = 1 << 21
     session: int = field(default_factory=lambda: secrets.randbits(63))
+    per_node: int = 1
 
     @property
     def half(self) -> Compression:
@@ -222,7 +224,7 @@ class Specification(RunOptions):
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()
-        yield from too_small(self, {"workers": 1, "servers": 1, "slice_bytes": 64})
+        yield from too_small(self, {"workers": 1, "per_node": 1, "servers": 1, "slice_bytes": 64})
         if self.replication > self.servers:
             yield f"replication={self.replication} needs as many servers, but servers={self.servers}: change one"
         if self.pipelined and (self.mode != "sync" or self.clip_norm is not None):

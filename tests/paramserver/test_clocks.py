@@ -26,6 +26,16 @@ def test_a_step_has_those_who_have_begun_before_it_and_live() -> None:
     assert clock.ready({0, 1}) is None
 
 
+def test_a_node_has_come_with_one_of_its_workers_and_is_gone_with_all() -> None:
+    clock = SyncClock(expected=2, per_node=2)
+    clock.join(0)
+    for dead in (1, 2):
+        clock.leave(dead)
+        assert clock.ready({0}) is None, "the other node has not come"
+    clock.leave(3)
+    assert clock.ready({0}) == {0}
+
+
 def test_a_worker_is_as_far_ahead_as_staleness_says_at_most() -> None:
     for staleness in (0, 3):
         clock = StaleClock(staleness, expected=3)

@@ -3,6 +3,7 @@
 Each clock counts on some workers of the run's start (`expected`): until they have come, or have died, nobody goes on.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 PATIENCE_SECONDS = 2.0  # for workers that do not say where they are: those that have left do not
@@ -12,12 +13,16 @@ class SyncClock:
     """Steps that all members make together.
 
     The present one, `step`, is not decided yet.
+
+    Args:
+        per_node: Workers of a node, of which one speaks for all: it has come with the first, and is gone with the last.
     """
 
-    def __init__(self, expected: int) -> None:
+    def __init__(self, expected: int, per_node: int = 1) -> None:
         self.step = 0
         self.members: frozenset[int] = frozenset()
         self._expected = expected
+        self._per_node = per_node
         self._first: dict[int, int] = {}
         self._gone: set[int] = set()
 
@@ -55,8 +60,14 @@ class SyncClock:
         members = self.members
         if not members or len(complete) < len(members):  # Asked for each vote: the common answer costs nothing.
             return None
-        started = self.step > 0 or len(self._first.keys() | self._gone) >= self._expected
-        return members if started and members.issubset(complete) else None
+        return members if (self.step > 0 or self._all_have_come) and members.issubset(complete) else None
+
+    @property
+    def _all_have_come(self) -> bool:
+        gone = Counter(worker // self._per_node for worker in self._gone)
+        nodes = {worker // self._per_node for worker in self._first}
+        nodes |= {node for node, workers in gone.items() if workers == self._per_node}
+        return len(nodes) >= self._expected
 
     def decide(self, step: int) -> None:
         """Note that a step is decided, here or by another server."""

@@ -32,8 +32,9 @@ class Synchronous:
     """One server's part in common steps."""
 
     def __init__(self, specification: Specification, shard: Shard, server: int, outbox: Outbox) -> None:
-        self.clock = SyncClock(specification.workers)
-        self.roll = RollCall(specification.workers)  # held as this server begins to lead
+        nodes, per_node = specification.workers, specification.per_node
+        self.clock = SyncClock(nodes, per_node)
+        self.roll = RollCall(nodes * per_node)  # held as this server begins to lead
         self._specification = specification
         self._pipelined = specification.pipelined
         self._server = server

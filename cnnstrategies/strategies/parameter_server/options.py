@@ -169,8 +169,9 @@ class Options(RunOptions):
         dedicated = bool(self.endpoints) and self.mode == "sync" and self.pull_compression in ("none", "fp16", "bf16")
         if dedicated and "clip_norm" not in changes:
             options = {"pipelined": True, "slice_bytes": PIPELINED_BYTES, **options}
-        pushing = nodes if self.combines(workers // nodes) else workers
-        return Specification.of(module.named_parameters(), optimizer, pushing, **options)
+        together = workers // nodes if self.combines(workers // nodes) else 1
+        options["per_node"] = together
+        return Specification.of(module.named_parameters(), optimizer, workers // together, **options)
 
     def _outer(self, module: LightningModule, optimizer: Optimizer) -> Optimizer:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
