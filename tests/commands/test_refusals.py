@@ -17,7 +17,15 @@ from cnnstrategies.networks import SmallCNN
 QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
 MINE = """
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from lightning.pytorch import LightningModule
+
+def warms_up(optimizer: Optimizer, steps: int = 3) -> LRScheduler:
+    pass
+
+def warms_up_untold(optimizer):
+    pass
 
 class Lit(LightningModule):
     pass
@@ -32,6 +40,7 @@ FILES = {
     "bad.yaml": "trainer: {max_epoch: 3}",
     "listed.yaml": "trainer: {callbacks: [{class_path: EarlyStopping, monitor: val_loss}]}",
     "init_arg.yaml": "data: {class_path: DigitsDataModule, init_arg: {seed: 1}}",
+    "scheduler.yaml": "model: {init_args: {lr_scheduler: {class_path: mine.warms_up, init_args: {steps: 2}}}}",
     "strategy.yaml": "trainer.strategy: {class_path: ParameterServerStrategy, init_args: {mode: asink}}",
 }
 NETWORK = "--model.init_args.network"
@@ -58,6 +67,12 @@ REFUSED = {
     "fit --model.init_args.num_classes=${trainer.nope}": ["", "trainer.nope", "not there"],
     "fit --model.init_args.label_smoothing=3": ["", "label_smoothing=3.0", "[0, 1)"],
     "fit --model.init_args.optimizer.init_args.lrr=3": ["", "optimizer.init_args.lrr", "did you mean 'lr'", "momentum"],
+    "fit --config=scheduler.yaml": [
+        "model.init_args.lr_scheduler: mine.warms_up is a function, and class_path is for classes: "
+    ],
+    'fit --model.init_args.lr_scheduler={"class_path":"mine.warms_up_untold"}': [
+        "model.init_args.lr_scheduler: mine.warms_up_untold is a function"
+    ],
     "fit --data=Nope": ["data: no class 'Nope'; give its import path"],
     "fit --config=listed.yaml": ["trainer.callbacks.monitor stands beside class_path: arguments"],
     "fit --config=init_arg.yaml": ["unknown key data.init_arg: did you mean 'init_args'?"],

@@ -176,11 +176,29 @@ def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
         classes = " and ".join(f"--{name} CLASS" for name in names)
         return f"no {missing}: give {classes}, or a configuration that has {missing}, as in --config quickstart"
     needs = f"needs {missing}"
-    for one in keys:
-        if set(names) <= parameters_of(located(one.value)).keys():
-            key = one.path.removesuffix(".class_path")
-            return f"{key}: {one.value} {needs}: give {' and '.join(f'--{key}.{name}' for name in names)}"
+    takers = [one for one in keys if set(names) <= parameters_of(located(one.value)).keys()]
+    functions = [one for one in takers if inspect.isfunction(located(one.value))]
+    if functions and set(names) <= {*FROM_ELSEWHERE}:  # To a class the caller gives them.
+        return _of_function(functions[0].path.removesuffix(".class_path"), functions[0].value)
+    for one in takers:
+        key = one.path.removesuffix(".class_path")
+        return f"{key}: {one.value} {needs}: give {' and '.join(f'--{key}.{name}' for name in names)}"
     return f"a class in the configuration {needs}: give that among its init_args"
+
+
+def check_functions(model: Any) -> None:
+    """Refuse a function in the place of the class of a model's optimizer or schedule: that is given to none."""
+    for name in ("optimizer", "lr_scheduler"):
+        path: Any = getattr((getattr(model, "init_args", None) or {}).get(name), "class_path", None)
+        if inspect.isfunction(located(path)):
+            raise ConfigurationError(_of_function(f"model.init_args.{name}", path))
+
+
+def _of_function(key: str, name: str) -> str:
+    return (
+        f"{key}: {name} is a function, and class_path is for classes: name it alone, --{key}={name}, and have it say "
+        "what it returns (-> LRScheduler); its other arguments keep their defaults"
+    )
 
 
 def _full_key(key: str, args: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from cnnstrategies.commands.front.refuse import shows_tracebacks
 from cnnstrategies.commands.run.errors import (
     CHECKPOINT_WORDS,
     check_checkpoint,
+    check_functions,
     check_nulls,
     check_trainer_names,
     located,
@@ -114,7 +115,9 @@ class CLI(LightningCLI):
                 sys.argv[1:] = [*words, f"--{NUM_CLASSES}={self._built_alone('data').num_classes}"]
         super().parse_arguments(parser, args)
         command = self.config.get("subcommand")
-        check_trainer_names((self.config[command] if command else self.config).trainer)
+        config = self.config[command] if command else self.config
+        check_trainer_names(config.trainer)
+        check_functions(config.get("model"))
 
     def _built_alone(self, section: str) -> Any:
         """What a section of the configuration says, built without the others."""
