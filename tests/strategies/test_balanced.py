@@ -149,7 +149,8 @@ def test_a_slow_rank_loses_work_and_gets_it_back(tmp_path, strategy):
     """Within twelve steps; and a run that goes on in mid-epoch deals from the very batch on as one that was not cut."""
     # Lightning loads a checkpoint into the network as it was made, and makes it float64 afterwards.
     data = {"global_batch_size": 20, "num_workers": 1}  # which loads ahead
-    given = {"data": data, "max_epochs": 2, "limit_train_batches": 12, "network": lambda: PlainCNN().double()}
+    given = {"data": data, "max_epochs": 2, "limit_train_batches": 12, "limit_val_batches": 0}
+    given["network"] = lambda: PlainCNN().double()
 
     def run(name, *more, **options):
         slow = SlowRank(tmp_path, lambda step: step < 12)

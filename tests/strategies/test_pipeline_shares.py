@@ -78,7 +78,8 @@ class SlowReplica(SlowRank):
 def test_a_slow_replica_loses_microbatches_and_gets_them_back(tmp_path):
     """Within twelve steps; and a run that goes on in mid-epoch deals from the very batch on as one that was not cut."""
     data = {"global_batch_size": 20, "num_workers": 1}  # which loads ahead
-    given = {"data": data, "max_epochs": 2, "limit_train_batches": 12, "network": lambda: PlainCNN().double()}
+    given = {"data": data, "max_epochs": 2, "limit_train_batches": 12, "limit_val_batches": 0}
+    given["network"] = lambda: PlainCNN().double()
 
     def run(name, *more, **options):
         slow = SlowReplica(tmp_path, lambda step: step < 12)
