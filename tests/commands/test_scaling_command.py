@@ -275,4 +275,4 @@ def test_a_loader_alone_is_timed_and_what_has_no_group_is_not_summed():
     loader = torch.utils.data.DataLoader(Waiting(lambda index: torch.zeros(3)), 4)
     assert load_alone(loader, 0.05)["rate"] > 0
     assert load_alone([], 0.05)["rate"] is None
-    assert sum_alone(torch.nn.Linear(3, 2)) == {"seconds": None, "bytes": 32}
+    assert sum_alone(torch.nn.Linear(3, 2), 4) == {"seconds": None, "bytes": 8}

@@ -21,11 +21,15 @@ SAMPLE_SECONDS = 0.4
 MADE = 300
 
 
-def sum_alone(module: nn.Module) -> dict[str, Any]:
-    """Seconds of a sum of all gradients over the ranks, and their bytes; a collective. No seconds without a group."""
+def sum_alone(module: nn.Module, accumulated: int) -> dict[str, Any]:
+    """Seconds of a sum of all gradients over the ranks, and their bytes; a collective. No seconds without a group.
+
+    Args:
+        accumulated: Batches that have one sum; both are for each of them.
+    """
     size = sum(one.numel() * one.element_size() for one in module.parameters() if one.requires_grad)
     if not dist.is_initialized() or not size:
-        return {"seconds": None, "bytes": size}
+        return {"seconds": None, "bytes": size / accumulated}
     device = next(one.device for one in module.parameters() if one.requires_grad)
     some = torch.zeros(max(1, min(size, SUMMED) // 4), device=device)
     taken = []
@@ -36,7 +40,8 @@ def sum_alone(module: nn.Module) -> dict[str, Any]:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         taken.append(time.perf_counter() - began)
-    return {"seconds": min(taken[1:]) * size / (some.numel() * 4), "bytes": size}
+    seconds = min(taken[1:]) * size / (some.numel() * some.element_size())
+    return {"seconds": seconds / accumulated, "bytes": size / accumulated}
 
 
 def one_sample(loader: Any) -> dict[str, Any]:

@@ -192,7 +192,7 @@ class ScalingControl(Orders):
     def _probe(self, order: Mapping[str, Any]) -> dict[str, Any]:
         trainer, module = self._trainer, self._trainer.lightning_module
         if order["probe"] == "sum":
-            return sum_alone(module)
+            return sum_alone(module, trainer.accumulate_grad_batches)
         if order["probe"] == "sample":
             return one_sample(trainer.train_dataloader)
         if order["probe"] == "save":

@@ -135,8 +135,9 @@ class Facts:
         workers: Processes that load, of each rank.
         loader: Samples/s of all loaders when nothing is trained.
         load: How one sample is made.
-        link: Seconds in which the gradients are summed over the ranks when nothing is computed.
-        gradient_bytes: What is summed.
+        link: Seconds in which the gradients are summed over the ranks when nothing is computed; each batch's part
+            where several have one sum.
+        gradient_bytes: What is summed, likewise.
         larger: Seconds in which the network and the update take a batch ``times_larger`` as large.
         reads: How often a step makes the host wait for a value, by the lines of code that do.
         read_seconds: In which the host waits for them in a step.
@@ -153,7 +154,7 @@ class Facts:
     loader: float | None = None
     load: Sample | None = None
     link: float | None = None
-    gradient_bytes: int = 0
+    gradient_bytes: float = 0
     times_larger: int = 4
     larger: float | None = None
     reads: Mapping[str, float] = field(default_factory=dict)
