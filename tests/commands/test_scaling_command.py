@@ -72,6 +72,11 @@ class Own(LightningModule):
         return self.net(batch.rows).square().mean()
 
 
+class Plain(Own):
+    def configure_optimizers(self):
+        return SGD(self.parameters(), 0.1)
+
+
 class Data(LightningDataModule):
     def train_dataloader(self):
         return DataLoader(torch.randn(20, 64), 8, collate_fn=lambda rows: Batch(torch.stack(rows)))
@@ -138,6 +143,16 @@ def test_a_users_module_trains_for_more_steps_than_it_was_made_for(scaling):
     said = scaling("2", {"trainer": trainer, "model": "planted.Own", "data": "planted.Data"})
     assert float(re.search(r"samples/s ([\d.]+)", said)[1]) > 1
     assert "batches are small" not in said.lower()
+
+
+@pytest.mark.warm
+def test_workers_who_take_batches_as_they_can_all_make_the_steps_that_are_ordered(scaling):
+    """Of epochs of three batches, which end within what is ordered for one of them."""
+    arguments = {"mode": "async", "data_dispatch": "dynamic", "start_method": "fork"}
+    strategy = {"class_path": "cnnstrategies.strategies.ParameterServerStrategy", "init_args": arguments}
+    trainer = {"accelerator": "cpu", "strategy": strategy}
+    said = scaling("2", {"trainer": trainer, "model": "planted.Plain", "data": "planted.Data"})
+    assert float(re.search(r"samples/s ([\d.]+)", said)[1]) > 1
 
 
 @pytest.mark.light

@@ -263,6 +263,10 @@ class ScalingCLI(CLI):
         trainer.default_root_dir = folder
         trainer.enable_progress_bar, trainer.num_sanity_val_steps = False, VALIDATED
         trainer.max_steps, trainer.max_time, trainer.fast_dev_run, trainer.overfit_batches = -1, None, False, 0.0
+        arguments = getattr(trainer.strategy, "init_args", None) or {}
+        if arguments.get("data_dispatch") == "dynamic":
+            # All make as many steps: at the end of an epoch that others have used up, one would wait for them in vain.
+            arguments["data_dispatch"], arguments["elastic"] = "static", 0
         if not isinstance(trainer.logger, bool):
             kept = [one for one in as_list(trainer.logger) if one.class_path.rpartition(".")[2] not in REMOTE]
             for one in kept:

@@ -119,7 +119,8 @@ def slow_rank(found: Found) -> Iterator[Reason]:
         f"rank {slowest} is slower than the others",
         f"a sample takes it {ms(max(each))} ms, the quickest {ms(min(each))}; the others wait "
         f"{ms(run.waiting)} ms of a step, on average",
-        "free its device of other work; else shares of the batch by speed: `ddp_balanced`, or `shares: auto`",
+        "free its device of other work; else shares of the batch by speed: `ddp_balanced`, or `shares: auto`; of "
+        "asynchronous servers `data_dispatch: dynamic`",
         found.gain(max(rank.compute for rank in run.ranks) - best),
         values,
         Effect.ROUNDING,
