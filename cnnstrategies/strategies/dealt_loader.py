@@ -8,6 +8,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from cnnstrategies.data.sampling import DealtBatches, batches_of, items_of, options_of, samples_in
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.shares import Deals
 
 
@@ -28,10 +29,16 @@ class OrderBatches(DealtBatches):
         samples = batches.batch_size * ranks * accumulated
         super().__init__(size, samples, 0, ranks, rank, batches.drop_last, accumulated, deals)
         self.batch_size = batches.batch_size
+        self._trainer = trainer
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
 
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's batches."""
+        if isinstance(self._trainer.train_dataloader, list | tuple | dict):
+            raise ConfigurationError(
+                "training has several loaders (CombinedLoader): shares deal the batches of one; use one loader whose "
+                "dataset gives the samples of all, or a strategy without shares, such as ddp"
+            )
         self.epoch, self.skip = self.sampler.epoch, self._progress.current.ready
         yield from self.own(items_of(self.sampler, self.epoch), self.skip)
 

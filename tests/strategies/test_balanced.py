@@ -123,6 +123,20 @@ def test_a_loader_of_the_user_is_dealt_by_shares_too(monkeypatch):
     assert_same_run(train("gone on", balanced(shares=[1, 2.5, 4]), 3, **rest), one)
 
 
+class Pairs(Digits):
+    """Of two loaders, the shorter of which begins again within an epoch."""
+
+    def train_dataloader(self):
+        rows = TensorDataset(torch.zeros(24, 1, 8, 8), torch.zeros(24, dtype=torch.int64))
+        return [DataLoader(rows, 4), DataLoader(rows, 2)]
+
+
+def test_several_loaders_are_refused(monkeypatch):
+    monkeypatch.setattr(digit_runs, "Digits", Pairs)
+    with pytest.raises(AssertionError, match="several loaders"):
+        train("dealt", balanced(), 2, max_epochs=1)
+
+
 class StepsItself(ImageClassifier):
     """With a loss whose backward needs its value."""
 
