@@ -76,10 +76,16 @@ class Plain(Own):
     def configure_optimizers(self):
         return SGD(self.parameters(), 0.1)
 
+    def validation_step(self, batch, batch_idx):
+        time.sleep(0.2)
+
 
 class Data(LightningDataModule):
     def train_dataloader(self):
         return DataLoader(torch.randn(20, 64), 8, collate_fn=lambda rows: Batch(torch.stack(rows)))
+
+    def val_dataloader(self):
+        return DataLoader(torch.randn(8, 64), 8)
 """
 
 
@@ -153,6 +159,7 @@ def test_workers_who_take_batches_as_they_can_all_make_the_steps_that_are_ordere
     trainer = {"accelerator": "cpu", "strategy": strategy}
     said = scaling("2", {"trainer": trainer, "model": "planted.Plain", "data": "planted.Data"})
     assert float(re.search(r"samples/s ([\d.]+)", said)[1]) > 1
+    assert float(re.search(r"An epoch: .* ([\d.]+) s of validation", said)[1]) >= 0.2, "of one batch"
 
 
 @pytest.mark.light

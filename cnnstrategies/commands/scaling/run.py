@@ -85,8 +85,9 @@ class ScalingControl(Orders):
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
         self._usual = samples_of(loader, datamodule) or 1
         steps = trainer.num_training_batches
-        batch = self._validated[1:] or self._validated
-        seconds = (batch[-1] - self._validated[0]) / (len(batch)) if len(self._validated) > 1 else 0.0
+        # The first batch also starts what loads, but may be the only one.
+        ends = self._validated[1:] if len(self._validated) > 2 else self._validated
+        seconds = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else 0.0
         return {
             "accelerator": trainer.strategy.root_device.type != "cpu",
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -203,7 +204,7 @@ class ScalingControl(Orders):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._validated.clear()
+        self._validated = [time.perf_counter()]
 
 
 def unasked(callbacks: Sequence[Callback], given: Set[str]) -> set[str]:
