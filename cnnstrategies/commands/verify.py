@@ -30,7 +30,7 @@ def main(args: Sequence[str]) -> None:
     """Train under the strategy and on one device; exit with 1 where it does not come to the same, or one run fails."""
     cli = VerifiedCLI("verify", args[1:], VerifyOptions)
     trainer = {name: value for name, value in vars(cli.config_init.trainer).items() if name not in LEFT_OUT}
-    trainer |= {"steps": cli.config.steps, "callbacks": as_list(trainer["callbacks"])}
+    trainer |= {"steps": cli.own_options().steps, "callbacks": as_list(trainer["callbacks"])}
     try:
         verdict = verify(cli.model, cli.datamodule, **{**trainer, "plugins": as_list(trainer["plugins"])})
     except TrainingError as error:

@@ -30,12 +30,18 @@ def warms_up_untold(optimizer):
 class Lit(LightningModule):
     pass
 
+class Counts(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.half = 1 / 0
+
 class Wraps(LightningModule):
     def __init__(self, model: nn.Module, head: nn.Module):
         super().__init__()
 """
 FILES = {
     "mine.py": MINE,
+    "broken.py": "class Lit(:",
     "page.ckpt": "not found",
     "bad.yaml": "trainer: {max_epoch: 3}",
     "listed.yaml": "trainer: {callbacks: [{class_path: EarlyStopping, monitor: val_loss}]}",
@@ -51,10 +57,13 @@ REFUSED = {
     "predict --model=mine.Lit": ["predict: Lit has no forward that maps images to logits: give it one, such as"],
     "quantize": ["no ckpt_path: give the checkpoint, --ckpt_path FILE"],
     "tune --allow=precision": ["allow: 'precision' is not accepted; it must be a list, as in [precision]"],
+    "verify --steps=0": ["steps=0: nothing is trained; give at least 1"],
     "fit --ckpt_path=page.ckpt": ["ckpt_path: page.ckpt is no checkpoint: it begins with b'not found'"],
     "quantize --ckpt_path=other.ckpt": ["ckpt_path: other.ckpt is of another network than `model` describes: "],
     "fit --ckpt_path=nowhere.ckpt": ["", "nowhere.ckpt", "best or last or hpc or a path"],
     "fit --model=mine.Litt": ["model: cannot use 'mine.Litt': module 'mine' has no attribute 'Litt'"],
+    "fit --model=broken.Lit": ["model: cannot use 'broken.Lit': invalid syntax (broken.py, line 1)"],
+    "fit --model=mine.Counts": ["ZeroDivisionError: division by zero, in Counts.__init__ (mine.py:"],
     "fit --model=mine.Wraps": ["model: mine.Wraps needs model and head: give --model.model and --model.head"],
     "fit --model=torch.nn.ReLU": [
         "model: 'torch.nn.ReLU' is not accepted; it must be LightningModule or null (of lightning.pytorch, and not"
@@ -72,6 +81,14 @@ REFUSED = {
     ],
     'fit --model.init_args.lr_scheduler={"class_path":"mine.warms_up_untold"}': [
         "model.init_args.lr_scheduler: mine.warms_up_untold is a function"
+    ],
+    "fit --model.init_args.optimizer.init_args.lr=fast": [
+        "",
+        "optimizer.init_args.lr: 'fast'",
+        "must be float or Tens",
+    ],
+    "fit --trainer.callbacks+=StepProfil": [
+        "trainer.callbacks: no class 'StepProfil'; did you mean 'StepProfile'? Or "
     ],
     "fit --data=Nope": ["data: no class 'Nope'; give its import path"],
     "fit --config=listed.yaml": ["trainer.callbacks.monitor stands beside class_path: arguments"],

@@ -101,9 +101,9 @@ def accepted(value: str, names: Sequence[str]) -> str:
     return f"{hint} accepted: {', '.join(names)}"
 
 
-def misspelt(name: str) -> str:
-    """Which of the keys that every class has was meant; nothing if none is near."""
-    close = difflib.get_close_matches(name, OF_CLASS, n=1, cutoff=0.8)
+def misspelt(name: str, known: Sequence[str] = OF_CLASS) -> str:
+    """Which of some names was meant, by default of the keys that every class has; nothing if none is near."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     return f"did you mean {close[0]!r}?" if close else ""
 
 

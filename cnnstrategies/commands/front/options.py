@@ -139,6 +139,10 @@ class VerifyOptions:
 
     steps: int = 8
 
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigurationError(f"steps={self.steps}: nothing is trained; give at least 1")
+
 
 def watch_parser() -> argparse.ArgumentParser:
     """The parser of ``watch``."""

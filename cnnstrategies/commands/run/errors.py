@@ -5,6 +5,7 @@ import inspect
 import pydoc
 import re
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
@@ -118,18 +119,28 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
     if match := re.search(r"Problem with given class_path '([^']+)':\s*(.*)", message, re.DOTALL):
         why = in_one_line(_OTHER_TYPES.split(match[2])[0])
         return f"{where}cannot use {match[1]!r}: {why}"
-    if match := re.search(r"Expected a dot import path string: (\S+)", message):
+    match = re.search(r"Expected a dot import path string: (\S+)", message)
+    if match and not re.search(r"Expected an? <class '(?!NoneType)", message):  # Else a plain value is accepted.
         example = _strategy_of(match[1]) or "for example package.module.ClassName"
-        return f"{where}no class {match[1]!r}; give its import path, {example}"
+        return f"{where}no class {match[1]!r}; {_meant(match[1])}give its import path, {example}"
     if match := re.search(r"Given value: (.*)$", message, re.DOTALL):
         types = re.search(r"Subtypes: \[(.*)\]\s*\n", message)
         value, expected = in_one_line(match[1]), _types(types[1] if types else "")
+        # What an import has raised, as of a file that is not Python.
+        if raised := re.search(r"Errors:\n\s*- (?!Expected|Does not|Import path)(.*)", message):
+            return f"{where}cannot use {value!r}: {raised[1]}"
         return f"{where}{value!r} is not accepted; it must be {expected}{OF_LIGHTNING * (key in SECTIONS)}"
     if match := re.search(r"Expected (?:an? )?(.*)\. Got value: (.*)$", message, re.DOTALL):
         value, expected = in_one_line(match[2]), _types(match[1])
         expected = f"a list, as in [{value}]" if expected == "list" else expected
         return f"{where}{value!r} is not accepted; it must be {expected}"
     return re.sub(r'^Parser key "[^"]+":\s*', where, in_one_line(message))
+
+
+def _meant(name: str) -> str:
+    """The class that is near, of those that are known without their module."""
+    known = [one for home in HOMES for one, kind in vars(import_module(home)).items() if isinstance(kind, type)]
+    return f"{hint} Or " if (hint := misspelt(name, known)) else ""
 
 
 def _types(text: str) -> str:

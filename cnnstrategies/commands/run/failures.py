@@ -3,6 +3,8 @@
 import errno
 import os
 import re
+import traceback
+from pathlib import Path
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -42,6 +44,10 @@ IN_OTHER_WORDS = tuple(
 )
 _NOT_FOUND = re.compile(r"Interpolation key '([^']*)' not found(?: \(resolved to '([^']*)'\))?")
 _CLASS = re.compile(r"Problem with given class_path '([^']+)'")
+# In whose lines nobody looks for a mistake of theirs.
+OF_OTHERS = ("cnnstrategies", "lightning", "torch", "jsonargparse")
+# Whose message is for who has written the code, and not for who has written the configuration.
+OF_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError)
 
 
 def explain_build_error(error: BaseException) -> str:
@@ -60,12 +66,23 @@ def explain_build_error(error: BaseException) -> str:
     # Of a union's members jsonargparse keeps the messages; the one that a constructor raised names the mistake.
     for link in chain:
         reasons = re.findall(r"^\s+- (?!Expected an? <class)(.+[^:\n])$", str(link), re.MULTILINE)
-        if reasons:
+        if reasons and not isinstance(chain[-1], OF_CODE):
             return in_one_line(reasons[0])
     if isinstance(chain[-1], MisconfigurationException):
         remedy = ": with --trainer.accelerator=cpu it runs here" * ("No supported gpu" in str(chain[-1]))
         return in_one_line(str(chain[-1])).removesuffix("!") + remedy
-    return f"{where}{type(chain[-1]).__name__}: {in_one_line(str(chain[-1]))}"
+    return f"{where}{described(chain[-1])}"
+
+
+def described(error: BaseException) -> str:
+    """What was raised, and by which line of the user's, if any."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [one for one in frames if one[0].f_globals.get("__name__", "").partition(".")[0] not in OF_OTHERS]
+    said = f"{type(error).__name__}: {in_one_line(str(error))}"
+    if not frames:
+        return said
+    frame, line = (own or frames)[-1]
+    return f"{said}, in {frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{line})"
 
 
 def missing_package(error: ImportError) -> str:

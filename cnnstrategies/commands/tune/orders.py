@@ -7,19 +7,15 @@ import sys
 import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from cnnstrategies.commands.front.refuse import in_one_line
-from cnnstrategies.commands.run.failures import explain_run_error
+from cnnstrategies.commands.run.failures import described, explain_run_error
 from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.planning.tune.trial import COMPARED_STEPS, FAILED, TRIAL
-
-OF_OTHERS = ("cnnstrategies", "lightning", "torch")  # In whose lines nobody looks for a mistake of their own.
 
 
 class Orders(Callback):
@@ -77,14 +73,5 @@ def run_rank(kind: Callable[[], object]) -> None:
         kind()
     except Exception as error:
         traceback.print_exc()
-        print(f"{FAILED}{explain_run_error(error) or _described(error)}", file=sys.stderr, flush=True)
+        print(f"{FAILED}{explain_run_error(error) or described(error)}", file=sys.stderr, flush=True)
         sys.exit(1)
-
-
-def _described(error: Exception) -> str:
-    """What was raised, and by which line of the user's, if any."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    own = [one for one in frames if one[0].f_globals.get("__name__", "").partition(".")[0] not in OF_OTHERS]
-    frame, line = (own or frames)[-1]
-    place = f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{line})"
-    return f"{type(error).__name__}: {in_one_line(str(error))}, in {place}"
