@@ -80,7 +80,7 @@ def test_batches_that_are_dealt_to_ranks_are_all_given_out():
 def test_what_a_sampler_drops_is_not_dealt():
     progress = SimpleNamespace(current=SimpleNamespace(ready=0))
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
-    trainer: Any = SimpleNamespace(training=True, accumulate_grad_batches=1, fit_loop=loop)
+    trainer: Any = SimpleNamespace(training=True, accumulate_grad_batches=1, fit_loop=loop, train_dataloader=None)
     sampler = DistributedSampler(range(10), num_replicas=3, rank=0, shuffle=False, drop_last=True)  # type: ignore[arg-type]
     loader = by_shares(DataLoader(range(10), 2, sampler=sampler), trainer, Deals([1, 1, 1]))  # type: ignore[arg-type]
     assert list(loader.batch_sampler) == [[0, 3], [6]]
