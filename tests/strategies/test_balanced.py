@@ -115,7 +115,7 @@ def test_a_loader_of_the_user_is_dealt_by_shares_too(monkeypatch):
     monkeypatch.setattr(digit_runs, "ImageClassifier", Weighted)
     # Lightning loads a checkpoint into the network as it was made, and makes it float64 afterwards.
     data = {"batch_size": 20, "global_batch_size": None}
-    given = {"data": data, "max_epochs": 1, "network": lambda: PlainCNN().double()}
+    given = {"data": data, "max_epochs": 1, "limit_val_batches": 0, "network": lambda: PlainCNN().double()}
     one = train("one", **given)
     cut = [ModelCheckpoint("cut", "cut", every_n_train_steps=4), DealAtRandom(torch.initial_seed() % 1000)]
     assert_same_run(train("dealt", balanced(shares=[1, 2.5, 4]), 3, callbacks=cut, **given), one)

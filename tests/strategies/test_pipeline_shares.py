@@ -45,7 +45,8 @@ def test_any_batch_under_any_shares_trains_one_process_s_weights(samples, accumu
 
 def test_a_run_stops_and_goes_on_under_other_shares():
     # Lightning loads a checkpoint into the network as it was made, and makes it float64 afterwards.
-    given = {"data": {"global_batch_size": 50}, "max_epochs": 2, "network": lambda: PlainCNN().double()}
+    given = {"data": {"global_batch_size": 50}, "max_epochs": 2, "limit_val_batches": 0}
+    given["network"] = lambda: PlainCNN().double()
     saved = ModelCheckpoint("cut", "cut", every_n_train_steps=4)
     dealt = DealAtRandom(torch.initial_seed() % 1000)
     train("cut", piped([3, 1, 2], (1, 2)), 3, callbacks=[saved, dealt], max_steps=4, **given)
@@ -120,7 +121,7 @@ class Deals(Callback):
 )
 def test_a_loader_of_the_user_is_dealt_by_shares_too(monkeypatch, strategy, said):
     monkeypatch.setattr(digit_runs, "Digits", PlainDigits)
-    given = {"data": {"batch_size": 20, "global_batch_size": None}, "max_epochs": 1}
+    given = {"data": {"batch_size": 20, "global_batch_size": None}, "max_epochs": 1, "limit_val_batches": 0}
     assert_same_run(
         train("dealt", strategy(replicas=(2, 1)), 3, callbacks=[Deals(said)], **given), train("one", **given)
     )
