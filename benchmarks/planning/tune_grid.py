@@ -28,7 +28,7 @@ from ranks import report
 from tune_networks import BATCH, NETWORKS, configuration
 
 from cnnstrategies.planning.tune.settings import nested
-from cnnstrategies.planning.tune.trial import Trial, TrialError
+from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, Trial, TrialError
 
 COMPUTE: list[dict[str, Any]] = [
     {"model.init_args.channels_last": True},
@@ -98,7 +98,7 @@ class Runs:
         overlay = self.folder / f"{len(self.trials)}.yaml"
         overlay.write_text(yaml.safe_dump(dict(values)))
         words = ["fit", "--config", str(self.base), "--config", str(overlay)]
-        trial = Trial(self.folder, str(len(self.trials)), words, 200, loads=True)
+        trial = Trial(self.folder, str(len(self.trials)), words, 200, AS_IN_TRAINING)
         self.stack.callback(trial.close)
         trial.wait_until_ready()
         for _ in range(FEW):

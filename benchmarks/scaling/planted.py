@@ -24,7 +24,7 @@ sys.path += [str(Path(__file__).parents[1] / "pipeline"), str(Path(__file__).par
 from quotas import quotas
 from ranks import report
 
-from cnnstrategies.planning.scaling.figures import Found
+from cnnstrategies.planning.scaling.figures import Facts, Found
 from cnnstrategies.planning.scaling.measuring import Bench
 from cnnstrategies.planning.scaling.reasons import reasons
 from cnnstrategies.planning.tune.settings import nested, write_commented
@@ -86,7 +86,7 @@ def measure(*layers: Mapping[str, Any]) -> Found:
             words += ["--config", str(folder / f"{number}.yaml")]
             arguments |= {key.rpartition(".")[2]: value for key, value in values.items() if key.startswith(DATA)}
         keys = {name: arguments[name] for name in ("num_workers", "batch_size")}
-        return Bench({2: words}, folder, "ddp", keys, True, time.monotonic() + SECONDS).measure()
+        return Bench({2: words}, folder, Facts(keys=keys), True, time.monotonic() + SECONDS).measure()
 
 
 def rate(found: Found) -> float:

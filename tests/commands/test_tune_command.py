@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 class Pretended:
     """A trial in which channels_last is fast, and what is compiled only with it."""
 
-    def __init__(self, folder, name, words, seconds, loads, command):
+    def __init__(self, folder, name, words, seconds, command):
         (folder / f"{name}.log").touch()
         assert words[0] == "fit"
         arguments = {}

@@ -26,7 +26,7 @@ class Pretended:
     most = 0
     started: ClassVar[list[str | None]] = []
 
-    def __init__(self, folder, name, words, seconds, loads, command):
+    def __init__(self, folder, name, words, seconds, command):
         (folder / f"{name}.log").touch()
         values = yaml.safe_load(Path(words[-1]).read_text()) if "--config" in words else {}
         self.kind = values.get("kind")

@@ -33,11 +33,10 @@ def main():
 def start(tmp_path, monkeypatch):
     (tmp_path / f"{MODULE}.py").write_text(PROGRAM)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(trial, "COMMAND", MODULE)
     programs = []
 
     def begin(*words):
-        programs.append(trial.Trial(tmp_path, str(len(programs)), words, 30, command=MODULE))
+        programs.append(trial.Trial(tmp_path, str(len(programs)), words, 30, MODULE))
         return programs[-1]
 
     yield begin

@@ -15,11 +15,12 @@ from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.scaling import report
-from cnnstrategies.planning.scaling.measuring import COMMAND, Bench
+from cnnstrategies.planning.scaling.figures import Facts
+from cnnstrategies.planning.scaling.measuring import Bench
 from cnnstrategies.planning.scaling.reasons import Reason, reasons
 from cnnstrategies.planning.tune.contest import Contest, repeats
 from cnnstrategies.planning.tune.settings import Setting, joined, nested, write_commented
-from cnnstrategies.planning.tune.trial import TrialError
+from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, TrialError
 
 KEYS = ("num_workers", "batch_size", "global_batch_size")
 TRIED = 3  # remedies
@@ -49,7 +50,7 @@ def main(args: Sequence[str]) -> None:
         of_counts = {count: ["fit", *words, "--config", str(_overlay(folder, count, strategy))] for count in counts}
         keys = {key: value for key in KEYS if isinstance(value := _of_data(config, key), int)}
         ends = time.monotonic() + 60 * options.minutes
-        bench = Bench(of_counts, folder, strategy, keys, device.type == "cpu", ends, status.update)
+        bench = Bench(of_counts, folder, Facts(strategy, keys=keys), device.type == "cpu", ends, status.update)
         try:
             found = bench.measure()
         except TrialError as failure:
@@ -76,10 +77,9 @@ def main(args: Sequence[str]) -> None:
                 Path(tempfile.mkdtemp(dir=place)),
                 now + (ends - now) / left,
                 together=1,
-                loads=True,
                 deterministic=repeats(config.trainer.strategy),
                 progress=status.update,
-                command=COMMAND,
+                command=AS_IN_TRAINING,
             )
 
         helped = _tried(contest, why, console)

@@ -1,9 +1,9 @@
 """What a rank's loader, its samples and its link do when nothing else happens."""
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,34 +50,17 @@ def one_sample(loader: Any) -> dict[str, Any]:
     if len(makers) < 5:
         return {}
     makers[0]()  # It may open files.
-    # Before and after the two threads: the speed of a machine varies.
-    made, seconds, processor = _alone(makers[1::4])
-    if not made:
+    # Alone before and after the two threads: the speed of a machine varies.
+    before, *both, after = (makers[place::4] for place in range(1, 5))
+    alone = [_make(before)]
+    with ThreadPoolExecutor(2) as pool:
+        two = [sum(of_both) for of_both in zip(*pool.map(_make, both), strict=True)]
+    alone.append(_make(after))
+    made, seconds, processor = (sum(of_both) for of_both in zip(*alone, strict=True))
+    if not made or not two[0]:
         return {}
-    counts = [0, 0]
-
-    def work(place: int) -> None:
-        counts[place] = _make(makers[2 + place :: 4])
-
-    began = time.perf_counter()
-    both = [threading.Thread(target=work, args=(place,)) for place in range(2)]
-    for one in both:
-        one.start()
-    for one in both:
-        one.join()
-    two = 2 * (time.perf_counter() - began) / max(1, sum(counts))
-    more, seconds_more, processor_more = _alone(makers[4::4])
-    made += more
-    seconds, processor = seconds + seconds_more, processor + processor_more
     # Other threads of the process compute, too, as a worker's that talk to servers.
-    return {"seconds": seconds / made, "processor": min(seconds, processor) / made, "two": two}
-
-
-def _alone(makers: Sequence[Callable[[], int]]) -> tuple[int, float, float]:
-    """Samples, seconds and those of the processor."""
-    began, computed = time.perf_counter(), _processor_seconds()
-    made = _make(makers)
-    return made, time.perf_counter() - began, _processor_seconds() - computed
+    return {"seconds": seconds / made, "processor": min(seconds, processor) / made, "two": two[1] / two[0]}
 
 
 def _processor_seconds() -> float:
@@ -89,14 +72,14 @@ def _processor_seconds() -> float:
     return time.process_time() + queued
 
 
-def _make(makers: Sequence[Callable[[], int]]) -> int:
-    """Make as many samples as there is time for."""
-    began, made = time.perf_counter(), 0
+def _make(makers: Sequence[Callable[[], int]]) -> tuple[int, float, float]:
+    """Make as many samples as there is time for: how many, in how many seconds, and in how many of the processor."""
+    began, computed, made = time.perf_counter(), _processor_seconds(), 0
     for maker in makers:
         made += maker()
         if time.perf_counter() - began > SAMPLE_SECONDS:
             break
-    return made
+    return made, time.perf_counter() - began, _processor_seconds() - computed
 
 
 def _makers(loader: Any) -> list[Callable[[], int]]:

@@ -24,10 +24,9 @@ from cnnstrategies._lightning_private import saves_in_epoch
 from cnnstrategies._torch_private import READ, OperationMode
 from cnnstrategies.callbacks import StartPanel, TrainingSummary
 from cnnstrategies.callbacks.step_parts import TOTAL, StepMeter
-from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.commands.scaling.probes import load_alone, one_sample, prefetched, sum_alone
-from cnnstrategies.commands.tune.orders import Orders, run_rank
+from cnnstrategies.commands.tune.orders import Orders, TrialCLI, run_rank
 from cnnstrategies.models.samples import count_samples, samples_of
 from cnnstrategies.planning.scaling.figures import CALLBACK, LOGGER
 from cnnstrategies.planning.tune.trial import TRIAL
@@ -80,7 +79,6 @@ class ScalingControl(Orders):
     @override
     def hello(self, trainer: Trainer) -> dict[str, Any]:
         loader: Any = trainer.train_dataloader
-        workers = int(getattr(loader, "num_workers", 0) or 0)
         self._ready = min(MOST_READY, prefetched(loader))
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
         self._usual = samples_of(loader, datamodule) or 1
@@ -89,14 +87,16 @@ class ScalingControl(Orders):
         ends = self._validated[1:] if len(self._validated) > 2 else self._validated
         seconds = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else 0.0
         return {
-            "accelerator": trainer.strategy.root_device.type != "cpu",
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-            "threads": torch.get_num_threads(),
-            "workers": workers,
+            "facts": {
+                "accelerator": trainer.strategy.root_device.type != "cpu",
+                "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+                "threads": torch.get_num_threads(),
+                "workers": int(getattr(loader, "num_workers", 0) or 0),
+                "log_every": trainer.log_every_n_steps,  # type: ignore[attr-defined]  # set by the logger connector
+            },
             "steps": int(steps) if steps != float("inf") else None,
             "validation": seconds * self._validation_batches(trainer),
             "saving": sum(saves_in_epoch(one, trainer) for one in self._saving),
-            "log_every": trainer.log_every_n_steps,  # type: ignore[attr-defined]  # set by the logger connector
             "waiting": [*self._meter.parts.waiting, STOPPING],
         }
 
@@ -252,18 +252,16 @@ def larger(batch: Any, times: int) -> Any:
     )
 
 
-class ScalingCLI(CLI):
+class ScalingCLI(TrialCLI):
     """``fit`` with all that it calls in a step, and without what it writes elsewhere or talks."""
 
     @override
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
-        self.named = None  # It leaves nothing from which it could go on.
         trainer = self.config.fit.trainer
         folder = str(Path(os.environ[TRIAL]).parent)
         trainer.default_root_dir = folder
-        trainer.enable_progress_bar, trainer.num_sanity_val_steps = False, VALIDATED
-        trainer.max_steps, trainer.max_time, trainer.fast_dev_run, trainer.overfit_batches = -1, None, False, 0.0
+        trainer.num_sanity_val_steps = VALIDATED
         arguments = getattr(trainer.strategy, "init_args", None) or {}
         if arguments.get("data_dispatch") == "dynamic":
             # All make as many steps: at the end of an epoch that others have used up, one would wait for them in vain.

@@ -20,7 +20,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune.contest import Contest, repeats, table
 from cnnstrategies.planning.tune.settings import Setting, factorial, joined, nested, write_commented
-from cnnstrategies.planning.tune.trial import TrialError
+from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, ONE_BATCH, TrialError
 
 MOST_WORKERS = 4  # of a rank
 LOADING = "loading"  # The kind of settings of which trials load their data as in training.
@@ -162,9 +162,9 @@ class Search:
             self.folder,
             self._ends,
             together=max(1, count) if self.device.type == "cpu" else 1,
-            loads=loads,
             deterministic=repeats(self.config.trainer.strategy),
             progress=self._progress,
+            command=AS_IN_TRAINING if loads else ONE_BATCH,
         )
 
     def _has_spare_cores(self) -> bool:

@@ -12,21 +12,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from cnnstrategies.callbacks.compute_settings import ComputeSettings
-from cnnstrategies.commands.front.options import TuneOptions
-from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.commands.run.trainer import as_list
-from cnnstrategies.commands.tune.orders import Orders, run_rank
+from cnnstrategies.commands.tune.orders import Orders, TrialCLI, run_rank
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.planning.tune.trial import COMPARED_STEPS, LOADS
 
 STEPS_OF_AN_EPOCH = 1000
-DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class OneBatch(Dataset[Any]):
@@ -43,19 +37,8 @@ class OneBatch(Dataset[Any]):
         return self.batch
 
 
-def as_it_is(batch: Any) -> Any:
-    """A collation that leaves nothing to do."""
-    return batch
-
-
 class TrialControl(Orders):
     """Makes the steps that are ordered with one batch, and reports after them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made = 0
-        self._started = 0.0
-        self._resting: list[nn.Module] = []
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -65,19 +48,11 @@ class TrialControl(Orders):
             raise ConfigurationError(
                 f"tune measures with a DataLoader, and train_dataloader gives {type(loader).__name__}"
             )
-        if LOADS in os.environ:
-            return
         batch = next(iter(loader))
         size = int(loader.batch_size or 1)
-        source.train_dataloader = lambda: DataLoader(OneBatch(batch, size), size, collate_fn=as_it_is, drop_last=True)
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Compilers draw other random numbers; what is compared must not depend on them.
-        self._resting = [one for one in pl_module.modules() if isinstance(one, DROPOUT)]
-        for one in self._resting:
-            one.eval()
-        super().on_train_start(trainer, pl_module)
+        source.train_dataloader = lambda: DataLoader(
+            OneBatch(batch, size), size, collate_fn=lambda made: made, drop_last=True
+        )
 
     @override
     def obey(self, order: Mapping[str, Any]) -> None:
@@ -91,11 +66,7 @@ class TrialControl(Orders):
         if not self._left:
             return
         self._left -= 1
-        self._made += 1
-        self.note_loss(outputs)
-        if self._made == COMPARED_STEPS:
-            for one in self._resting:
-                one.train()
+        if self.note_loss(outputs):
             # Fitting one batch for long ends in gradients so small that processors are slow with them.
             for group in itertools.chain.from_iterable(one.param_groups for one in trainer.optimizers):
                 group["lr"] = 0.0
@@ -106,22 +77,15 @@ class TrialControl(Orders):
         self.say({"seconds": time.perf_counter() - self._started, "losses": self._losses})
 
 
-class TrialCLI(CLI):
-    """``fit`` without anything that writes, evaluates or talks; the words are those of ``tune``."""
-
-    @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        super().add_arguments_to_parser(parser)
-        parser.add_class_arguments(TuneOptions, None)
+class OneBatchCLI(TrialCLI):
+    """``fit`` without anything that writes, evaluates or talks."""
 
     @override
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
-        self.named = None  # It leaves nothing from which it could go on.
         trainer = self.config.fit.trainer
-        trainer.logger = trainer.enable_checkpointing = trainer.enable_progress_bar = False
+        trainer.logger = trainer.enable_checkpointing = False
         trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
-        trainer.max_steps, trainer.max_time, trainer.fast_dev_run, trainer.overfit_batches = -1, None, False, 0.0
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -135,7 +99,7 @@ class TrialCLI(CLI):
 
 def main() -> None:
     """Run a trial's rank."""
-    run_rank(TrialCLI)
+    run_rank(OneBatchCLI)
 
 
 if __name__ == "__main__":

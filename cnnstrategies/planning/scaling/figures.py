@@ -9,6 +9,7 @@ from cnnstrategies.planning.costs import digits
 COMPUTE = ("forward", "backward", "optimizer")
 # The parts of what is called in a step beside the network; after the word comes whose it is.
 CALLBACK, LOGGER = "callback ", "logger "
+LARGER = 4  # times the batch with which it is tried whether batches are small
 
 
 def ms(seconds: float, count: int = 3) -> str:
@@ -138,7 +139,7 @@ class Facts:
         link: Seconds in which the gradients are summed over the ranks when nothing is computed; each batch's part
             where several have one sum.
         gradient_bytes: What is summed, likewise.
-        larger: Seconds in which the network and the update take a batch ``times_larger`` as large.
+        larger: Seconds in which the network and the update take a batch ``LARGER`` times as large.
         reads: How often a step makes the host wait for a value, by the lines of code that do.
         read_seconds: In which the host waits for them in a step.
         log_every: Steps between what is logged.
@@ -155,7 +156,6 @@ class Facts:
     load: Sample | None = None
     link: float | None = None
     gradient_bytes: float = 0
-    times_larger: int = 4
     larger: float | None = None
     reads: Mapping[str, float] = field(default_factory=dict)
     read_seconds: float = 0.0

@@ -7,19 +7,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cnnstrategies.planning.scaling.figures import COMPUTE, Epoch, Facts, Found, Rank, Run, Sample
-from cnnstrategies.planning.tune.trial import PATIENCE, Trial, TrialError
+from cnnstrategies.planning.scaling.figures import COMPUTE, LARGER, Epoch, Facts, Found, Rank, Run, Sample
+from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, PATIENCE, Trial, TrialError
 
-COMMAND = "cnnstrategies.commands.scaling.run"
 BLOCK_SECONDS = 1.0
 FEWEST_STEPS, MOST_STEPS = 4, 100
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
 COMPARED = 3  # rounds of a change within a training
-LARGER = 4
 LOADING_SECONDS = 2.0
 ENDING = 0.35  # of the time, for what is asked at the end
 ALL_REDUCE = "communication"  # The part of a step, as the ranks call it.
@@ -35,12 +33,9 @@ class Training:
     """
 
     def __init__(self, folder: Path, name: str, words: Sequence[str], seconds: float) -> None:
-        self.trial = Trial(folder, name, words, seconds, True, COMMAND)
-        self.rates: list[float] = []
-        self._parts: list[Counter[str]] = []
-        self._samples: list[float] = []
-        self._steps = 0
-        self._step = 0.0
+        self.trial = Trial(folder, name, words, seconds, AS_IN_TRAINING)
+        self._rounds: list[Sequence[Report]] = []
+        self._last: Sequence[Report] = []
 
     @property
     def hello(self) -> Mapping[str, Any]:
@@ -50,42 +45,35 @@ class Training:
     def begin(self) -> None:
         """Wait until it trains, and make some steps that do not count; TrialError if it fails."""
         self.trial.wait_until_ready()
-        self._step = self._ask(FEWEST_STEPS)[1]
+        self._last = self.trial.ask({"steps": FEWEST_STEPS})
 
     def measure(self) -> None:
         """One round."""
-        reports, self._step = self._ask(self._count(1))
-        self.rates.append(_rate(reports))
-        self._parts = self._parts or [Counter() for _ in reports]
-        self._samples = self._samples or [0.0] * len(reports)
-        steps = reports[0]["steps"]
-        self._steps += steps
-        for place, report in enumerate(reports):
-            self._parts[place].update({name: value * steps for name, value in report["parts"].items()})
-            self._samples[place] += report["samples"]
+        self._last = self.trial.ask({"steps": self._count(1)})
+        self._rounds.append(self._last)
 
     def run(self) -> Run:
         """What was measured."""
-        ranks = [
-            Rank(samples / self._steps, {name: value / self._steps for name, value in parts.items()}, hello["waiting"])
-            for samples, parts, hello in zip(self._samples, self._parts, self.trial.hellos, strict=True)
-        ]
-        return Run(ranks, list(self.rates))
+        ranks = []
+        for reports, hello in zip(zip(*self._rounds, strict=True), self.trial.hellos, strict=True):
+            steps, parts = sum(report["steps"] for report in reports), Counter[str]()
+            for report in reports:
+                parts.update({name: value * report["steps"] / steps for name, value in report["parts"].items()})
+            ranks.append(Rank(sum(report["samples"] for report in reports) / steps, parts, hello["waiting"]))
+        return Run(ranks, [_rate(reports) for reports in self._rounds])
 
     def times(self, of: Callable[[Sequence[Report]], float], larger: int = 1, **change: Any) -> float:
         """How many times as much something of the ranks' reports is with a change."""
         ratios = []
         for _ in range(COMPARED):
-            before = of(self._ask(self._count(1))[0])
-            ratios.append(of(self._ask(self._count(larger), larger=larger, **change)[0]) / before)
+            before = of(self.trial.ask({"steps": self._count(1)}))
+            order = {"steps": self._count(larger), "larger": larger, **change}
+            ratios.append(of(self.trial.ask(order)) / before)
         return statistics.median(ratios)
 
     def _count(self, larger: int) -> int:
-        return min(MOST_STEPS, max(FEWEST_STEPS, math.ceil(BLOCK_SECONDS / (self._step * larger))))
-
-    def _ask(self, steps: int, **more: Any) -> tuple[list[dict[str, Any]], float]:
-        reports = self.trial.ask({"steps": steps, **more})
-        return reports, max(report["seconds"] for report in reports) / steps
+        step: float = max(report["seconds"] / report["steps"] for report in self._last)
+        return min(MOST_STEPS, max(FEWEST_STEPS, math.ceil(BLOCK_SECONDS / (step * larger))))
 
 
 def _rate(reports: Sequence[Report]) -> float:
@@ -104,8 +92,7 @@ class Bench:
 
     Args:
         words: Of ``fit``, for each number of devices.
-        strategy: As the configuration names it.
-        keys: Its numbers that remedies change.
+        facts: What the configuration says.
         together: Whether the trainings may be there at the same time.
         ends: When to stop, by ``time.monotonic``.
 
@@ -115,8 +102,7 @@ class Bench:
 
     words: Mapping[int, Sequence[str]]
     folder: Path
-    strategy: str
-    keys: Mapping[str, int]
+    facts: Facts
     together: bool
     ends: float
     progress: Callable[[str], None] = lambda text: None
@@ -129,7 +115,7 @@ class Bench:
             TrialError: No number of devices could be trained on.
         """
         runs: dict[int, Run] = {}
-        facts = Facts(self.strategy)
+        facts = self.facts
         groups = [list(self.words)] if self.together else [[count] for count in self.words]
         for number, group in enumerate(groups):
             with ExitStack() as stack:
@@ -171,21 +157,11 @@ class Bench:
 
     def _facts(self, training: Training, run: Run) -> Facts:
         trial, hello = training.trial, training.hello
-        known: dict[str, Any] = {
-            "strategy": self.strategy,
-            "accelerator": hello["accelerator"],
-            "cores": hello["cores"],
-            "threads": hello["threads"],
-            "workers": hello["workers"],
-            "log_every": hello["log_every"],
-            "keys": self.keys,
-            "times_larger": LARGER,
-        }
-        steps = hello["steps"]
-        known["epoch"] = Epoch(steps, hello["validation"])
+        facts = replace(self.facts, epoch=Epoch(hello["steps"], hello["validation"]), **hello["facts"])
+        known: dict[str, Any] = {}
         alike = ALL_REDUCE in hello["waiting"]  # Each rank has the whole network, and none asks a server.
         try:
-            if hello["accelerator"]:
+            if facts.accelerator:
                 read = trial.ask({"steps": FEWEST_STEPS, "reads": True})[0]
                 known |= {"reads": read["reads"], "read_seconds": read["read_seconds"]}
             if alike:
@@ -194,9 +170,9 @@ class Bench:
             if sample := trial.ask({"probe": "sample"}, first=True)[0]:
                 known["load"] = Sample(**sample)
             saved = trial.ask({"probe": "save", "path": str(self.folder / "saved.ckpt")})[0]["seconds"]
-            known["epoch"] = Epoch(steps, hello["validation"], saved * hello["saving"])
-            each = max(1, hello["cores"] // run.devices)
-            if not hello["accelerator"] and hello["threads"] > each:
+            known["epoch"] = replace(facts.epoch, checkpoints=saved * hello["saving"])
+            each = max(1, facts.cores // run.devices)
+            if not facts.accelerator and facts.threads > each:
                 known["with_fewer"] = run.rate * training.times(_rate, threads=each)
             if alike:
                 known["larger"] = run.slowest.compute * LARGER * training.times(_compute_of_a_sample, larger=LARGER)
@@ -205,4 +181,4 @@ class Bench:
         except TrialError as failure:
             # As where larger batches do not fit: what is known until then is told.
             self.progress(str(failure))
-        return Facts(**known)
+        return replace(facts, **known)

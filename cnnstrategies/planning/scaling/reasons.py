@@ -12,7 +12,7 @@ from typing import Any
 
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.costs import digits
-from cnnstrategies.planning.scaling.figures import CALLBACK, LOGGER, Found, ms
+from cnnstrategies.planning.scaling.figures import CALLBACK, LARGER, LOGGER, Found, ms
 
 LEAST_GAIN = 1.05  # What brings less is nobody's concern.
 MOST_WORKERS = 8
@@ -149,16 +149,15 @@ def small_batches(found: Found) -> Iterator[Reason]:
     run, facts = found.largest, found.facts
     if facts.larger is None:
         return
-    times, compute = facts.times_larger, run.slowest.compute
-    then = facts.larger / times
+    compute, then = run.slowest.compute, facts.larger / LARGER
     if compute < SMALL_BATCH_GAIN * then:
         return
-    values = {f"data.init_args.{key}": times * size for key, size in facts.keys.items() if "batch_size" in key}
+    values = {f"data.init_args.{key}": LARGER * size for key, size in facts.keys.items() if "batch_size" in key}
     yield Reason(
         "batches are small for a device",
-        f"{digits(run.samples / run.devices)} samples a device take it {ms(compute)} ms, {times} times as many "
+        f"{digits(run.samples / run.devices)} samples a device take it {ms(compute)} ms, {LARGER} times as many "
         f"{ms(facts.larger)}",
-        f"a batch {times} times as large, and the learning rate to it; or fewer devices",
+        f"a batch {LARGER} times as large, and the learning rate to it; or fewer devices",
         found.gain(compute - then),
         values,
         Effect.LEARNING,

@@ -15,7 +15,7 @@ from rich.table import Table
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune.race import Look, Race, Verdict, combined
 from cnnstrategies.planning.tune.settings import Setting, nested, write_commented
-from cnnstrategies.planning.tune.trial import COMMAND, COMPARED_STEPS, PATIENCE, Trial, TrialError
+from cnnstrategies.planning.tune.trial import COMPARED_STEPS, ONE_BATCH, PATIENCE, Trial, TrialError
 
 WARM_UP_STEPS = 3
 BLOCK_SECONDS = 0.5
@@ -63,7 +63,6 @@ class Contest:
     Args:
         ends: When to stop, by ``time.monotonic``.
         together: Most candidates whose processes may be there at once, beside the default's.
-        loads: Whether they load their data as in training, and not one batch again and again.
         deterministic: Whether two runs of the same give the same losses; else only the first loss is compared.
         command: The module that their ranks run.
 
@@ -75,10 +74,9 @@ class Contest:
     folder: Path
     ends: float
     together: int
-    loads: bool = False
     deterministic: bool = True
     progress: Callable[[str], None] = lambda text: None
-    command: str = COMMAND
+    command: str = ONE_BATCH
     rows: dict[str, Row] = field(default_factory=dict)
     default_times: list[float] = field(default_factory=list)
 
@@ -221,9 +219,7 @@ class Contest:
         overlay = self.folder / f"{number}.yaml"
         write_commented(overlay, nested(setting.values))
         words = [*self.words, *(["--config", str(overlay)] if setting.values else [])]
-        trial = Trial(
-            self.folder, str(number), words, max(PATIENCE, self.ends - time.monotonic()), self.loads, self.command
-        )
+        trial = Trial(self.folder, str(number), words, max(PATIENCE, self.ends - time.monotonic()), self.command)
         stack.callback(trial.close)
         return trial
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable: the socket on which a trial's ranks wait for orders.
-LOADS = "CNNSTRATEGIES_TRIAL_LOADS"  # Set where the ranks load as in training, and not one batch again and again.
-COMMAND = "cnnstrategies.commands.tune.trial"
+# The modules whose `main` a trial's ranks run: on one batch again and again, or with all that training does.
+ONE_BATCH, AS_IN_TRAINING = "cnnstrategies.commands.tune.trial", "cnnstrategies.commands.scaling.run"
 FAILED = "This trial has failed: "  # What a rank says before why, in one line.
 PATIENCE = 120.0  # Seconds, at least, for a start or an order on a machine that is busy.
 # Their losses tell whether a candidate learns the same: the third follows from the gradients of two updates.
@@ -39,7 +39,6 @@ class Trial:
 
     Args:
         seconds: How long it may take to start, and then for any order.
-        loads: Whether it loads its data as in training, and not one batch again and again.
         command: The module whose ``main`` the ranks run.
 
     Attributes:
@@ -47,26 +46,18 @@ class Trial:
         process: The process that was started; what it starts in turn is in the same session.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        words: Sequence[str],
-        seconds: float,
-        loads: bool = False,
-        command: str = COMMAND,
-    ) -> None:
+    def __init__(self, folder: Path, name: str, words: Sequence[str], seconds: float, command: str = ONE_BATCH) -> None:
         self._seconds = seconds
         self._ranks: list[_Rank] = []
         path = folder / f"{name}.sock"
-        variables = {**os.environ, TRIAL: str(path), **({LOADS: "1"} if loads else {})}
+        variables = {**os.environ, TRIAL: str(path)}
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen(64)
         self.output = folder / f"{name}.log"
         self.output.touch()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([COMMAND])
+        context.set_forkserver_preload([command])
         self.process = context.Process(target=_run, args=(command, list(words), self.output, variables))
         self.process.start()
         with contextlib.suppress(ProcessLookupError):  # It may have ended already.
