@@ -27,7 +27,9 @@ class EpochMetrics(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # In a validation the metrics that have counted are also those of the validation, which starts anew.
         if trainer.training:
-            checkpoint[KEY] = {name: _over_all_ranks(metric) for name, metric in _metrics(pl_module) if _counts(metric)}
+            checkpoint[KEY] = {
+                name: _over_all_ranks(metric) for name, metric in _metrics(pl_module) if metric.update_called
+            }
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -46,10 +48,6 @@ class EpochMetrics(Callback):
 
 def _metrics(module: LightningModule) -> list[tuple[str, Metric]]:
     return [(name, child) for name, child in module.named_modules() if isinstance(child, Metric)]
-
-
-def _counts(metric: Metric) -> bool:
-    return bool(metric.update_called)
 
 
 def _over_all_ranks(metric: Metric) -> State:

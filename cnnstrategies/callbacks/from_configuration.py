@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils._pytree import tree_leaves_with_path
 from typing_extensions import override
 
 from cnnstrategies._torch_private import PARTS_OF_A_SCHEDULE as PARTS
@@ -145,26 +146,17 @@ def _factors(scheduler: Any) -> list[float]:
 
 def _differences(before: State, now: State) -> Iterator[str]:
     """In words, what is configured in another way."""
-    old, new = dict(_leaves(before)), dict(_leaves(now))
+
+    def is_leaf(value: Any) -> bool:  # A plain list, too.
+        return isinstance(value, list) and not any(isinstance(one, dict | list) for one in value)
+
+    old, new = (dict(tree_leaves_with_path(state, is_leaf)) for state in (before, now))
     for place in {**new, **old}:
-        one, other, name = old.get(place), new.get(place), str(place[-1])
+        one, other, name = old.get(place), new.get(place), str(getattr(place[-1], "key", ""))
         counts = name.startswith("_") or name == "base_lrs"  # Or follows from the groups.
         if counts or repr(one) == repr(other) or (name != "schedule" and (place not in old or place not in new)):
             continue
         yield "its function" if name == "function" else f"{name} {other} (was {one})"
-
-
-def _leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The numbers, texts and plain lists in plain values, and where each is."""
-    if isinstance(value, dict):
-        entries = list(value.items())
-    elif isinstance(value, list) and any(isinstance(one, dict | list) for one in value):
-        entries = list(enumerate(value))
-    else:
-        yield place, value
-        return
-    for key, entry in entries:
-        yield from _leaves(entry, (*place, key))
 
 
 def _check_same(trainer: Trainer, states: Sequence[State]) -> None:
