@@ -142,9 +142,3 @@ def settle(module: nn.Module) -> list[str]:
 
 def _stays(layer: nn.Module, mode: bool = True) -> nn.Module:
     return layer
-
-
-def replay(role: Role, source: Any) -> None:
-    """Have a module or data module give a run's global batches."""
-    batches = role.batches()
-    source.train_dataloader = lambda: batches

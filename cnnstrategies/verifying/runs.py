@@ -20,7 +20,7 @@ from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.verifying.batches import Keeps, KeepsInDouble, samples
-from cnnstrategies.verifying.recorder import END, Recorder, Role, replay, settle
+from cnnstrategies.verifying.recorder import END, Recorder, Role, settle
 from cnnstrategies.verifying.verdict import Row, Verdict, compared, differences, row_of
 
 # By an exception that ends a process, in the traceback of one of its ranks too.
@@ -87,11 +87,12 @@ def verify(
         seed_everything(0, verbose=False)
         alone = role.of is not None
         settled = settle(module)
-        given: dict[str, Any] = {"train_dataloaders": role.batches() if alone else data}
+        batches = role.batches() if alone else data
+        given: dict[str, Any] = {"train_dataloaders": batches}
         if isinstance(data, LightningDataModule):
             given = {"datamodule": data}
             if alone:
-                replay(role, data)
+                data.train_dataloader = lambda: batches  # type: ignore[method-assign]
         settings: dict[str, Any] = {
             "accelerator": "cpu",
             "max_steps": steps,

@@ -1,7 +1,7 @@
 """A LightningModule whose network is divided into stages, and what belongs to the whole: state, averages, metrics."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -60,16 +60,12 @@ class DividedModule:
             if isinstance(child, Metric):
                 # Every rank has counted the whole batch; torchmetrics would add them up.
                 self._metrics.append((child, child.distributed_available_fn))
-                child.distributed_available_fn = _never
+                child.distributed_available_fn = bool  # It returns False.
 
     @property
     def averages(self) -> bool:
         """Whether a callback averages weights."""
         return len(self._divided) > 1
-
-    def another_stand_in(self) -> NetworkStandIn:
-        """One more of what has the submodule's place, for outputs of its own."""
-        return NetworkStandIn(self.pipeline.module, self.path, self.network)
 
     def _divide_averages(self) -> None:
         blueprint, stage = self.pipeline.blueprint, self.pipeline.place.stage
@@ -182,7 +178,3 @@ def _refuse_call(network: nn.Module, inputs: Any) -> None:
         f"the whole {type(network).__name__} is called, which is divided: call it in the steps by the attribute that "
         "it was found by, and keep it in no list or variable beside"
     )
-
-
-def _never() -> Literal[False]:
-    return False

@@ -31,6 +31,7 @@ from cnnstrategies.strategies.hybrid_pipeline.hooks import HookWatch
 from cnnstrategies.strategies.hybrid_pipeline.inputs import Inputs
 from cnnstrategies.strategies.hybrid_pipeline.layout import warn_of_small_microbatches
 from cnnstrategies.strategies.hybrid_pipeline.shadow import NoCollectives, copy_metrics, same_random_numbers, shadow_of
+from cnnstrategies.strategies.hybrid_pipeline.stand_ins import NetworkStandIn
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,7 +48,7 @@ class StepLoss(WeighedLoss):
         super().__init__(self._run, list(divided.own.values()))
         self._divided = divided
         self._device = divided.pipeline.device
-        self._stand_in = divided.another_stand_in()
+        self._stand_in = NetworkStandIn(divided.pipeline.module, divided.path, divided.network)
         self._metrics = copy_metrics(divided.module)
         self.arguments: tuple[Sequence[Any], Mapping[str, Any]] = (), {}
 

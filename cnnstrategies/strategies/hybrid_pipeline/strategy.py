@@ -6,7 +6,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -149,23 +149,12 @@ class HybridPipelineStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
+        given = locals()
         check_keywords(type(self).__name__, kwargs)
         super().__init__(
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **kwargs
         )
-        self.request = LayoutRequest(
-            stages,
-            replicas,
-            cuts,
-            microbatches,
-            schedule,
-            run_ahead,
-            memory_limit,
-            activation_checkpointing,
-            placement,
-            shares,
-            first,
-        )
+        self.request = LayoutRequest(**{field.name: given[field.name] for field in fields(LayoutRequest)})
         self.network_path = network
         self.time_limit = timeout
         self.pipeline: Pipeline | None = None
