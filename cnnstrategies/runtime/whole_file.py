@@ -54,14 +54,7 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if (why := _from_the_disk(error)) is not None:
-            raise ConfigurationError(f"cannot write {path}: {why}; {remedy}") from error
+        for link in causes(error):  # torch raises errors of its own for the system's.
+            if isinstance(link, OSError) and link.errno in OF_DISKS:
+                raise ConfigurationError(f"cannot write {path}: {os.strerror(link.errno)}; {remedy}") from error
         raise
-
-
-def _from_the_disk(error: BaseException) -> str | None:
-    """What the system has said behind an error that was raised while something was written; torch raises its own."""
-    for link in causes(error):
-        if isinstance(link, OSError) and link.errno in OF_DISKS:
-            return os.strerror(link.errno)
-    return None

@@ -23,7 +23,8 @@ from cnnstrategies.planning.report import ranking_table, stages_table, summary, 
 def main(args: Sequence[str]) -> None:
     """Print the strategies for a configuration, or for a profile on a cluster."""
     cluster, words = _take_cluster(args[1:])
-    if any(re.match(r"--profile(=|$)", word) for word in words) and not any(map(_is_configuration, words)):
+    from_file = any(re.match(r"--profile(=|$)", word) for word in words)
+    if from_file and not any(re.match(r"(--config|-c|--(trainer|model|data)[.\w]*)(=|$)", word) for word in words):
         options = _parse(words)
         options.cluster = cluster
         job = job_from_files(options)
@@ -70,10 +71,6 @@ def show(ranking: Ranking, options: PlanOptions) -> None:
     if options.write is not None:
         write_overlay(options.write, ranking)
         print(f"Wrote {options.write}: cnnstrategies fit --config YOURS --config {options.write}")
-
-
-def _is_configuration(word: str) -> bool:
-    return bool(re.match(r"(--config|-c|--(trainer|model|data)[.\w]*)(=|$)", word))
 
 
 def _take_cluster(words: Sequence[str]) -> tuple[Path | None, list[str]]:

@@ -48,7 +48,8 @@ def main(args: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="cnnstrategies_scaling_") as place, console.status("") as status:
         folder = Path(place)
         of_counts = {count: ["fit", *words, "--config", str(_overlay(folder, count, strategy))] for count in counts}
-        keys = {key: value for key in KEYS if isinstance(value := _of_data(config, key), int)}
+        arguments: Mapping[str, Any] = getattr(config.get("data"), "init_args", None) or {}
+        keys = {key: value for key in KEYS if isinstance(value := arguments.get(key), int)}
         ends = time.monotonic() + 60 * options.minutes
         bench = Bench(of_counts, folder, Facts(strategy, keys=keys), device.type == "cpu", ends, status.update)
         try:
@@ -136,11 +137,6 @@ def _devices(given: Any, device: torch.device) -> int:
 def _name(strategy: Any) -> str:
     """A strategy as the configuration names it, or its class."""
     return strategy if isinstance(strategy, str) else str(strategy.class_path).rpartition(".")[2]
-
-
-def _of_data(config: Any, key: str) -> Any:
-    arguments: Mapping[str, Any] = getattr(config.get("data"), "init_args", None) or {}
-    return arguments.get(key)
 
 
 def _overlay(folder: Path, count: int, strategy: str) -> Path:
