@@ -15,7 +15,7 @@ from cnnstrategies.planning.tune.settings import Setting, factorial, nested, wri
 from cnnstrategies.planning.tune.trial import TrialError
 
 pytestmark = pytest.mark.light
-SPEEDS = {"fast": 1.5, "faster": 2.0, "slow": 0.6, "wrong": 3.0, "new": 1.2}
+SPEEDS = {"fast": 1.5, "faster": 2.0, "slow": 0.6, "wrong": 3.0, "new": 1.2, "dies anew": 1.2}
 LUCKY = {"lucky": (1, 1.15), "lucky twice": (2, 1.15), "luckier": (1, 1.202)}  # In so many processes so fast.
 
 
@@ -34,14 +34,18 @@ class Pretended:
         self.speed = speed if Pretended.started.count(self.kind) < often else SPEEDS.get(self.kind, 1.0)
         self.draw = random.Random(str(self.kind))  # Not its hash, which differs from process to process.
         Pretended.started.append(self.kind)
+        self.asked = 0
         Pretended.open.add(self)
         Pretended.most = max(Pretended.most, len(Pretended.open))
 
     def wait_until_ready(self):
-        if self.kind == "broken":
+        if self.kind == "broken" or (self.kind == "dies anew" and Pretended.started.count(self.kind) > 1):
             raise TrialError("the compiler failed")
 
     def steps(self, count):
+        self.asked += 1
+        if self.kind == "dying" and self.asked > 5:
+            raise TrialError("out of memory")
         losses = [2.0, 1.9, 1.81 if self.kind in ("wrong", "new") else 1.8]
         seconds = count / self.speed * 0.1 * self.draw.uniform(0.98, 1.02)
         return {"seconds": seconds, "losses": losses}
@@ -76,6 +80,16 @@ def test_the_fastest_wins_and_every_candidate_gets_a_row(pretended):
         "even": "no difference",
     }
     assert rows["broken"].trouble == "the compiler failed"
+
+
+def test_a_candidate_that_dies_in_its_rounds_ends_nothing_else(pretended):
+    for kind, trouble in (("dying", "out of memory"), ("dies anew", "the compiler failed")):
+        winner, rows = pretended(kind)
+        assert winner is None
+        assert rows[kind].trouble == trouble
+    winner, rows = pretended("dying", "faster")
+    assert winner == "faster"
+    assert rows["dying"].trouble == "out of memory"
 
 
 def test_what_changes_the_loss_is_refused_unless_allowed(pretended):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from rich import box
 from rich.table import Table
@@ -26,6 +27,8 @@ FRESH = Look(7, 0.05)
 LUCK = 1.25
 PAIRS = 3
 DEFAULT = "default"
+T = TypeVar("T")
+Made = TypeVar("Made")
 PLAIN = Setting(DEFAULT, {}, Effect.NONE)
 EFFECTS = {Effect.NONE: "", Effect.ROUNDING: "", Effect.LEARNING: "changes learning"}
 
@@ -90,79 +93,72 @@ class Contest:
             TrialError: The default itself does not run.
         """
         groups = [settings[first : first + self.together] for first in range(0, len(settings), self.together)]
-        default: _Runner | None = None
+        default: dict[str, _Runner] = {}
         with ExitStack() as stack:
             for group in groups:
+                self.rows |= {one.name: Row(one) for one in group}
                 with ExitStack() as own:
-                    started = self._start_all(group if default else [PLAIN, *group], own, stack)
-                    if default is None:
-                        default = self._default(started.pop(0))
-                    runners = self._race(default, list(zip(group, started, strict=True)))
+                    runners = default | self._start_all(group if default else [PLAIN, *group], own, stack)
+                    default = {DEFAULT: runners[DEFAULT]}
+                    self._race(runners)
                     if group is groups[-1] or time.monotonic() > self.ends:
-                        return self._confirmed(default, runners)
+                        return self._confirmed(runners)
         return None
 
-    def _start_all(self, settings: Sequence[Setting], own: ExitStack, stack: ExitStack) -> list[_Runner | TrialError]:
+    def _start_all(self, settings: Sequence[Setting], own: ExitStack, stack: ExitStack) -> dict[str, _Runner]:
         """Start some at once, the default's to outlive the others'; then each makes its first steps, alone.
 
         Where more threads than cores make steps, those that have a core spin while they wait for one that has none: the
         first steps of four runs together have been seen to take twenty times as long.
         """
         trials = {one.name: self._launch(one, stack if one.name == DEFAULT else own) for one in settings}
-        failed: dict[str, TrialError] = {}
-        for name, trial in trials.items():
-            self.progress(f"starting: {name}")
-            try:
-                trial.wait_until_ready()
-            except TrialError as failure:
-                failed[name] = failure
-        return [failed.get(name) or self._warmed(name, trial) for name, trial in trials.items()]
+        ready = self._each("starting", trials, Trial.wait_until_ready)
+        return self._each("first steps", {name: trials[name] for name in ready}, _warmed)
 
-    def _default(self, started: _Runner | TrialError) -> _Runner:
-        if isinstance(started, TrialError):
-            raise started
-        return started
-
-    def _race(self, default: _Runner, started: Sequence[tuple[Setting, _Runner | TrialError]]) -> Mapping[str, _Runner]:
-        """Race a group; those that are left."""
-        runners: dict[str, _Runner] = {}
-        for setting, runner in started:
+    def _each(self, work: str, all_of_them: Mapping[str, T], do: Callable[[T], Made]) -> dict[str, Made]:
+        """What is made of those that do not fail: a candidate's row says why it does; the default's ends all."""
+        made = {}
+        for name, one in all_of_them.items():
+            self.progress(f"{work}: {name}")
             try:
-                if isinstance(runner, TrialError):
-                    raise runner
-                self._compare(setting, default, runner)
-                runners[setting.name] = runner
-                self.rows[setting.name] = Row(setting)
+                made[name] = do(one)
             except TrialError as failure:
-                self.rows[setting.name] = Row(setting, trouble=str(failure))
-        race = Race(list(runners))
-        while runners and not race.over and time.monotonic() < self.ends:
-            self._round(race, default, runners)
+                if name == DEFAULT:
+                    raise
+                self._give_up(name, str(failure))
+        return made
+
+    def _give_up(self, name: str, trouble: str) -> None:
+        self.rows[name] = Row(self.rows[name].setting, trouble=trouble)
+
+    def _race(self, runners: dict[str, _Runner]) -> None:
+        """Race a group, of which those stay that are not behind."""
+        default = runners[DEFAULT]
+        for name in [*runners]:
+            if name != DEFAULT and (trouble := self._difference(self.rows[name].setting, default, runners[name])):
+                self._give_up(name, trouble)
+                runners.pop(name).trial.close()
+        race = Race([name for name in runners if name != DEFAULT])
+        while not race.over and time.monotonic() < self.ends:
+            self._round(race, runners)
             for name, verdict in race.verdicts.items():
                 self.rows[name] = Row(self.rows[name].setting, verdict)
                 if name not in race.running and name in runners:
                     runners.pop(name).trial.close()
-        return runners
 
-    def _round(self, race: Race, default: _Runner, runners: dict[str, _Runner]) -> None:
-        order = [DEFAULT, *(name for name in race.running)]
+    def _round(self, race: Race, runners: dict[str, _Runner]) -> None:
+        order = [DEFAULT, *race.running]
         random.shuffle(order)
-        seconds: dict[str, float] = {}
-        for name in order:
-            self.progress(f"round {len(self.default_times) + 1}: {name}")
-            try:
-                seconds[name] = (default if name == DEFAULT else runners[name]).block()
-            except TrialError as failure:
-                if name == DEFAULT:
-                    raise
-                self.rows[name] = Row(self.rows[name].setting, trouble=str(failure))
-                race.drop(name)
-                runners.pop(name)
+        number = len(self.default_times) + 1
+        seconds = self._each(f"round {number}", {name: runners[name] for name in order}, _Runner.block)
+        for name in {*order} - {*seconds}:
+            race.drop(name)
+            runners.pop(name)
         base = seconds.pop(DEFAULT)
         self.default_times.append(base)
         race.add(base, seconds)
 
-    def _confirmed(self, default: _Runner, alive: Mapping[str, _Runner]) -> Setting | None:
+    def _confirmed(self, alive: Mapping[str, _Runner]) -> Setting | None:
         """The fastest that holds what it has promised: a slow process of the default makes all look faster."""
         known = [(row.verdict, row) for row in self.rows.values() if row.verdict is not None]
         faster = sorted((one for one in known if one[0].outcome == "faster"), key=lambda one: -one[0].speed)
@@ -173,14 +169,14 @@ class Contest:
                     verdicts = [replace(verdict, outcome="undecided")]
                 elif name in alive and verdict.low >= LUCK:
                     alone = len(self.rows) == 1  # Not chosen for its luck: its rounds are as good as new.
-                    verdicts = [verdict if alone else self.fresh_verdict(name, default, alive[name])]
+                    verdicts = [verdict if alone else self.fresh_verdict(name, alive)]
                 else:
-                    for one in (default, *alive.values()):
+                    for one in alive.values():
                         one.trial.close()
                     alive = {}
                     verdicts = self.fresh_verdicts(row.setting)
             except TrialError as failure:
-                self.rows[name] = Row(row.setting, trouble=str(failure))
+                self._give_up(name, str(failure))
                 continue
             self.rows[name] = Row(row.setting, combined(verdicts))
             if verdicts[-1].outcome == "faster":
@@ -198,20 +194,18 @@ class Contest:
                 return [*verdicts, replace(verdicts[-1], outcome="undecided")]
             with ExitStack() as own:
                 order = [setting, PLAIN] if turn % 2 == 0 else [PLAIN, setting]
-                started = dict(zip((one.name for one in order), self._start_all(order, own, own), strict=True))
-                default, runner = self._default(started[DEFAULT]), started[setting.name]
-                if isinstance(runner, TrialError):
-                    raise runner
-                verdicts.append(self.fresh_verdict(setting.name, default, runner))
+                verdicts.append(self.fresh_verdict(setting.name, self._start_all(order, own, own)))
             if verdicts[-1].outcome != "faster":
                 break
         return verdicts
 
-    def fresh_verdict(self, name: str, default: _Runner, runner: _Runner) -> Verdict:
+    def fresh_verdict(self, name: str, runners: Mapping[str, _Runner]) -> Verdict:
         """The verdict of rounds that nothing was chosen by."""
-        race = Race([name], looks=(FRESH,))
-        for _ in range(FRESH.rounds):
-            self._round(race, default, {name: runner})
+        race = Race([one for one in runners if one == name], looks=(FRESH,))
+        while not race.over:
+            self._round(race, dict(runners))
+        if name not in race.verdicts:
+            raise TrialError(self.rows[name].trouble)
         return race.verdicts[name]
 
     def _launch(self, setting: Setting, stack: ExitStack) -> Trial:
@@ -223,24 +217,20 @@ class Contest:
         stack.callback(trial.close)
         return trial
 
-    def _warmed(self, name: str, trial: Trial) -> _Runner | TrialError:
-        self.progress(f"first steps: {name}")
-        try:
-            first = trial.steps(COMPARED_STEPS)
-            trial.steps(WARM_UP_STEPS)
-            step = trial.steps(WARM_UP_STEPS)["seconds"] / WARM_UP_STEPS
-        except TrialError as failure:
-            return failure
-        return _Runner(trial, first["losses"], step)
+    def _difference(self, setting: Setting, default: _Runner, runner: _Runner) -> str:
+        """What is wrong with its losses, if anything is."""
+        if setting.effect is Effect.ROUNDING:  # Another number of workers draws other augmentations, and no more.
+            count = COMPARED_STEPS if self.deterministic else 1
+            for ours, theirs in zip(runner.losses[:count], default.losses[:count], strict=True):
+                if not abs(ours - theirs) <= LARGEST_DIFFERENCE * max(abs(theirs), 1e-6):
+                    return f"changes the loss: {ours:.6g} for {theirs:.6g}"
+        return ""
 
-    def _compare(self, setting: Setting, default: _Runner, runner: _Runner) -> None:
-        if setting.effect is not Effect.ROUNDING:
-            return  # Another number of workers draws other augmentations, and that is all it changes.
-        count = COMPARED_STEPS if self.deterministic else 1
-        for ours, theirs in zip(runner.losses[:count], default.losses[:count], strict=True):
-            if not abs(ours - theirs) <= LARGEST_DIFFERENCE * max(abs(theirs), 1e-6):
-                runner.trial.close()
-                raise TrialError(f"changes the loss: {ours:.6g} for {theirs:.6g}")
+
+def _warmed(trial: Trial) -> _Runner:
+    first = trial.steps(COMPARED_STEPS)
+    trial.steps(WARM_UP_STEPS)
+    return _Runner(trial, first["losses"], trial.steps(WARM_UP_STEPS)["seconds"] / WARM_UP_STEPS)
 
 
 def repeats(strategy: object) -> bool:

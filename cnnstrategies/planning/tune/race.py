@@ -90,7 +90,7 @@ class Race:
         """Enter a round: seconds per step of the default, and of the running candidates."""
         for name, seconds in times.items():
             self._gains[name].append(math.log(default / seconds))
-        rounds = max(len(gains) for gains in self._gains.values())
+        rounds = max((len(gains) for gains in self._gains.values()), default=0)
         for look in self.looks:
             if look.rounds == rounds:
                 self.judge(look.error)
