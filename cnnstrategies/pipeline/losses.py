@@ -56,7 +56,7 @@ class MeanLoss:
 
     def part(self, outputs: Any, microbatch: int) -> Tensor:
         """The microbatch's mean, times its share of the batch."""
-        targets = targets_of(self._batch, microbatch)
+        targets = _targets(self._batch.rest_of(microbatch))
         mean = self.loss(outputs, targets)
         if self.weight is None:
             return mean * (self._batch.split.sizes[microbatch] / self._batch.split.samples)
@@ -289,12 +289,8 @@ def with_gradients(
     return result
 
 
-def targets_of(batch: Batch, microbatch: int) -> Any:
-    """What a batch holds for a microbatch besides the images: one tensor, or a tuple of them."""
-    return _targets(batch.rest_of(microbatch))
-
-
 def _targets(rest: tuple[Tensor, ...]) -> Any:
+    """What a batch holds besides the images: one tensor, or a tuple of them."""
     return rest[0] if len(rest) == 1 else rest
 
 

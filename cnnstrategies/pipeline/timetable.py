@@ -241,9 +241,5 @@ def timetable(
     For each replica of each stage its tasks, stage by stage; one that gets no microbatch has none. In that order are
     the shares, if any.
     """
-    if microbatches < 1:
-        raise ConfigurationError(f"microbatches={microbatches}: a step needs at least 1; 4 per stage is usual")
-    if not replicas or min(replicas) < 1:
-        raise ConfigurationError(f"replicas={list(replicas)}: every stage needs at least 1 replica")
     placement = Placement(tuple(replicas), microbatches=microbatches, shares=tuple(shares))
     return [tasks_of(placement, rank, schedule, run_ahead) for rank in range(placement.world_size)]
