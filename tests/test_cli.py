@@ -185,3 +185,34 @@ def test_a_callback_of_the_user_replaces_the_default(run_cli, quick):
     code, output = run_cli("fit", *quick, *options, *mine)
     assert code == 0, output
     assert [path.name for path in CHECKPOINTS.iterdir()] == ["mine.ckpt"]
+
+
+OWN_LOADERS = """
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader, TensorDataset
+
+class Lit(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(8, 4)), 4)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+"""
+
+
+def test_a_module_with_its_own_loaders_needs_no_data(run_cli):
+    Path("mine.py").write_text(OWN_LOADERS)
+    words = ["--model=mine.Lit", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.fast_dev_run=true"]
+    code, output = run_cli("fit", *words)
+    assert code == 0, output
+    for command in ("validate", "plan", "verify"):  # It has none for these.
+        code, output = run_cli(command, *words[:3])
+        assert (code, "error: no data: give --data CLASS" in output) == (2, True), output

@@ -32,7 +32,7 @@ def main(args: Sequence[str]) -> None:
     trainer = {name: value for name, value in vars(cli.config_init.trainer).items() if name not in LEFT_OUT}
     trainer |= {"steps": cli.own_options().steps, "callbacks": as_list(trainer["callbacks"])}
     try:
-        verdict = verify(cli.model, cli.datamodule, **{**trainer, "plugins": as_list(trainer["plugins"])})
+        verdict = verify(cli.model, cli.data(), **{**trainer, "plugins": as_list(trainer["plugins"])})
     except TrainingError as error:
         print(error, file=sys.stderr)
         sys.exit(1)

@@ -33,7 +33,7 @@ def job_from_configuration(words: Sequence[str], cluster: Path | None) -> tuple[
     """What to plan for, and the options that the words give."""
     cli = ModelAndData("plan", words, PlanOptions)
     options: PlanOptions = replace(cli.own_options(), cluster=cluster)
-    return job_for(cli.model, cli.datamodule, cli.config.trainer, options), options
+    return job_for(cli.model, cli.data(), cli.config.trainer, options), options
 
 
 def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, options: PlanOptions) -> Job:

@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import pydoc
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
@@ -183,9 +183,8 @@ def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
     """Name the class in the configuration that needs some arguments, or the sections that are not there."""
     keys, missing = given(args), " and ".join(names)
     roots = {one.path.partition(".")[0] for one in keys}
-    if set(names) <= SECTIONS and not set(names) & roots:
-        classes = " and ".join(f"--{name} CLASS" for name in names)
-        return f"no {missing}: give {classes}, or a configuration that has {missing}, as in --config quickstart"
+    if "model" in names and "model" not in roots:
+        return none_given(SECTIONS - roots)
     needs = f"needs {missing}"
     takers = [one for one in keys if set(names) <= parameters_of(located(one.value)).keys()]
     functions = [one for one in takers if inspect.isfunction(located(one.value))]
@@ -195,6 +194,13 @@ def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
         key = one.path.removesuffix(".class_path")
         return f"{key}: {one.value} {needs}: give {' and '.join(f'--{key}.{name}' for name in names)}"
     return f"a class in the configuration {needs}: give that among its init_args"
+
+
+def none_given(sections: Set[str]) -> str:
+    """What is said where a configuration lacks some of its sections."""
+    missing = " and ".join(sorted(sections))
+    classes = " and ".join(f"--{name} CLASS" for name in sorted(sections))
+    return f"no {missing}: give {classes}, or a configuration that has {missing}, as in --config quickstart"
 
 
 def check_functions(model: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
@@ -29,6 +30,7 @@ from cnnstrategies.commands.run.errors import (
     check_nulls,
     check_trainer_names,
     located,
+    none_given,
     parameters_of,
 )
 from cnnstrategies.commands.run.failures import explain_build_error, explain_run_error
@@ -60,6 +62,14 @@ class SavedConfiguration(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
 
+LOADERS = {
+    "fit": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+
+
 class CLI(LightningCLI):
     """``fit``, ``validate``, ``test`` and ``predict`` from YAML.
 
@@ -72,10 +82,8 @@ class CLI(LightningCLI):
 
     def __init__(self, run: bool = True) -> None:
         super().__init__(
-            LightningModule,
-            LightningDataModule,
+            LightningModule,  # No class of data: a module may have its own loaders.
             subclass_mode_model=True,
-            subclass_mode_data=True,
             auto_configure_optimizers=False,
             parser_class=ArgumentParser,
             save_config_callback=SavedConfiguration if run else None,
@@ -166,10 +174,16 @@ class CLI(LightningCLI):
         # Each rank checks again in `setup`; here no process has been started yet.
         if self.trainer is not None:
             check_world(self.trainer)
+        if self.datamodule is None and not is_overridden(self._own_loader(), self.model):
+            raise ConfigurationError(none_given({"data"}))
         if isinstance(self.model, NetworkModule):
             self.model.check_data(self.datamodule)
         if self.trainer is not None and isinstance(self.datamodule, ImageDataModule):
             self.datamodule.check_trainer(self.trainer)
+
+    def _own_loader(self) -> str:
+        """The method of a module that may take the place of data."""
+        return LOADERS.get(str(self.subcommand), "")
 
     def _prepare_as_trained(self) -> None:
         """Have the data prepared as it was for the network's weights, where these are trained."""
@@ -314,6 +328,16 @@ class ModelAndData(CLI):
         assert self._own is not None
         names = [one.name for one in fields(self._own) if one.name not in SECTIONS]
         return self._own(**{name: getattr(self.config, name) for name in names})
+
+    def data(self) -> LightningDataModule:
+        """The data module, for what takes no module's own loaders."""
+        if not isinstance(self.datamodule, LightningDataModule):
+            raise ConfigurationError(none_given({"data"}))
+        return self.datamodule
+
+    @override
+    def _own_loader(self) -> str:
+        return LOADERS["fit"]
 
     @override
     def before_instantiate_classes(self) -> None:
