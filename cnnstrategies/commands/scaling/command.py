@@ -88,7 +88,7 @@ def main(args: Sequence[str]) -> None:
         write_commented(options.output, nested(joined(helped).values), ["measured by cnnstrategies scaling"])
         console.print(f"Wrote {options.output}: cnnstrategies fit --config YOURS --config {options.output}")
     else:
-        console.print("Wrote nothing: no remedy that is a setting has made steps faster.")
+        console.print("Wrote nothing: no setting has been found faster.")
 
 
 def _tried(contest: Callable[[int], Contest], why: Sequence[Reason], console: Console) -> list[Setting]:
