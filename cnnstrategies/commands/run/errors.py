@@ -18,7 +18,7 @@ from cnnstrategies.errors import ConfigurationError
 
 # What jsonargparse says of the other types that a key may have had, null as a rule.
 _OTHER_TYPES = re.compile(r"\n\s*-? ?(?:Expected an? <class|Given value)")
-SECTIONS = {"model", "data"}  # Without which no run can be.
+SECTIONS = {"model", "data"}  # What a run is of.
 OF_LIGHTNING = " (of lightning.pytorch, and not of pytorch_lightning)"
 SHARDED = (".metadata", "meta.pt", "checkpoint")  # One of these is in a folder that is a checkpoint.
 CHECKPOINT_WORDS = ("best", "last", "hpc")
