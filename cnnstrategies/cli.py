@@ -28,12 +28,12 @@ def main(args: Sequence[str] | None = None) -> None:
         # As an exception it passes through `ends_together`, which ends the other processes; in training GracefulStop
         # takes over.
         signal.signal(signal.SIGTERM, _exit_on_signal)
-        from cnnstrategies.commands.front.refuse import write_anywhere
+        from cnnstrategies.commands.arguments.refuse import write_anywhere
 
         write_anywhere()
         _run(sys.argv[1:])
     except ConfigurationError as error:
-        from cnnstrategies.commands.front.refuse import fail, in_one_line, shows_tracebacks
+        from cnnstrategies.commands.arguments.refuse import fail, in_one_line, shows_tracebacks
 
         if shows_tracebacks():
             raise
@@ -47,10 +47,10 @@ def _run(words: Sequence[str]) -> None:
     import importlib.metadata
     import os
 
-    from cnnstrategies.commands.front import help, recipes
-    from cnnstrategies.commands.front.given import accepted
-    from cnnstrategies.commands.front.refuse import show
-    from cnnstrategies.commands.front.table import COMMANDS
+    from cnnstrategies.commands.arguments import help, recipes
+    from cnnstrategies.commands.arguments.keys import accepted
+    from cnnstrategies.commands.arguments.refuse import show
+    from cnnstrategies.commands.arguments.table import COMMANDS
     from cnnstrategies.runtime.processes import STARTER, end_with_parent, told_by_starter
 
     if os.environ.get("LOCAL_RANK", "0") != "0":

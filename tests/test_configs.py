@@ -12,7 +12,7 @@ from torchvision.models import shufflenet_v2_x0_5
 
 from cnnstrategies.cli import main
 from cnnstrategies.commands.run.lightning_cli import CLI
-from cnnstrategies.data.shards.encoding import Options
+from cnnstrategies.data.shards.encoding import EncodingOptions
 from cnnstrategies.data.shards.packing import pack
 
 CONFIGS = ROOT / "configs"
@@ -63,7 +63,7 @@ def make_images() -> None:
 
 def make_shards() -> None:
     make_images()
-    pack(Path("images"), Path("shards"), Options(None, None, 10**6), workers=1)
+    pack(Path("images"), Path("shards"), EncodingOptions(None, None, 10**6), workers=1)
 
 
 MADE = {

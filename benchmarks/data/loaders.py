@@ -38,7 +38,7 @@ from torchvision import datasets
 from torchvision import transforms as tv
 
 from cnnstrategies.data import ShardedImageDataModule
-from cnnstrategies.data.shards.encoding import Options
+from cnnstrategies.data.shards.encoding import EncodingOptions
 from cnnstrategies.data.shards.packing import pack
 
 BATCH, SIZE, CLASSES, QUALITY = 64, 224, 10, 90
@@ -70,7 +70,7 @@ def make(folder: Path, images: int) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda one: one[1].exists() or one[1].write_bytes(photo(one[0])), enumerate(files)))
-    for name, options in (("whole", Options(None, None, 10**8)), ("256", Options(256, QUALITY, 10**8))):
+    for name, options in (("whole", EncodingOptions(None, None, 10**8)), ("256", EncodingOptions(256, QUALITY, 10**8))):
         if not (folder / name).exists():
             pack(folder / "images", folder / name, options, workers=2)
     shuffled = [files[number] for number in np.random.default_rng(0).permutation(images)]

@@ -84,7 +84,7 @@ class Clock(Callback):
         (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(self.notes))
 
 
-# Else its hooks would be taken for a user's, which may look at weights between two steps: see `strategies/licences.py`.
+# Otherwise its hooks would count as hooks of a user, which may look at weights between steps: see observer_hooks.py.
 Clock.__module__ = "cnnstrategies.clock"
 
 

@@ -35,7 +35,10 @@ def seen(path: Path) -> list[Seen]:
     """All answers so far."""
     text = path.read_text() if path.exists() else ""
     found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-    return [Seen(one["at"], one["restarts"], {int(id): life for id, life in one["servers"].items()}) for one in found]
+    return [
+        Seen(one["at"], one["restarts"], {int(id): incarnation for id, incarnation in one["servers"].items()})
+        for one in found
+    ]
 
 
 def main(coordinator: str, key_file: str, path: str) -> None:
@@ -45,7 +48,7 @@ def main(coordinator: str, key_file: str, path: str) -> None:
             answer = watcher.ask(1.0)
             if answer is not None:
                 members = [one for one in answer.fields["members"] if one["role"] == "server" and one["silent"] < HEARD]
-                servers = {one["id"]: one["life"] for one in members}
+                servers = {one["id"]: one["incarnation"] for one in members}
                 print(json.dumps(asdict(Seen(time.monotonic(), answer.fields["restarts"], servers))), file=file)
             time.sleep(PAUSE)
 

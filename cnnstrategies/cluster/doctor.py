@@ -14,9 +14,9 @@ from pathlib import Path
 import lightning
 import torch
 
-from cnnstrategies.cluster.environment import Place
+from cnnstrategies.cluster.environment import DoctorPlace
 from cnnstrategies.cluster.hosts import meet, wait_for
-from cnnstrategies.cluster.probe import Peer, measure
+from cnnstrategies.cluster.probe import ProbedHost, measure
 from cnnstrategies.cluster.stores import POLL, open_store
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.whole_file import whole_file
@@ -29,7 +29,7 @@ DRIVER = Path("/proc/driver/nvidia/gpus")  # Has an entry for each card, whateve
 
 
 @dataclass
-class Host:
+class HostReport:
     """What one host has found out.
 
     Attributes:
@@ -71,9 +71,9 @@ def shared_memory() -> int:
     return found.f_frsize * found.f_blocks
 
 
-def examine_alone(driver: Path = DRIVER) -> Host:
+def examine_alone(driver: Path = DRIVER) -> HostReport:
     """Examine this host by itself."""
-    found = Host(socket.gethostname(), versions(), [])
+    found = HostReport(socket.gethostname(), versions(), [])
     if (size := shared_memory()) < SHARED_MEMORY:
         found.problems.append(
             f"{size / 2**20:.0f} MiB of shared memory, through which data workers and NCCL hand over what they have: "
@@ -89,7 +89,7 @@ def examine_alone(driver: Path = DRIVER) -> Host:
     return found
 
 
-def examine(place: Place, directory: Path, interface: str | None, wait: float) -> list[Host] | None:
+def examine(place: DoctorPlace, directory: Path, interface: str | None, wait: float) -> list[HostReport] | None:
     """Examine the cluster, together with the other hosts' processes.
 
     Args:
@@ -132,10 +132,10 @@ def examine(place: Place, directory: Path, interface: str | None, wait: float) -
     keys = [f"found/{node}" for node in range(place.nodes)]
     wait_for(store, keys, place.node, place.nodes, wait)
     probe.close()
-    return [Host(**json.loads(store.get(key))) for key in keys]
+    return [HostReport(**json.loads(store.get(key))) for key in keys]
 
 
-def unseen(others: Sequence[Peer], files: Mapping[int, Path]) -> list[Peer]:
+def unseen(others: Sequence[ProbedHost], files: Mapping[int, Path]) -> list[ProbedHost]:
     """The other hosts whose files do not appear here."""
     deadline = time.monotonic() + SHARED_SECONDS
     left = list(others)

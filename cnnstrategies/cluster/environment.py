@@ -198,7 +198,7 @@ def _in_slurm() -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class DoctorPlace:
     """A process of the doctor: its host, and its number there; only the first one of each host works."""
 
     node: int
@@ -208,7 +208,7 @@ class Place:
     main_port: int
 
 
-def find_place() -> Place | None:
+def find_place() -> DoctorPlace | None:
     """Read the variables of srun, torchrun, mpirun, or those set by hand; None where nothing has started others."""
     environment = launcher()
     if environment is None and {"NNODES", "NODE_RANK"} <= os.environ.keys():
@@ -220,7 +220,7 @@ def find_place() -> Place | None:
     else:
         nodes = int(os.environ[NODES[type(environment)]])
     address, port = environment.main_address, environment.main_port
-    return Place(environment.node_rank(), nodes, environment.local_rank(), address, port)
+    return DoctorPlace(environment.node_rank(), nodes, environment.local_rank(), address, port)
 
 
 def check_world(trainer: Trainer) -> None:

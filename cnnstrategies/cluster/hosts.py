@@ -17,7 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.cluster.addresses import Interface, choose_interface, resolve, use_interface
-from cnnstrategies.cluster.probe import Answer, Peer, Probe, ping
+from cnnstrategies.cluster.probe import Answer, Probe, ProbedHost, ping
 from cnnstrategies.cluster.stores import missing_after, on_loopback, open_store
 from cnnstrategies.errors import ConfigurationError
 
@@ -48,7 +48,7 @@ class Network:
 
 def meet(
     store: Store, node: int, nodes: int, main_address: str, interface: str | None, seconds: float
-) -> tuple[Interface, Probe, list[Peer]]:
+) -> tuple[Interface, Probe, list[ProbedHost]]:
     """Make this host known, wait for the others, and try every connection between this one and them.
 
     Args:
@@ -64,7 +64,7 @@ def meet(
     store.set(f"host/{node}", json.dumps([me, mine.address, probe.port]))
     keys = [f"host/{number}" for number in range(nodes)]
     wait_for(store, keys, node, nodes, seconds)
-    everyone = [Peer(number, *json.loads(store.get(key))) for number, key in enumerate(keys)]
+    everyone = [ProbedHost(number, *json.loads(store.get(key))) for number, key in enumerate(keys)]
     others = [peer for peer in everyone if peer.node != node]
     failures = []
     for peer in others:
@@ -110,7 +110,7 @@ def wait_for(store: Store, keys: list[str], node: int, nodes: int, seconds: floa
     if not late:
         return
     come = {number: store.get(f"host/{number}") for number in range(nodes) if store.check([f"host/{number}"])}
-    known = [f"{Peer(number, *json.loads(record))}" for number, record in come.items()]
+    known = [f"{ProbedHost(number, *json.loads(record))}" for number, record in come.items()]
     missing = [f"node {number}" for number in range(nodes) if number not in (node, *come)]
     missing = missing or [f"node {key.rpartition('/')[2]}" for key in late]  # They have come, and not gone on.
     raise ConfigurationError(
@@ -133,7 +133,7 @@ class Watch:
         on_silent: Called once with a message, in the watch's own thread.
     """
 
-    def __init__(self, me: str, peers: Sequence[Peer], timeout: float, on_silent: Callable[[str], None]) -> None:
+    def __init__(self, me: str, peers: Sequence[ProbedHost], timeout: float, on_silent: Callable[[str], None]) -> None:
         self._me = me
         self._peers = list(peers)
         self._timeout = timeout
@@ -149,7 +149,7 @@ class Watch:
         self._stopped.set()
         self._thread.join()
 
-    def _ask(self) -> dict[Peer, tuple[Answer, str]]:
+    def _ask(self) -> dict[ProbedHost, tuple[Answer, str]]:
         with ThreadPoolExecutor(min(MOST_AT_ONCE, len(self._peers))) as pool:
             answers = pool.map(lambda peer: ping(peer, self._interval), self._peers)
             return dict(zip(self._peers, answers, strict=True))

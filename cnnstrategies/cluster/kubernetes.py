@@ -27,7 +27,7 @@ Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Run:
+class PodRun:
     """What is to run as pods.
 
     Attributes:
@@ -60,7 +60,7 @@ def host(name: str, role: str, number: int) -> str:
     return f"{job_name(name, role)}-{number}.{name}"
 
 
-def objects(run: Run) -> list[Object]:
+def objects(run: PodRun) -> list[Object]:
     """All objects of a run, in the order in which they are made; the last one starts it."""
     configuration = _object(run, "v1", "ConfigMap", immutable=True, data={"config.yaml": run.configuration})
     # Gives the pods their names, and before they are ready: they find each other by then.
@@ -69,38 +69,38 @@ def objects(run: Run) -> list[Object]:
     return [configuration, _object(run, "v1", "Service", spec=names), *(_job(run, role) for role in roles)]
 
 
-def text(run: Run) -> str:
+def text(run: PodRun) -> str:
     """The objects as YAML, such as ``kubectl create`` takes."""
-    parts = [yaml.dump(one, Dumper=_Dumper, sort_keys=False, width=120) for one in objects(run)]
+    parts = [yaml.dump(one, Dumper=_ManifestDumper, sort_keys=False, width=120) for one in objects(run)]
     return f"# Written by: {run.command}\n" + "---\n".join(parts)
 
 
-class _Dumper(yaml.SafeDumper):
+class _ManifestDumper(yaml.SafeDumper):
     """Writes texts of several lines as such, and nothing as a reference to something above."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
 
 
-def _represent_text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
+def _represent_text(dumper: _ManifestDumper, value: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
 
 
-_Dumper.add_representer(str, _represent_text)
+_ManifestDumper.add_representer(str, _represent_text)
 
 
-def _labels(run: Run) -> dict[str, str]:
+def _labels(run: PodRun) -> dict[str, str]:
     return {"app.kubernetes.io/name": "cnnstrategies", "app.kubernetes.io/instance": run.name}
 
 
-def _object(run: Run, version: str, kind: str, **content: object) -> Object:
+def _object(run: PodRun, version: str, kind: str, **content: object) -> Object:
     metadata: Object = {"name": run.name, "labels": _labels(run)}
     if run.options.namespace is not None:
         metadata["namespace"] = run.options.namespace
     return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
 
 
-def _job(run: Run, role: str) -> Object:
+def _job(run: PodRun, role: str) -> Object:
     """An Indexed Job: each index is a pod, which gets the same number and name when it is started again."""
     pods = run.size.nodes if role == TRAINER else run.servers
     spec = {
@@ -125,7 +125,7 @@ def _job(run: Run, role: str) -> Object:
     return job
 
 
-def _pod(run: Run, role: str) -> Object:
+def _pod(run: PodRun, role: str) -> Object:
     return {
         "subdomain": run.name,
         "restartPolicy": "Never",  # The Job starts it again, on another node if need be.
@@ -136,7 +136,7 @@ def _pod(run: Run, role: str) -> Object:
     }
 
 
-def _container(run: Run, role: str) -> Object:
+def _container(run: PodRun, role: str) -> Object:
     options = run.options
     trains = role == TRAINER
     asked = options.resources if trains else options.server_resources
@@ -157,7 +157,7 @@ def _container(run: Run, role: str) -> Object:
     return result
 
 
-def _environment(run: Run) -> list[Object]:
+def _environment(run: PodRun) -> list[Object]:
     fixed = {
         "MASTER_ADDR": host(run.name, TRAINER, 0),
         "MASTER_PORT": str(MAIN_PORT),
@@ -169,7 +169,7 @@ def _environment(run: Run) -> list[Object]:
     return [index, *({"name": name, "value": value} for name, value in fixed.items())]
 
 
-def _mounted(run: Run) -> list[tuple[str, str, Object]]:
+def _mounted(run: PodRun) -> list[tuple[str, str, Object]]:
     """The names of a pod's volumes, where it sees them, and what they are."""
     options = run.options
     memory: Object = {"medium": "Memory"}
@@ -187,7 +187,7 @@ def _mounted(run: Run) -> list[tuple[str, str, Object]]:
     return result
 
 
-def trainer_script(run: Run) -> str:
+def trainer_script(run: PodRun) -> str:
     """What a pod of the trainer runs."""
     # The others go on without a worker of the parameter server; it is let in when the run is started again.
     again = '[ "$NODE_RANK" -ne 0 ] && [ ! -e "$finished" ]' if run.goes_on else "false"
@@ -215,7 +215,7 @@ exit $code
 """
 
 
-def server_script(run: Run) -> str:
+def server_script(run: PodRun) -> str:
     """What a pod that holds parameters runs: a server for each start of the run."""
     server = f"{shlex.quote(run.python)} -m cnnstrategies.commands.server --config {CONFIGURATION}/config.yaml"
     return f"""running= ended=
@@ -240,7 +240,7 @@ done
 """
 
 
-def _setup(run: Run) -> str:
+def _setup(run: PodRun) -> str:
     lacks = "lacks the package: build one as docs/kubernetes.md says, or name its interpreter with cluster.python"
     message = f"cnnstrategies: error: the image {run.options.image} {lacks}"
     otherwise = f"{{ echo {shlex.quote(message)} >&2; exit {HOPELESS}; }}"

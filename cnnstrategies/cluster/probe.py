@@ -53,7 +53,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Peer:
+class ProbedHost:
     """A host of the run: its number, its own name, its IP address towards the others, and the port of its probe."""
 
     node: int
@@ -65,7 +65,7 @@ class Peer:
         return f"{self.host} ({self.address}, node {self.node})"
 
 
-def ping(peer: Peer, seconds: float) -> tuple[Answer, str]:
+def ping(peer: ProbedHost, seconds: float) -> tuple[Answer, str]:
     """Ask a host's :class:`Probe` whether it is there.
 
     Returns:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from cnnstrategies.cluster.doctor import Host, examine, examine_alone
+from cnnstrategies.cluster.doctor import HostReport, examine, examine_alone
 from cnnstrategies.cluster.environment import find_place
 from cnnstrategies.cluster.stores import own_store
-from cnnstrategies.commands.front.options import doctor_parser
+from cnnstrategies.commands.arguments.options import doctor_parser
 from cnnstrategies.errors import ConfigurationError
 
 
@@ -21,7 +21,7 @@ def main(args: Sequence[str]) -> None:
         return
     directory = options.shared.absolute()
     if place is None or place.nodes == 1:
-        hosts: list[Host] | None = [examine_alone()]
+        hosts: list[HostReport] | None = [examine_alone()]
     else:
         try:
             with own_store():
@@ -49,7 +49,7 @@ def main(args: Sequence[str]) -> None:
     sys.exit(1 if problems else 0)
 
 
-def hosts_table(hosts: Sequence[Host]) -> Table:
+def hosts_table(hosts: Sequence[HostReport]) -> Table:
     """One row for each host."""
     table = Table("host", "address", "interface", title="Hosts", title_justify="left")
     for node, host in enumerate(hosts):
@@ -57,7 +57,7 @@ def hosts_table(hosts: Sequence[Host]) -> Table:
     return table
 
 
-def versions_table(hosts: Sequence[Host]) -> Table:
+def versions_table(hosts: Sequence[HostReport]) -> Table:
     """One row for each version of each program."""
     table = Table("program", "version", "on", title="Versions", title_justify="left")
     for program, names in by_version(hosts).items():
@@ -66,7 +66,7 @@ def versions_table(hosts: Sequence[Host]) -> Table:
     return table
 
 
-def links_table(hosts: Sequence[Host]) -> Table:
+def links_table(hosts: Sequence[HostReport]) -> Table:
     """One row for each connection in one direction."""
     table = Table("from", "to", "round trip, ms", "Mbit/s", title="Connections", title_justify="left")
     for host in hosts:
@@ -75,7 +75,7 @@ def links_table(hosts: Sequence[Host]) -> Table:
     return table
 
 
-def by_version(hosts: Sequence[Host]) -> dict[str, dict[str, list[str]]]:
+def by_version(hosts: Sequence[HostReport]) -> dict[str, dict[str, list[str]]]:
     """The hosts that have each version of each program."""
     found: dict[str, dict[str, list[str]]] = {}
     for host in hosts:
@@ -84,7 +84,7 @@ def by_version(hosts: Sequence[Host]) -> dict[str, dict[str, list[str]]]:
     return found
 
 
-def mends(hosts: Sequence[Host]) -> Iterator[str]:
+def mends(hosts: Sequence[HostReport]) -> Iterator[str]:
     """What is wrong and what to do about it; empty if all is well."""
     for program, names in by_version(hosts).items():
         if len(names) > 1:

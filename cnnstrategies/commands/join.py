@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cnnstrategies.commands.front.options import parse_join
+from cnnstrategies.commands.arguments.options import parse_join
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import RunAddress, find_place

@@ -25,7 +25,7 @@ from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.paramserver.places import Place, RunAddress
+from cnnstrategies.paramserver.places import JoinPlace, RunAddress
 from cnnstrategies.strategies.parameter_server.joining import TOLD, JoiningStrategy
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
 
@@ -48,7 +48,7 @@ class JoinerEnvironment(LightningEnvironment):
 
     creates_processes_externally = True
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: JoinPlace) -> None:
         super().__init__()
         self._place = place
 
@@ -80,7 +80,7 @@ class JoinerEnvironment(LightningEnvironment):
 class JoiningCLI(CLI):
     """``fit`` of a configuration as one worker that joins, and only trains."""
 
-    def __init__(self, address: RunAddress, place: Place) -> None:
+    def __init__(self, address: RunAddress, place: JoinPlace) -> None:
         self.address = address
         self.place = place
         super().__init__()
@@ -139,6 +139,6 @@ def strategy_of(strategy: Any) -> ParameterServerStrategy:
     return made
 
 
-def run(address: RunAddress, place: Place, words: Sequence[str]) -> None:
+def run(address: RunAddress, place: JoinPlace, words: Sequence[str]) -> None:
     """Train in a run, until it is over or has failed."""
     lightning_cli.main(["fit", *words], partial(JoiningCLI, address, place))

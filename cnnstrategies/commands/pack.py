@@ -4,8 +4,8 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from cnnstrategies.commands.front.options import QUALITY, pack_parser
-from cnnstrategies.data.shards.encoding import Options
+from cnnstrategies.commands.arguments.options import QUALITY, pack_parser
+from cnnstrategies.data.shards.encoding import EncodingOptions
 from cnnstrategies.data.shards.index import Index, check_contents, read_index
 from cnnstrategies.data.shards.packing import pack
 from cnnstrategies.errors import ConfigurationError
@@ -32,13 +32,13 @@ def main(args: Sequence[str]) -> None:
     print(f"{given.out}: {_counted(index)}, {len(index.class_names)} classes, {len(index.damaged)} damaged left out")
 
 
-def _options(given: argparse.Namespace) -> Options:
+def _options(given: argparse.Namespace) -> EncodingOptions:
     ranges = (("size", given.size, 8, 65500), ("quality", given.quality, 1, 95), ("shard_mb", given.shard_mb, 1, 10**6))
     for name, value, least, most in ranges:
         if value is not None and not least <= value <= most:
             raise ConfigurationError(f"--{name} {value} is outside {least} to {most}")
     quality = QUALITY if given.quality is None and given.size is not None else given.quality
-    return Options(given.size, quality, given.shard_mb * 10**6)
+    return EncodingOptions(given.size, quality, given.shard_mb * 10**6)
 
 
 def _workers(given: int | None) -> int:

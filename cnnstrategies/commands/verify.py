@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from cnnstrategies.commands.front.options import VerifyOptions
-from cnnstrategies.commands.front.refuse import show
+from cnnstrategies.commands.arguments.options import VerifyOptions
+from cnnstrategies.commands.arguments.refuse import show
 from cnnstrategies.commands.run.lightning_cli import ModelAndData
 from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.verifying.runs import QUIET, TrainingError, forked, verify

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from cnnstrategies.commands.front.options import watch_parser
+from cnnstrategies.commands.arguments.options import watch_parser
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.places import RunAddress, Watcher
 from cnnstrategies.paramserver.security import KeyPair
@@ -69,13 +69,13 @@ def _members(before: Answer, now: Answer) -> Table:
 
 def _name(member: Answer) -> str:
     name = f"{member['role']} {member['id']}"
-    if life := member["life"]:
-        name += f", life {life + 1}"
+    if incarnation := member["incarnation"]:
+        name += f", incarnation {incarnation + 1}"
     return name if member["takes_part"] else f"{name}, joins"
 
 
 def _key(member: Answer) -> tuple[str, int, int, int]:
-    return member["role"], member["id"], member["life"], member["process"]
+    return member["role"], member["id"], member["incarnation"], member["process"]
 
 
 def _rates(older: Answer | None, member: Answer) -> dict[str, float]:

@@ -12,7 +12,7 @@ from cnnstrategies.errors import ConfigurationError
 THRESHOLDS = 200  # At which precision and recall are known, in memory that does not grow with the data.
 
 
-class Task:
+class LearningTask:
     """What a network learns; here one class of several: cross-entropy, accuracy.
 
     It has at least ``least`` outputs, networks are compared by the metric ``quality``, and ``predicted`` is what
@@ -44,7 +44,7 @@ class Task:
         return found
 
 
-class Multilabel(Task):
+class Multilabel(LearningTask):
     """Several labels at once: binary cross-entropy, mean average precision and F1."""
 
     quality = "map"
@@ -71,7 +71,7 @@ class Multilabel(Task):
         }
 
 
-class Regression(Task):
+class Regression(LearningTask):
     """Numbers: mean squared error, mean absolute error and the root of the former."""
 
     least, quality, predicted = 1, "mae", "values"
@@ -94,7 +94,11 @@ class Regression(Task):
         return {"mae": MeanAbsoluteError(), "rmse": MeanSquaredError(squared=False)}
 
 
-TASKS: dict[TaskName, Task] = {"classes": Task(), "multilabel": Multilabel(), "regression": Regression()}
+TASKS: dict[TaskName, LearningTask] = {
+    "classes": LearningTask(),
+    "multilabel": Multilabel(),
+    "regression": Regression(),
+}
 
 
 def check_targets(outputs: Tensor, targets: Tensor, task: str) -> None:

@@ -289,10 +289,10 @@ class Worker:
         if self.chooser is not None:
             now = time.monotonic()
             if self.role.is_first:
-                rung = self.chooser.next(self.step, None if self._began is None else now - self._began)
+                level = self.chooser.next(self.step, None if self._began is None else now - self._began)
             else:
-                rung = self.chooser.follow(self.step, self.role.first_rung)
-            self.role.encode_as(*self._ladder[rung], rung)
+                level = self.chooser.follow(self.step, self.role.first_level)
+            self.role.encode_as(*self._ladder[level], level)
             self._began = now
 
     def wait_for(self, wait: Wait) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.codec import decode, encode
+from cnnstrategies.paramserver.coordinator.collective_rounds import MIDWAY
 from cnnstrategies.paramserver.coordinator.dispatch import Chunk
-from cnnstrategies.paramserver.coordinator.meetings import MIDWAY
 from cnnstrategies.paramserver.membership import Membership
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -190,7 +190,7 @@ class Membership:
         return self.participant.signal or None
 
     def tell(self, figures: Callable[[], Mapping[str, float]]) -> None:
-        """Say with each heartbeat how this process does; called in another thread. See :data:`.window.FIGURES`."""
+        """Say with each heartbeat how this process does; called in another thread. See :data:`.status.FIGURES`."""
         self.participant.figures = figures
 
     @property

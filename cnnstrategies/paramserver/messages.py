@@ -1,9 +1,11 @@
-"""The wire format: a fixed binary header, then a payload; nothing of it is ever unpickled or evaluated.
+"""The wire format between workers and servers: a fixed binary header, then a payload.
 
-A message is the header (little-endian, 72 bytes) and then the payload. A frame holds one or several, one after the
-other; a payload that is not small is the whole next frame. A payload may begin with a JSON object of `Header.meta`
-bytes. Everything is checked before it is used: what fails raises an :class:`InvalidMessageError`, and the message is
-dropped as a whole.
+A message is the header (little-endian, 72 bytes) followed by the payload. The payload may begin with a JSON object of
+`Header.meta` bytes. One frame holds one or several messages in sequence; a payload larger than `SMALL_BYTES` travels
+alone, in the frame after its header.
+
+Nothing in a message is unpickled or evaluated. Every field is checked before it is used. A message that fails a check
+raises an :class:`InvalidMessageError`, and the receiver drops the whole message.
 """
 
 import json
@@ -20,77 +22,109 @@ from cnnstrategies.paramserver.core.node import ControlError, End, Message
 
 MAGIC = b"CNPS"
 VERSION = 4
-LARGEST_JSON = 1 << 18
-# Up to here libzmq gets a copy, which is cheaper than its telling Python when it has done without; and such payloads
-# may wait for each other.
+LARGEST_JSON = 1 << 18  # bytes
+# Payloads up to this size are copied into libzmq: for small payloads a copy costs less than libzmq's release callback
+# into Python. They may also wait for each other and then leave together.
 SMALL_BYTES = 1 << 18
-SERVER = 1 << 31  # added to a server's id where a sender is named
+SERVER = 1 << 31  # The sender field of a server is its id plus this number.
 NO_STEP = (1 << 64) - 1
-LARGEST_NUMBER = 1 << 63  # is no step or version any more
-ALONE = 1.0  # The weight of pulled values that no change is made from, where others are.
+LARGEST_NUMBER = 1 << 63  # Steps and versions are below this number.
+ALONE = 1.0  # Mark of pulled values on which no change builds, in a run that sends changes; see `Header`.
 
-_compact = json.JSONEncoder(separators=(",", ":")).encode
+_compact_json = json.JSONEncoder(separators=(",", ":")).encode
 _LAYOUT = struct.Struct("<4sBBBBIIIIIIQQQQd")
 HEADER_BYTES = _LAYOUT.size
-_LENGTH, _SESSION = struct.Struct("<20xI"), struct.Struct("<5s27xQ")
+_LENGTH_FIELD, _RUN_FIELDS = struct.Struct("<20xI"), struct.Struct("<5s27xQ")
 
 
 class Kind(IntEnum):
-    """What a message asks or tells."""
+    """The kind of a message: what it requests or reports."""
 
-    HELLO = 1  # worker: I am here, at this step (or new, or leave), and these slices are answered
-    WELCOME = 2  # server: begin with this step
-    VALUE = 4  # worker: a slice's first value, after its optimizer state
-    BEGIN = 6  # worker: hyper-parameters and weight of the step whose pushes follow
-    PUSH = 7
-    PULL = 8  # worker: send these slices, at least this new
-    PULLED = 9
-    STATUS = 12  # server to leader: what it has, after a change of view
-    VOTE = 13  # server to leader: it has all of a worker's pushes of a step
-    DECIDE = 14  # leader: these workers make up the step
-    NORM = 15  # server to leader: squared norm of its part of the mean gradient
-    RELAY = 18  # primary to backup: an update that it has applied, with its hyper-parameters or who makes up the step
-    ACKNOWLEDGE = 19  # backup: it has the slice up to this version
-    COPY = 21  # primary to a new backup
-    PING = 22  # server to server: how often it has missed messages of the other
+    HELLO = 1  # worker to server: the worker's step, whether it joins or leaves, and the slices already answered
+    WELCOME = 2  # server to worker: the answer to HELLO with the step to begin with, or a request to send again
+    VALUE = 4  # worker to server: the optimizer's state of a slice, then the slice's first value
+    BEGIN = 6  # worker to server: hyper-parameters and weight of the step whose pushes follow
+    PUSH = 7  # worker to server: the gradient of a slice
+    PULL = 8  # worker to server: a request for slices that are at least as new as a step
+    PULLED = 9  # server to worker: the requested values, change or optimizer's state of a slice
+    STATUS = 12  # server to leader: its decision and complete pushes, after a change of the view or lost messages
+    VOTE = 13  # server to leader: workers whose pushes of a step have all arrived
+    DECIDE = 14  # leader to server: the workers whose gradients make up the step
+    NORM = 15  # server to leader: the squared norm of the server's part of the mean gradient
+    RELAY = 18  # primary to backup: an applied update, with its hyper-parameters or the decision that it belongs to
+    ACKNOWLEDGE = 19  # backup to primary: the version of a slice that the backup has
+    COPY = 21  # primary to backup: a whole slice: its first values, or for a backup that is new or missed messages
+    PING = 22  # server to server: the number of gaps in the receiver's messages; server to worker: a sign of life
 
 
 class Encoding(IntEnum):
-    """How a payload holds numbers."""
+    """The form of the numbers in a payload."""
 
-    NOTHING = 0  # no numbers: JSON, or a state; in a push: the parameter has no gradient
+    NOTHING = 0  # No numbers: JSON, or an optimizer's state. In a push: the parameter has no gradient.
     DENSE = 1  # the parameter's own dtype
     FP16 = 2
     BF16 = 3
     TOPK = 4  # uint32 indices, then as many float32 values
-    ONEBIT = 5  # two float32 means, then a bit for each element
-    KEYS = 6  # uint32 numbers of slices
+    ONEBIT = 5  # two float32 means, then one bit for each element
+    KEYS = 6  # uint32 keys of slices
 
 
-_KINDS = {int(kind): kind for kind in Kind}  # To look one up costs a third of calling an enumeration.
-_ENCODINGS = {int(encoding): encoding for encoding in Encoding}
+# Looking a number up in a dictionary takes a third of the time of calling the enumeration.
+_KIND_BY_NUMBER = {int(kind): kind for kind in Kind}
+_ENCODING_BY_NUMBER = {int(encoding): encoding for encoding in Encoding}
 
 
 class InvalidMessageError(ControlError):
-    """A message that no member of this run sends; its text is short and holds nothing of the payload."""
+    """A message that no member of this run sends.
+
+    The text is a short reason that contains nothing of the payload: servers count dropped messages by reason.
+    """
 
 
 class Header(NamedTuple):
     """The fixed part of a message.
 
+    The meaning of three fields depends on the kind. Kinds that the table leaves out do not use them.
+
+    | kind        | step                  | base                                      | weight                       |
+    | ----------- | --------------------- | ----------------------------------------- | ---------------------------- |
+    | HELLO       | worker's step (1)     | number of the worker's view               |                              |
+    | WELCOME     | step to begin with    |                                           |                              |
+    | BEGIN       | step that begins      | encoding of the pull after the step       | samples of the gradient      |
+    | PUSH        | step of the gradient  | parts of the slice without gradient (2)   |                              |
+    | PULL        | step to work on next  | 2 x encoding, or 1 for present values (3) | mark of the worker's values  |
+    | PULLED      | step of the PULL      | version of the values                     | mark of the values (4)       |
+    | NORM        | step of the gradient  |                                           |                              |
+    | RELAY       | step of the update    | 2^32 x incarnation + id of the worker     | version after the update     |
+    | ACKNOWLEDGE |                       | version that the backup has               |                              |
+    | COPY        |                       | version of the values                     |                              |
+    | PING        |                       | gaps in the receiver's messages           |                              |
+
+    1. `NO_STEP` from a worker that has not joined.
+    2. Bit i is set if part i of the slice has no gradient.
+    3. A pull for the present values takes them as they are; any other pull waits for the values of `step`.
+    4. Where pulls may be answered with compressed changes, a mark identifies the values on which the changes build. A
+       change applies only to values with the same mark. 0 means no mark; `ALONE` marks values on which no change
+       builds.
+
     Attributes:
-        sender: Id of the worker, or `SERVER` plus that of the server.
-        sequence: Grows with each message of the sender: an old one is a replay. From one server to another it grows by
-            one, so that a gap shows what was lost.
-        incarnation: Of the worker; from a server the number of the view that it follows.
+        kind: What the message requests or reports.
+        sender: Id of the worker, or `SERVER` plus the id of the server.
+        session: Number of the run.
+        sequence: Number that grows with each message of the sender; a message with an old number is a replay. Between
+            two servers it grows by one, so that a gap shows that messages were lost.
+        encoding: Form of the numbers in the payload.
+        incarnation: Incarnation of the sending worker; between servers the number of the view that the sender follows.
+        key: Key of the slice, in messages about one slice.
+        length: Bytes of the payload.
         meta: Bytes of the JSON object at the payload's start.
-        base: Depends on the kind: a view's number, a version, a count, the worker whose update is relayed, which values
-            are pulled, or of a step that begins how they will be.
-        weight: Samples, or a norm, or a factor, or the version that a relayed update leads to; of a pulled slice what
-            changes can be added to.
-        rung: Where workers choose encodings: 1 + the place in the ladder that one uses in a step that begins; of a
-            pulled slice that of the common step's first member. Of a pull 1 if it is one of the optimizer's state.
-        question: Of a pull of the present values its number, which comes back with them; 0 of any other.
+        step: See the table.
+        base: See the table.
+        weight: See the table.
+        level: In BEGIN 1 + the index of the worker's encodings in the ladder, where workers choose encodings while they
+            train; in PULLED the `level` of the common step's first member; in PULL 1 to request the optimizer's state.
+        question: Number of a PULL for the present values. PULLED returns it, so that a late answer to an earlier pull
+            is recognised. 0 in all other pulls.
     """
 
     kind: Kind
@@ -105,76 +139,88 @@ class Header(NamedTuple):
     step: int = 0
     base: int = 0
     weight: float = 0.0
-    rung: int = 0
+    level: int = 0
     question: int = 0
 
     def pack(self) -> bytes:
-        """The header as bytes."""
+        """Return the header as bytes."""
         return _LAYOUT.pack(
-            MAGIC, VERSION, self.kind, self.encoding, self.rung, self.sender, self.incarnation, self.key, self.length,
+            MAGIC, VERSION, self.kind, self.encoding, self.level, self.sender, self.incarnation, self.key, self.length,
             self.meta, self.question, self.session, self.step, self.base, self.sequence, self.weight,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a receiver accepts at most: bytes of a payload, and slices; known before the first message."""
+    """Limits on what a receiver accepts, known before the first message.
+
+    Attributes:
+        payload: Largest payload, in bytes.
+        slices: Number of slices; every key is below it.
+    """
 
     payload: int
     slices: int
 
 
 def length_in(data: bytes | memoryview) -> int:
-    """Bytes of the payload that the header at the start of a frame announces."""
-    return int(_LENGTH.unpack_from(data)[0])
+    """Return the payload's length, in bytes, from the header at the start of a frame."""
+    return int(_LENGTH_FIELD.unpack_from(data)[0])
 
 
 def begins(data: bytes | memoryview, session: int) -> bool:
-    """Whether a frame begins with a message of a run."""
-    return len(data) >= HEADER_BYTES and _SESSION.unpack_from(data) == (MAGIC + bytes([VERSION]), session)
+    """Whether a frame begins with the header of a message of this run."""
+    return len(data) >= HEADER_BYTES and _RUN_FIELDS.unpack_from(data) == (MAGIC + bytes([VERSION]), session)
 
 
 def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) -> Header:
-    """The header of a received message, checked against everything that does not depend on the receiver's state.
+    """Return the header of a received message, after all checks that do not need the receiver's state.
 
     Raises:
-        InvalidMessageError: It is no message of this run.
+        InvalidMessageError: The message does not belong to this run, or a field is out of range.
     """
     if len(data) != HEADER_BYTES:
-        raise InvalidMessageError("a header of another size")
-    magic, version, kind, encoding, rung, *numbers, weight = _LAYOUT.unpack(data)
-    sender, incarnation, key, size, meta, question, run, step, base, sequence = numbers
+        raise InvalidMessageError("the header has the wrong size")
+    magic, version, kind_number, encoding_number, level, *numbers, weight = _LAYOUT.unpack(data)
+    sender, incarnation, key, payload_length, meta, question, header_session, step, base, sequence = numbers
     if magic != MAGIC:
         raise InvalidMessageError("not a message of cnnstrategies")
     if version != VERSION:
-        raise InvalidMessageError("another version of the format")
-    if run != session:
-        raise InvalidMessageError("of another run")
-    known, coded = _KINDS.get(kind), _ENCODINGS.get(encoding)
-    if known is None or coded is None:
+        raise InvalidMessageError("another version of the wire format")
+    if header_session != session:
+        raise InvalidMessageError("a message of another run")
+    kind, encoding = _KIND_BY_NUMBER.get(kind_number), _ENCODING_BY_NUMBER.get(encoding_number)
+    if kind is None or encoding is None:
         raise InvalidMessageError("unknown kind or encoding")
-    if size != length or length > bounds.payload or meta > min(length, LARGEST_JSON):
-        raise InvalidMessageError("a length that is wrong or too large")
+    if payload_length != length or length > bounds.payload or meta > min(length, LARGEST_JSON):
+        raise InvalidMessageError("the length is wrong or too large")
     if key >= bounds.slices or not math.isfinite(weight) or weight < 0:
-        raise InvalidMessageError("a key or weight out of range")
-    if step >= LARGEST_NUMBER and step != NO_STEP:  # The next one must fit, too.
-        raise InvalidMessageError("a step out of range")
-    return Header(known, sender, run, sequence, coded, incarnation, key, size, meta, step, base, weight, rung, question)
+        raise InvalidMessageError("the key or the weight is out of range")
+    if step >= LARGEST_NUMBER and step != NO_STEP:  # The limit leaves room for the number of the next step.
+        raise InvalidMessageError("the step is out of range")
+    return Header(
+        kind, sender, header_session, sequence, encoding, incarnation, key, payload_length, meta, step, base, weight,
+        level, question,
+    )  # fmt: skip
 
 
 def pack_json(values: dict[str, Any]) -> bytes:
-    """A small dictionary as payload."""
-    return _compact(values).encode()
+    """Return a small dictionary as the bytes of a JSON object."""
+    return _compact_json(values).encode()
 
 
 def unpack_json(payload: memoryview, header: Header) -> dict[str, Any]:
-    """The JSON object at the start of a payload."""
+    """Return the JSON object at the start of a payload.
+
+    Raises:
+        InvalidMessageError: The payload does not begin with a JSON object.
+    """
     try:
         values = json.loads(str(payload[: header.meta], "utf-8"))
     except (ValueError, RecursionError):
-        raise InvalidMessageError("not JSON") from None
+        raise InvalidMessageError("the payload does not begin with JSON") from None
     if not isinstance(values, dict):
-        raise InvalidMessageError("not a JSON object")
+        raise InvalidMessageError("the JSON in the payload is not an object")
     return values
 
 
@@ -187,39 +233,43 @@ def compose(
     json: dict[str, Any] | None = None,
     **fields: Any,
 ) -> tuple[Header, Any]:
-    """A message's header and payload, which begins with a JSON object if there is one."""
-    text = b"" if json is None else pack_json(json)
-    if text:
-        payload = b"".join((text, payload))
-    header = Header(kind, sender, session, sequence, length=len(payload), meta=len(text), **fields)
+    """Return a message's header and payload; the JSON object, if any, is put before the payload."""
+    json_bytes = b"" if json is None else pack_json(json)
+    if json_bytes:
+        payload = b"".join((json_bytes, payload))
+    header = Header(kind, sender, session, sequence, length=len(payload), meta=len(json_bytes), **fields)
     return header, payload
 
 
 def fields_of(payload: memoryview, header: Header) -> Message:
-    """The JSON object at the start of a payload, to be read field by field."""
+    """Return the JSON object at the start of a payload as a :class:`Message`, which checks each field as it is read."""
     return Message(header.kind.name, unpack_json(payload, header))
 
 
 def pack_keys(keys: Sequence[int]) -> bytes:
-    """Numbers of slices as payload."""
+    """Return the keys of slices as a payload."""
     return np.array(keys, "<u4").tobytes()
 
 
 def unpack_keys(payload: memoryview) -> list[int]:
-    """The inverse of :func:`pack_keys`."""
+    """Return the keys of slices from a payload of :func:`pack_keys`.
+
+    Raises:
+        InvalidMessageError: The payload's length is not a multiple of 4 bytes.
+    """
     if len(payload) % 4:
-        raise InvalidMessageError("keys of another size")
+        raise InvalidMessageError("the length of the keys is not a multiple of 4 bytes")
     keys: list[int] = np.frombuffer(payload, "<u4").tolist()
     return keys
 
 
 class Parcel(NamedTuple):
-    """Send a message, if the peer can be reached.
+    """Effect: send a message, if the peer can be reached.
 
     Attributes:
-        to: A server's id; or the route over which a worker was last heard.
-        payload: Its memory is read later, when it leaves.
-        wait: It may wait for the next ones to the same peer.
+        to: Id of a server, or the route over which a worker was last heard.
+        payload: Payload of the message. Its memory is read when the message leaves, which may be later.
+        wait: Whether the message may wait, to leave together with later messages to the same peer.
     """
 
     to: int | bytes
@@ -229,7 +279,12 @@ class Parcel(NamedTuple):
 
 
 class Say(NamedTuple):
-    """Tell whoever looks after the run; what is urgent nobody may miss."""
+    """Effect: report something to the person who runs the training.
+
+    Attributes:
+        text: One line.
+        urgent: Whether the line must reach the person: it is printed to stderr instead of logged as a warning.
+    """
 
     text: str
     urgent: bool

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address
-from cnnstrategies.paramserver.coordinator.window import PLACE, WATCH, WATCHER
+from cnnstrategies.paramserver.coordinator.status import PLACE, WATCH, WATCHER
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
 from cnnstrategies.paramserver.core.view import RunEnded
@@ -102,17 +102,17 @@ class Watcher(Line):
 
 
 @dataclass(frozen=True)
-class Place:
+class JoinPlace:
     """As whom a process may join, as the coordinator says."""
 
     id: int
-    life: int  # how many processes had it before
+    incarnation: int  # how many processes had it before
     session: int
     workers: int  # the run's own
     timeout: float  # seconds, the coordinator's
 
 
-def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool = False) -> Place:
+def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool = False) -> JoinPlace:
     """Ask a run for a place.
 
     Args:
@@ -142,8 +142,8 @@ def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool
                     "up to N workers beside its own"
                 )
             if "place" in fields:
-                names = "place", "life", "session", "workers", "timeout"
-                return Place(*(fields[name] for name in names))
+                names = "place", "incarnation", "session", "workers", "timeout"
+                return JoinPlace(*(fields[name] for name in names))
             taken = now if taken is None else taken
             if not waits and now - taken > fields["timeout"] + PAUSE:
                 raise ConfigurationError(

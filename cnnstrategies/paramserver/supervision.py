@@ -46,7 +46,7 @@ class Watched:
         return f"{self.role}{number} (process {self.handle.pid} on {os.uname().nodename})"
 
     @property
-    def life(self) -> tuple[str, int, int]:
+    def member(self) -> tuple[str, int, int]:
         """Who it is to the coordinator."""
         return self.role, self.id, self.incarnation
 
@@ -223,7 +223,7 @@ class Supervision:
         if not 0 < code < 128 or one.role == COORDINATOR or self._over or self._ended_at is not None:
             return False
         if self.ask():
-            return one.life in self._missed
+            return one.member in self._missed
         now = time.monotonic()
         if one.ended is None:
             if not one.restarts or now - self._heard_at < self.coordinator.timeout / 2:
@@ -275,9 +275,11 @@ class Supervision:
             self._over = True
         elif ended is not None:
             self._run_ends()
-        self._missed |= {(role, identity, life) for role, identity, life in answer.fields.get("silent", [])}
+        self._missed |= {
+            (role, identity, incarnation) for role, identity, incarnation in answer.fields.get("silent", [])
+        }
         for one in self._running():
-            if one.life in self._missed and one.handle.poll() is None:
+            if one.member in self._missed and one.handle.poll() is None:
                 one.end_silent()
         return True
 

@@ -24,7 +24,7 @@ Spec = tuple[tuple[int, ...], torch.dtype]  # shape and type of a row of a tenso
 Images = Tensor | tuple[Tensor, ...]  # A tuple where the network takes several.
 
 
-class Header(NamedTuple):
+class BatchHeader(NamedTuple):
     """What a replica of the first stage tells the others of its part of a batch."""
 
     rows: int
@@ -90,7 +90,7 @@ def share_batch(
     return Batch(split, own, like.shapes, like.dtypes, whole, forms)
 
 
-def _header(images: Images, rest: Sequence[Tensor], form: Any) -> Header:
+def _header(images: Images, rest: Sequence[Tensor], form: Any) -> BatchHeader:
     several = tree_leaves(images)
     rows = len(several[0])
     for tensor in (*several, *rest):
@@ -101,14 +101,14 @@ def _header(images: Images, rest: Sequence[Tensor], form: Any) -> Header:
                 "per image"
             )
     shapes, dtypes = tuple(map(_row_shape, several)), tuple(one.dtype for one in several)
-    return Header(rows, shapes, dtypes, [(_row_shape(one), one.dtype) for one in rest], form)
+    return BatchHeader(rows, shapes, dtypes, [(_row_shape(one), one.dtype) for one in rest], form)
 
 
 def _row_shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape[1:])
 
 
-def _all_headers(header: Header | None, transport: Transport) -> list[Header | None]:
+def _all_headers(header: BatchHeader | None, transport: Transport) -> list[BatchHeader | None]:
     """Those of the first stage's replicas."""
     try:
         data = b"" if header is None else to_bytes(header)
@@ -159,8 +159,8 @@ def _gather_bytes(data: bytes, size: int, transport: Transport) -> list[bytes]:
 
 
 @functools.lru_cache(maxsize=64)  # Most are like others, and those of the next step like these.
-def _read(data: bytes) -> Header | None:
-    header: Header | None = from_bytes(data) if data else None
+def _read(data: bytes) -> BatchHeader | None:
+    header: BatchHeader | None = from_bytes(data) if data else None
     return header
 
 

@@ -48,8 +48,8 @@ class Channels:
         self.device = transport.device
         self.graph = graph
         self.ask_for_all = ask_for_all
-        self._received_headers: dict[Hashable, Header] = {}
-        self._sent_headers: dict[Hashable, Header] = {}
+        self._received_headers: dict[Hashable, TensorHeader] = {}
+        self._sent_headers: dict[Hashable, TensorHeader] = {}
         self._awaited: deque[tuple[Order, Task, Hashable]] = deque()
         self._prepared: list[tuple[Order, Pending]] = []
         self._coming: dict[Task, list[Pending | Tensor]] = {}
@@ -274,7 +274,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Header:
+class TensorHeader:
     """What a message holds, with tensors' specs in their places; it travels once for each size of a microbatch."""
 
     leaves: tuple[Any, ...]
@@ -289,10 +289,10 @@ class Header:
         """Of the tensors of the message those whose gradients are sent back."""
         return [tensor for tensor, spec in zip(tensors, self.tensors, strict=True) if spec.needs_gradient]
 
-    def on(self, device: torch.device) -> "Header":
+    def on(self, device: torch.device) -> "TensorHeader":
         """The same where it arrives: a device that the network has read off its tensors is there another one."""
         leaves = tuple(device if isinstance(leaf, torch.device) else leaf for leaf in self.leaves)
-        return Header(leaves, self.tree)
+        return TensorHeader(leaves, self.tree)
 
     def unpack(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """The values, from the tensors of the message."""
@@ -302,7 +302,7 @@ class Header:
         return values
 
 
-def pack(values: tuple[Any, ...], ask_for_all: bool) -> tuple[Header, list[Tensor]]:
+def pack(values: tuple[Any, ...], ask_for_all: bool) -> tuple[TensorHeader, list[Tensor]]:
     """Take apart what a stage sends to another one: the header, and the tensors, still part of their autograd graph."""
     leaves, tree = tree_flatten(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -317,7 +317,7 @@ def pack(values: tuple[Any, ...], ask_for_all: bool) -> tuple[Header, list[Tenso
         else leaf
         for leaf in leaves
     )
-    return Header(specs, tree), tensors
+    return TensorHeader(specs, tree), tensors
 
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

@@ -74,7 +74,7 @@ def same_each_time(network: nn.Module) -> Iterator[None]:
             )
 
 
-class Traced(nn.Module):
+class TracedModule(nn.Module):
     """Has the place of a module whose own code was traced: its plain attributes are constants of the graph."""
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.fixed import Traced
+from cnnstrategies.pipeline.fixed import TracedModule
 from cnnstrategies.pipeline.tracing import changed_in_place, find_cut, ordered_nodes, state_names, trace
 
 IMAGES = "images"
@@ -62,7 +62,7 @@ class Blueprint:
         return StageModule(self, stage)
 
 
-class StageModule(Traced):
+class StageModule(TracedModule):
     """One stage of a network: its own parameters and buffers only, under the network's names.
 
     ``forward`` takes the stage's inputs in order and returns the tuple of its outputs (the last stage: what the
@@ -246,6 +246,6 @@ def _put_attribute(root: nn.Module, network: nn.Module, path: str) -> None:
 def _holder(root: nn.Module, parents: Sequence[str]) -> nn.Module:
     for name in parents:
         if not hasattr(root, name):
-            root.add_module(name, Traced())
+            root.add_module(name, TracedModule())
         root = getattr(root, name)
     return root

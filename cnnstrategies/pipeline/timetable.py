@@ -98,7 +98,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a rank stands: its stage, and which replica of that it is."""
 
     stage: int
@@ -138,7 +138,7 @@ class Placement:
         """The ranks of a stage, replica by replica."""
         return self._ranks[stage]
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> RankPlace:
         """Stage and replica of a rank."""
         return self._places[rank]
 
@@ -173,8 +173,8 @@ class Placement:
         return self._descriptions[rank]
 
     @cached_property
-    def _places(self) -> list[Place]:
-        places = [Place(stage, replica) for stage, count in enumerate(self.replicas) for replica in range(count)]
+    def _places(self) -> list[RankPlace]:
+        places = [RankPlace(stage, replica) for stage, count in enumerate(self.replicas) for replica in range(count)]
         if self.order == "replicas":
             # With equal shares a microbatch runs on replicas that are equal modulo this in all stages.
             apart = math.gcd(*self.replicas)

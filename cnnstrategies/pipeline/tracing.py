@@ -36,7 +36,7 @@ class DependsOnValuesError(Exception):
     """A network's code decides something by the values of tensors: each microbatch would decide by its own."""
 
 
-class Traced(fx.Proxy):
+class TracedValue(fx.Proxy):
     """Stands for a value while a network's code runs, which may need the number itself."""
 
     tracer: "LeafTracer"
@@ -87,7 +87,7 @@ class LeafTracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """What the network's code computes with."""
-        return Traced(node, self)
+        return TracedValue(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Which way a branch goes."""

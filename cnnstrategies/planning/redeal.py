@@ -10,7 +10,7 @@ from cnnstrategies.pipeline.timetable import Placement, Schedule, Task, tasks_of
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.simulate import simulate
-from cnnstrategies.planning.stage_costs import Message, StageCost
+from cnnstrategies.planning.stage_costs import StageCost, StageMessage
 from cnnstrategies.shares import GAIN, Proposal, soonest, worth
 
 FREE = Link(inf, 0.0)
@@ -59,7 +59,7 @@ def redeal(
             break
         for rank in full:
             bounds[rank] = int(dealt.shares[rank]) - 1
-    messages = dict.fromkeys(pairs, Message(1, 1))
+    messages = dict.fromkeys(pairs, StageMessage(1, 1))
     stages, cluster = _costs(placement, seconds)
     before, after = (simulate(tasks, stages, messages, cluster).step_time for tasks in (now, then))
     return worth(dealt.shares, before, after, step)

@@ -8,7 +8,7 @@ from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Task
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import Link
-from cnnstrategies.planning.stage_costs import BUCKET_BYTES, Message, StageCost, all_reduce, reduced_at
+from cnnstrategies.planning.stage_costs import BUCKET_BYTES, StageCost, StageMessage, all_reduce, reduced_at
 
 Record = tuple[int, str, int, int | None, float, float]
 
@@ -33,7 +33,7 @@ class Simulation:
 def simulate(
     tasks: Sequence[Sequence[Task]],
     stages: Sequence[StageCost],
-    messages: Mapping[tuple[int, int], Message],
+    messages: Mapping[tuple[int, int], StageMessage],
     network: Link | Cluster,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Simulation:
@@ -65,7 +65,7 @@ class _Run:
         self,
         tasks: Sequence[Sequence[Task]],
         stages: Sequence[StageCost],
-        messages: Mapping[tuple[int, int], Message],
+        messages: Mapping[tuple[int, int], StageMessage],
         cluster: Cluster,
     ) -> None:
         self.tasks = tasks

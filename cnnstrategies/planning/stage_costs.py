@@ -15,7 +15,7 @@ FIRST_BUCKET_BYTES = 2**20  # of DistributedDataParallel
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketCost:
     """Gradients that are reduced at once.
 
     Attributes:
@@ -34,25 +34,27 @@ def all_reduce(cluster: Cluster, first: int, count: int) -> Time:
     return lambda size: ring.all_reduce_time(size, count)
 
 
-def buckets(gradients: Iterable[tuple[float, int]], size: int = BUCKET_BYTES, first: int | None = None) -> list[Bucket]:
+def buckets(
+    gradients: Iterable[tuple[float, int]], size: int = BUCKET_BYTES, first: int | None = None
+) -> list[BucketCost]:
     """Gather gradients, as the backward makes them, until there are ``size`` bytes, ``first`` of the first bucket.
 
     Args:
         gradients: When each is ready, in seconds from the backward's start, and its bytes.
     """
-    found: list[Bucket] = []
+    found: list[BucketCost] = []
     gathered, limit, last = 0, first or size, 0.0
     for ready, count in gradients:
         if not count:
             continue
         gathered, last = gathered + count, ready
         if gathered >= limit:
-            found.append(Bucket(ready, gathered))
+            found.append(BucketCost(ready, gathered))
             gathered, limit = 0, size
-    return [*found, Bucket(last, gathered)] if gathered else found
+    return [*found, BucketCost(last, gathered)] if gathered else found
 
 
-def reduced_at(parts: Sequence[Bucket], backward: float, time: Time) -> float:
+def reduced_at(parts: Sequence[BucketCost], backward: float, time: Time) -> float:
     """When the backward and the reductions have ended, in seconds from the backward's start.
 
     c_k = max(c_{k-1}, r_k) + A(s_k): a bucket is reduced when it is ready and the one before it is done.
@@ -82,7 +84,7 @@ class StageCost:
     saved_bytes: int
     gradients: tuple[tuple[float, int], ...] = ()
 
-    def buckets(self, size: int, backward: float, first: int | None = None) -> list[Bucket]:
+    def buckets(self, size: int, backward: float, first: int | None = None) -> list[BucketCost]:
         """The gradients as they are reduced.
 
         Args:
@@ -101,7 +103,7 @@ class StageCost:
 
 
 @dataclass(frozen=True)
-class Message:
+class StageMessage:
     """What one stage sends another for one microbatch."""
 
     bytes: int
@@ -136,7 +138,7 @@ def _gradients(nodes: Sequence[NodeCost]) -> tuple[tuple[float, int], ...]:
     return tuple((time, node.parameter_bytes) for time, node in zip(ready, reversed(nodes), strict=True))
 
 
-def messages(costs: GraphCosts, cuts: Sequence[int]) -> dict[tuple[int, int], Message]:
+def messages(costs: GraphCosts, cuts: Sequence[int]) -> dict[tuple[int, int], StageMessage]:
     """What passes between the stages, by (sending stage, receiving stage).
 
     A value goes straight to each stage that uses it, once.
@@ -148,7 +150,7 @@ def messages(costs: GraphCosts, cuts: Sequence[int]) -> dict[tuple[int, int], Me
         for target in {stage_of[consumer] for consumer in value.consumers} - {source}:
             size, gradient = sums.get((source, target), (0, 0))
             sums[source, target] = (size + value.bytes, gradient + value.gradient_bytes)
-    return {pair: Message(*sizes) for pair, sizes in sorted(sums.items())}
+    return {pair: StageMessage(*sizes) for pair, sizes in sorted(sums.items())}
 
 
 def sent_in_a_step(costs: GraphCosts, layout: Layout, microbatches: int) -> int:

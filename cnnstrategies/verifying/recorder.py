@@ -27,7 +27,7 @@ END, NOTES = "end.ckpt", "notes.json"
 
 
 @dataclass(frozen=True)
-class Role:
+class RunRole:
     """Which of two runs this is, and where its files are.
 
     Attributes:
@@ -51,14 +51,14 @@ class Role:
         """The other run's."""
         assert self.of is not None, "it has loaded its own"
         folders = sorted((file.parent for file in self.of.glob("*/0.pt")), key=lambda folder: int(folder.name))
-        notes = Role(self.of).notes
+        notes = RunRole(self.of).notes
         return GlobalBatches(folders, notes["ends"], notes["batches"])
 
 
 class Recorder(Checkpoint):
     """Writes down what a run has done; it comes after all other callbacks, as all that save do."""
 
-    def __init__(self, role: Role, settled: Sequence[str]) -> None:
+    def __init__(self, role: RunRole, settled: Sequence[str]) -> None:
         self._role = role
         self._notes: dict[str, Any] = {"ends": [], "draws": False, "settled": settled}
         self._step = 0

@@ -20,8 +20,8 @@ from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.verifying.batches import Keeps, KeepsInDouble, samples
-from cnnstrategies.verifying.recorder import END, Recorder, Role, settle
-from cnnstrategies.verifying.verdict import Row, Verdict, compared, differences, row_of
+from cnnstrategies.verifying.recorder import END, Recorder, RunRole, settle
+from cnnstrategies.verifying.verdict import ComparedRow, Verdict, compared, differences, row_of
 
 # By an exception that ends a process, in the traceback of one of its ranks too.
 REFUSAL = re.compile(r"^cnnstrategies\.[\w.]+\.(?:ConfigurationError|NotHereError): (.*?)(?=\n\n|\Z)", re.M | re.S)
@@ -83,7 +83,7 @@ def verify(
     if isinstance(strategy, str):
         strategy = forked(strategy)
 
-    def train(role: Role) -> None:
+    def train(role: RunRole) -> None:
         seed_everything(0, verbose=False)
         alone = role.of is not None
         settled = settle(module)
@@ -125,7 +125,7 @@ def forked(name: str) -> str:
     raise ConfigurationError(f"strategy={name}: {FORKS}")
 
 
-def verdict_of(train: Callable[[Role], None]) -> Verdict:
+def verdict_of(train: Callable[[RunRole], None]) -> Verdict:
     """Make the runs that a verdict needs, and compare them."""
     notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="cnnstrategies_verify_") as folder:
@@ -145,11 +145,11 @@ def verdict_of(train: Callable[[Role], None]) -> Verdict:
 
 
 def _runs(
-    train: Callable[[Role], None], folder: Path, single: bool = False, every_step: bool = False
-) -> tuple[Role, Role]:
+    train: Callable[[RunRole], None], folder: Path, single: bool = False, every_step: bool = False
+) -> tuple[RunRole, RunRole]:
     """A run under the strategy, and one on one device with its batches."""
-    many = Role(folder / "many", None, single, every_step)
-    one = Role(folder / "one", many.folder, single, every_step)
+    many = RunRole(folder / "many", None, single, every_step)
+    one = RunRole(folder / "one", many.folder, single, every_step)
     for role in (many, one):
         role.folder.mkdir(parents=True)
         process = multiprocessing.get_context("fork").Process(target=_run, args=(train, role))
@@ -164,7 +164,7 @@ def _runs(
     return one, many
 
 
-def _run(train: Callable[[Role], None], role: Role) -> None:
+def _run(train: Callable[[RunRole], None], role: RunRole) -> None:
     """What the process of a run does; what it prints goes to a file."""
     file = os.open(role.folder / "printed", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
@@ -176,22 +176,22 @@ def _run(train: Callable[[Role], None], role: Role) -> None:
         os._exit(1)
 
 
-def _rows(one: Role, many: Role, file: str, parameters: Sequence[str]) -> list[Row]:
+def _rows(one: RunRole, many: RunRole, file: str, parameters: Sequence[str]) -> list[ComparedRow]:
     dtype = torch.float32 if one.single else torch.float64
     return compared(one.folder / file, many.folder / file, parameters, dtype)
 
 
-def _steps(one: dict[str, Any], many: dict[str, Any], run: Role) -> Row:
+def _steps(one: dict[str, Any], many: dict[str, Any], run: RunRole) -> ComparedRow:
     loaded = [samples(file.parent) for file in run.folder.glob("*/0.pt")]
     count, different = sum(count for count, _ in loaded), len(set().union(*(seen for _, seen in loaded)))
     text = f"{many['steps']} on {count} samples, {different} of them different, loaded by {len(loaded)} of "
     text += f"{many['devices']} processes; {one['moved']} weights have moved"
     if one["steps"] != many["steps"]:
         text += f"; one device has made {one['steps']} steps on them"
-    return Row("steps", text, one["steps"] == many["steps"] and one["moved"] > 0)
+    return ComparedRow("steps", text, one["steps"] == many["steps"] and one["moved"] > 0)
 
 
-def _logged(one: dict[str, Any], many: dict[str, Any]) -> Row:
+def _logged(one: dict[str, Any], many: dict[str, Any]) -> ComparedRow:
     """Of the values that ranks log of their own batches alone, as under DDP, it is said which they are."""
     dtype = torch.float32  # Lightning's table and torchmetrics keep it.
     own = {name for name in many["own"] if name in one["logged"] and many["devices"] > 1}
@@ -199,11 +199,11 @@ def _logged(one: dict[str, Any], many: dict[str, Any]) -> Row:
     row = row_of("logged", list(differences(pair[0], pair[1], dtype)))
     differ = {one.name for one in differences(one["logged"], many["logged"], dtype) if not one.is_equal} & own
     text = f"; of rank 0's batches alone: {', '.join(sorted(differ))} (sync_dist=True makes a mean)" if differ else ""
-    return Row(row.name, row.text + text, row.equal)
+    return ComparedRow(row.name, row.text + text, row.equal)
 
 
 def _explanation(
-    train: Callable[[Role], None], folder: Path, single: bool, told: Sequence[dict[str, Any]]
+    train: Callable[[RunRole], None], folder: Path, single: bool, told: Sequence[dict[str, Any]]
 ) -> list[str]:
     """After which step the runs differ first, and what may be why."""
     found = [f"unlike one device: {line}" for line in told[1]["unlike one device"]]

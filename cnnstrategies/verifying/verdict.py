@@ -33,7 +33,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedRow:
     """A line of a verdict: a name, what is said of it, and whether it is as on one device."""
 
     name: str
@@ -50,7 +50,7 @@ class Verdict:
         notes: What was turned off for it, and what explains a difference.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedRow, ...]
     notes: tuple[str, ...]
 
     @property
@@ -65,7 +65,7 @@ class Verdict:
         return "\n".join([*lines, *(f"  - {note}" for note in self.notes)])
 
 
-def compared(one: Path, many: Path, parameters: Sequence[str], dtype: torch.dtype) -> list[Row]:
+def compared(one: Path, many: Path, parameters: Sequence[str], dtype: torch.dtype) -> list[ComparedRow]:
     """What two checkpoints have: weights (of these parameters), buffers, optimizers' states and schedules'."""
     states = [torch.load(file, weights_only=False) for file in (one, many)]
     names = set(parameters)
@@ -78,16 +78,16 @@ def compared(one: Path, many: Path, parameters: Sequence[str], dtype: torch.dtyp
     return [row_of(kind, list(differences(pair[0], pair[1], dtype))) for kind, pair in parts.items() if any(pair)]
 
 
-def row_of(kind: str, found: Sequence[Difference]) -> Row:
+def row_of(kind: str, found: Sequence[Difference]) -> ComparedRow:
     """What is said of all differences of a kind: the largest of rounding, or the one that is furthest from it."""
     unequal = [one for one in found if not one.is_equal]
     if not unequal:
-        return Row(
+        return ComparedRow(
             kind, f"equal: {len(found)} compared, largest difference {max([one.size for one in found] + [0.0]):.1e}"
         )
     worst = max(unequal, key=lambda one: one.size / one.allowed)
     by = "is in one of the runs alone" if math.isinf(worst.size) else f"by {worst.size:.1e}"
-    return Row(kind, f"{len(unequal)} of {len(found)} differ, most of all {worst.name} {by}", equal=False)
+    return ComparedRow(kind, f"{len(unequal)} of {len(found)} differ, most of all {worst.name} {by}", equal=False)
 
 
 def differences(one: Any, many: Any, dtype: torch.dtype, name: str = "") -> Iterator[Difference]:

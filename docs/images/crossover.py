@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from cnnstrategies.commands.front.options import PlanOptions
+from cnnstrategies.commands.arguments.options import PlanOptions
 from cnnstrategies.commands.plan.command import job_from_files
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster

@@ -18,7 +18,7 @@ from matplotlib.patches import Patch
 from cnnstrategies.pipeline.timetable import timetable
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.simulate import simulate
-from cnnstrategies.planning.stage_costs import Message, StageCost
+from cnnstrategies.planning.stage_costs import StageCost, StageMessage
 
 ROOT = Path(__file__).parents[2]
 TEXT = "#808a96"  # Taken by `THEMES`, where they are understood.
@@ -87,7 +87,7 @@ def hybrid_pipeline() -> Steps:
     ]
     activations = int(0.3e-3 * link.bandwidth)
     step = simulate(
-        timetable(replicas, MICROBATCHES, "1f1b"), stages, {(0, 1): Message(activations, activations)}, link
+        timetable(replicas, MICROBATCHES, "1f1b"), stages, {(0, 1): StageMessage(activations, activations)}, link
     )
     kinds = {"reduce": SENT, "send": BETWEEN}
     bars = []

@@ -6,7 +6,7 @@ from cnnstrategies.pipeline.timeline import draw_timeline
 from cnnstrategies.pipeline.timetable import Placement, Schedule, timetable
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.simulate import simulate
-from cnnstrategies.planning.stage_costs import Message, StageCost
+from cnnstrategies.planning.stage_costs import StageCost, StageMessage
 
 LINK = Link(bandwidth=1e9, latency=0.0)
 
@@ -18,7 +18,7 @@ def stage(forward: float, backward: float, parameters: int = 0) -> StageCost:
 
 def draw(name: str, replicas: list[int], stages: list[StageCost], microbatches: int, schedule: Schedule) -> None:
     """Simulate a step and draw it."""
-    messages = {(index, index + 1): Message(40_000, 40_000) for index in range(len(stages) - 1)}
+    messages = {(index, index + 1): StageMessage(40_000, 40_000) for index in range(len(stages) - 1)}
     result = simulate(timetable(replicas, microbatches, schedule), stages, messages, LINK)
     placement = Placement(tuple(replicas))
     names = {rank: placement.describe(rank) for rank in range(sum(replicas))}

@@ -7,10 +7,10 @@ from lightning.pytorch import Trainer
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.cluster.environment import (
+    DoctorPlace,
     MPICHEnvironment,
     MpirunEnvironment,
     OpenMPIEnvironment,
-    Place,
     check_world,
     environment_plugins,
     find_place,
@@ -99,7 +99,7 @@ def test_without_srun_a_run_starts_its_ranks_itself_on_one_node(
     assert [type(one) for one in environment_plugins([], num_nodes=2)] == [SLURMEnvironment]
     for name, value in {"SLURM_NODEID": "1", "SLURM_NNODES": "2", "SLURM_LOCALID": "0", "MASTER_ADDR": "n1"}.items():
         monkeypatch.setenv(name, value)
-    assert find_place() == Place(node=1, nodes=2, local_rank=0, main_address="n1", main_port=15007)
+    assert find_place() == DoctorPlace(node=1, nodes=2, local_rank=0, main_address="n1", main_port=15007)
 
 
 RANKS = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}  # Rank 1 of two on one machine.
@@ -138,6 +138,6 @@ def test_ranks_come_from_the_variables_of_mpirun(
     assert ports[0] == ports[2] != ports[1]
     monkeypatch.setenv("MASTER_ADDR", "alpha")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert find_place() == Place(node=1, nodes=2, local_rank=0, main_address="alpha", main_port=29500)
+    assert find_place() == DoctorPlace(node=1, nodes=2, local_rank=0, main_address="alpha", main_port=29500)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "digits")
     assert not kind.detect()

@@ -16,7 +16,7 @@ from conftest import ROOT
 
 from cnnstrategies.cluster import kubernetes
 from cnnstrategies.cluster.job import Size
-from cnnstrategies.cluster.kubernetes import Run, server_script, trainer_script
+from cnnstrategies.cluster.kubernetes import PodRun, server_script, trainer_script
 from cnnstrategies.cluster.options import KubernetesOptions
 from cnnstrategies.commands.submit.kubernetes import create
 from cnnstrategies.errors import ConfigurationError
@@ -24,7 +24,7 @@ from cnnstrategies.errors import ConfigurationError
 pytestmark = pytest.mark.light
 
 
-def run(**options: Any) -> Run:
+def run(**options: Any) -> PodRun:
     """With everything that the options can say, unless they say otherwise."""
     full: dict[str, Any] = {
         "image": "registry.example.com/cnn:1",
@@ -39,7 +39,7 @@ def run(**options: Any) -> Run:
         "env": {"NCCL_SOCKET_IFNAME": "eth0"},
         **options,
     }
-    return Run("cnn-1", KubernetesOptions(**full), Size(2, 8, 8), 3, False, "/runs", "a: 1\n", "python", (), "cmd")
+    return PodRun("cnn-1", KubernetesOptions(**full), Size(2, 8, 8), 3, False, "/runs", "a: 1\n", "python", (), "cmd")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("kubernetes_validate") is None, reason="pip install kubernetes-validate")

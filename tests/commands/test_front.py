@@ -11,9 +11,9 @@ from conftest import ROOT
 
 from cnnstrategies import ConfigurationError, commands
 from cnnstrategies.cli import main
-from cnnstrategies.commands.front import help, recipes, table
-from cnnstrategies.commands.front.given import ROOTS
-from cnnstrategies.commands.front.table import COMMANDS
+from cnnstrategies.commands.arguments import help, recipes, table
+from cnnstrategies.commands.arguments.keys import ROOTS
+from cnnstrategies.commands.arguments.table import COMMANDS
 
 
 def test_help_names_every_command_and_needs_no_torch():

@@ -9,7 +9,7 @@ from conftest import ROOT
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.cli import main
-from cnnstrategies.commands.front.given import given
+from cnnstrategies.commands.arguments.keys import configured_keys
 from cnnstrategies.commands.run.errors import check_checkpoint, check_nulls, explain_parse_error
 from cnnstrategies.commands.run.trainer import Trainer
 from cnnstrategies.networks import SmallCNN
@@ -159,8 +159,8 @@ def test_null_is_refused_where_a_value_is_needed():
     for key, types in NULLS.items():
         said = f"model.init_args.{key}: null is not accepted; it must be {types}, or be left out"
         with pytest.raises(ConfigurationError, match=f"^{re.escape(said)}$"):
-            check_nulls(given([QUICKSTART, f"--model.init_args.{key}=null"]))
-    check_nulls(given([QUICKSTART, *(f"--{key}=null" for key in TAKEN), *RESNET]))
+            check_nulls(configured_keys([QUICKSTART, f"--model.init_args.{key}=null"]))
+    check_nulls(configured_keys([QUICKSTART, *(f"--{key}=null" for key in TAKEN), *RESNET]))
 
 
 NO_KEYS = "config: run.yaml has no keys: a configuration has, as in "
@@ -172,7 +172,7 @@ def test_a_file_that_cannot_be_meant_is_refused():
     for text, line in TEXTS.items():
         Path("run.yaml").write_text(text)
         with pytest.raises(ConfigurationError, match=line):
-            given([QUICKSTART, "--config=run.yaml"])
+            configured_keys([QUICKSTART, "--config=run.yaml"])
 
 
 def test_null_is_null_for_what_a_class_in_a_class_takes(run_cli, quick):

@@ -13,16 +13,16 @@ from rich.console import Console
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.callbacks import Pruning, SampleWeights
-from cnnstrategies.commands.front.options import parse_scaling
+from cnnstrategies.commands.arguments.options import parse_scaling
 from cnnstrategies.commands.scaling import command
 from cnnstrategies.commands.scaling.probes import load_alone, one_sample, sum_alone
 from cnnstrategies.commands.scaling.run import HostReads, ScalingControl, larger, part_beside, unasked
-from cnnstrategies.commands.tune.orders import run_rank
+from cnnstrategies.commands.tune.step_control import run_rank
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.scaling import measuring
 from cnnstrategies.planning.scaling.reasons import Reason
-from cnnstrategies.planning.tune.contest import Row
-from cnnstrategies.planning.tune.race import Verdict
+from cnnstrategies.planning.tune.contest import CandidateResult
+from cnnstrategies.planning.tune.race import RaceVerdict
 from cnnstrategies.planning.tune.trial import FAILED, TrialError
 
 PLANTED = """
@@ -183,7 +183,10 @@ def test_callbacks_that_nobody_can_leave_out_are_no_cause():
 @pytest.mark.light
 def test_the_remedies_that_are_settings_are_tried_and_those_that_were_faster_kept(capsys):
     """Each by itself, and none that changes what is learned."""
-    verdicts = {"loader": Verdict("faster", 2.0, 1.9, 2.1, 25), "logger": Verdict("no difference", 1.0, 0.99, 1.01, 25)}
+    verdicts = {
+        "loader": RaceVerdict("faster", 2.0, 1.9, 2.1, 25),
+        "logger": RaceVerdict("no difference", 1.0, 0.99, 1.01, 25),
+    }
     shares = []
 
     class Pretended:
@@ -195,7 +198,7 @@ def test_the_remedies_that_are_settings_are_tried_and_those_that_were_faster_kep
             (setting,) = settings
             if setting.name == "threads":
                 raise TrialError("out of memory")
-            self.rows = {setting.name: Row(setting, verdicts[setting.name])}
+            self.rows = {setting.name: CandidateResult(setting, verdicts[setting.name])}
 
     why = [
         Reason("word only", "", "", 2.0),

@@ -17,7 +17,7 @@ from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.places import NAME, RunAddress
 from cnnstrategies.paramserver.security import KeyPair
 
-MEMBER = {"role": "worker", "id": 1, "life": 0, "process": 7, "host": "node1", "silent": 0.1, "takes_part": True}
+MEMBER = {"role": "worker", "id": 1, "incarnation": 0, "process": 7, "host": "node1", "silent": 0.1, "takes_part": True}
 ANSWER = {"training": True, "missing": [], "waits": [], "faults": [], "losses": 0, "members": []}
 
 
@@ -42,7 +42,7 @@ def test_speeds_are_what_has_changed_between_two_heartbeats(capsys):
 
 @pytest.mark.light
 def test_waits_and_faults_are_shown_and_steer_no_terminal(capsys):
-    member = {**MEMBER, "life": 1, "takes_part": False, "silent": 8.0, "measured": 0.0, "figures": {}}
+    member = {**MEMBER, "incarnation": 1, "takes_part": False, "silent": 8.0, "measured": 0.0, "figures": {}}
     now = {
         **ANSWER,
         "training": False,
@@ -57,7 +57,7 @@ def test_waits_and_faults_are_shown_and_steer_no_terminal(capsys):
     assert "not here yet: server 0" in lines
     assert "worker 0 in `metric` for worker 1" in lines
     assert lines.index("3 s ago: worker 1 [red](process 7 on ?]0;node1)") < lines.index("9 s ago: first")
-    assert any(line.startswith("worker 1, life 2, joins node1:7") and line.endswith(" 8") for line in lines)
+    assert any(line.startswith("worker 1, incarnation 2, joins node1:7") and line.endswith(" 8") for line in lines)
 
 
 @pytest.mark.light

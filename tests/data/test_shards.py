@@ -26,15 +26,15 @@ from cnnstrategies.data import ShardedImageDataModule
 from cnnstrategies.data.decoding import decode
 from cnnstrategies.data.preprocessing import Preprocessing
 from cnnstrategies.data.shards import packing
-from cnnstrategies.data.shards.encoding import Options, encode
+from cnnstrategies.data.shards.encoding import EncodingOptions, encode
 from cnnstrategies.data.shards.index import INDEX, SAMPLES, read_index
 from cnnstrategies.data.shards.jpeg import cut, find_decoder, read_header
 from cnnstrategies.data.shards.packing import pack
 from cnnstrategies.data.shards.source import random_crops
 
 pytestmark = pytest.mark.light
-AS_THEY_ARE = Options(None, None, 6000)
-SHRUNK = Options(32, 90, 6000)
+AS_THEY_ARE = EncodingOptions(None, None, 6000)
+SHRUNK = EncodingOptions(32, 90, 6000)
 
 
 def picture(seed, width, height):

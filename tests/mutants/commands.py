@@ -18,8 +18,8 @@ import test_refusals
 import test_tune_command
 from mutants.faulty import removes, replaces
 
-from cnnstrategies.commands.front.refuse import fail
-from cnnstrategies.commands.front.table import Command
+from cnnstrategies.commands.arguments.refuse import fail
+from cnnstrategies.commands.arguments.table import Command
 from cnnstrategies.commands.run.errors import check_nulls
 from cnnstrategies.commands.run.failures import refusal_in
 from cnnstrategies.commands.run.lightning_cli import leaves_out_classes

@@ -10,10 +10,10 @@ import test_simulation
 from mutants.faulty import removes, replaces
 from simulation.toys import Sheet
 
+from cnnstrategies.paramserver.coordinator.collective_rounds import Rounds
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.journal import HEAD, Journaled, _records
-from cnnstrategies.paramserver.coordinator.meetings import Rounds
 from cnnstrategies.paramserver.coordinator.roster import Roster
 from cnnstrategies.paramserver.core.node import Send
 from cnnstrategies.paramserver.core.requests import UNKNOWN, Asking

@@ -13,7 +13,7 @@ import test_supervision
 from mutants.faulty import removes, replaces
 
 from cnnstrategies.data.sampling import items_of
-from cnnstrategies.paramserver.combiner.board import Board
+from cnnstrategies.paramserver.combiner.shared_state import SharedState
 from cnnstrategies.paramserver.compression import Encoder
 from cnnstrategies.paramserver.drivers.control import parse, parse_checked
 from cnnstrategies.paramserver.drivers.sockets import allow_files
@@ -25,7 +25,7 @@ from cnnstrategies.strategies.parameter_server.step import Stepper
 # Nodes that push once
 
 
-@replaces(Board.lead, killed_by=test_combiner.test_nothing_of_the_living_is_lost_or_counts_twice, nodes=1)
+@replaces(SharedState.lead, killed_by=test_combiner.test_nothing_of_the_living_is_lost_or_counts_twice, nodes=1)
 def gradients_that_a_dead_leader_has_not_pushed_are_lost(right, self, step):
     for gradient in self.gradients:
         gradient.zero_()

@@ -13,7 +13,7 @@ from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import Journaled
 from cnnstrategies.paramserver.coordinator.participant import Participant, Reporter
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
-from cnnstrategies.paramserver.coordinator.window import PLACE, WATCH, WATCHER
+from cnnstrategies.paramserver.coordinator.status import PLACE, WATCH, WATCHER
 from cnnstrategies.paramserver.core.node import Call, End, Message, Peer, Role, Send
 
 LATENCY = 0.001
@@ -74,18 +74,18 @@ class Run:
         self.coordinate()
         self.supervision = self._spawn(Peer("supervision", 0), Reporter(0), _idle())
 
-    def coordinate(self, life: int = 0) -> None:
+    def coordinate(self, incarnation: int = 0) -> None:
         """Start a coordinator, or kill it and have one follow it."""
         coordinator = Coordinator(CoordinatorSettings("here", *self.counts, **self.settings))
-        role = Journaled(coordinator, self.sheet, follows=life > 0)
+        role = Journaled(coordinator, self.sheet, follows=incarnation > 0)
         self.coordinator = role.coordinator
-        self._spawn(Peer("coordinator", 0, life), role, _idle())
+        self._spawn(Peer("coordinator", 0, incarnation), role, _idle())
 
-    def member(self, role: str, identity: int, life: int = 0, sees: int = 1000) -> Peer:
+    def member(self, role: str, identity: int, incarnation: int = 0, sees: int = 1000) -> Peer:
         """A worker or a server comes; a server sees so many views at once, and none after them."""
         timeout = self.settings["timeout"]
-        address = Address("here", role, identity, life, timeout / 10, timeout, 600.0)
-        hello = {"process": 4711, "host": "here", "endpoint": f"{role} {identity}.{life}", "public_key": ""}
+        address = Address("here", role, identity, incarnation, timeout / 10, timeout, 600.0)
+        hello = {"process": 4711, "host": "here", "endpoint": f"{role} {identity}.{incarnation}", "public_key": ""}
         participant = Participant(address, 7, hello)
         participant.figures = lambda: self.figures(participant.peer)
         program = _see(participant, sees if role == "server" else 0)
@@ -122,7 +122,7 @@ class Run:
     def died(self, peer: Peer, replaced: bool) -> None:
         """Somebody is killed, and the supervision says so."""
         self.world.kill(self.world.processes[peer[:2]])
-        about = {"role": peer.role, "id": peer.id, "incarnation": peer.life, "process": 4711}
+        about = {"role": peer.role, "id": peer.id, "incarnation": peer.incarnation, "process": 4711}
         self.call(self.supervision, "died", **about, how="was killed", replaced=replaced)
 
     def strike(self, kind: str, peer: Peer, seconds: float) -> None:
@@ -145,7 +145,7 @@ class Run:
     def joins(self) -> tuple[Peer, Answer]:
         """One more takes a place, and waits to be let in."""
         found = self.ask(PLACE)
-        peer = self.member("worker", found["place"], found["life"])
+        peer = self.member("worker", found["place"], found["incarnation"])
         return peer, self.collect(peer, "start", seal=True)
 
     def ended(self, peer: Peer) -> End | None:

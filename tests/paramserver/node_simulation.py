@@ -17,12 +17,12 @@ from data_world import Servers
 from torch import Tensor, nn
 
 from cnnstrategies.paramserver import api
-from cnnstrategies.paramserver.combiner import board as board_module
+from cnnstrategies.paramserver.combiner import shared_state as board_module
 from cnnstrategies.paramserver.combiner import worker as worker_module
-from cnnstrategies.paramserver.combiner.board import Board, size_of
+from cnnstrategies.paramserver.combiner.shared_state import SharedState, size_of
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.core.view import RemovedError, ServersUnreachableError, View, WorkerInfo
-from cnnstrategies.paramserver.drivers.staging import Copies, Staging
+from cnnstrategies.paramserver.drivers.staging import StagedCopies, Staging
 from cnnstrategies.paramserver.messages import Effects, Header, Parcel
 from cnnstrategies.paramserver.specification import Specification
 
@@ -59,7 +59,7 @@ class LateEvent:
         self._target.copy_(self._source)
 
 
-class LateCopies(Copies):
+class LateCopies(StagedCopies):
     """A device that copies to and from the host when it must."""
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class World:
         self.servers.follow(replace(self.servers.view, number=2, workers=tuple(map(WorkerInfo, ranks)), begun=1))
         self.parameters = {rank: [value.detach().clone() for value in first] for rank in ranks}
         memory = {rank: memoryview(bytearray(size_of(first))) for rank in ranks}
-        self.boards = {rank: Board(memory[rank], first) for rank in ranks}
+        self.boards = {rank: SharedState(memory[rank], first) for rank in ranks}
         self.copies = [LateCopies() for _ in ranks] if self.random.random() < 0.3 else []  # Else there are no devices.
         patch.setattr(api, "Links", lambda specification, slices, views, heard, keys: FakeLinks(self, heard))
         patch.setattr(api, "staging_for", lambda own: None)

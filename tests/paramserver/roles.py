@@ -111,11 +111,11 @@ class Roles:
 
     # Workers
 
-    def connect(self, number: int, values: Sequence[Tensor], life: int = 0, **more: Any) -> Worker:
+    def connect(self, number: int, values: Sequence[Tensor], incarnation: int = 0, **more: Any) -> Worker:
         """A worker with parameters of its own."""
         who = f"worker-{number}"
         self.show(who, self.view)
-        worker = Worker(self.specification, values, self.views(who), number, life, self.keys.get(who), **more)
+        worker = Worker(self.specification, values, self.views(who), number, incarnation, self.keys.get(who), **more)
         self._workers.append(worker)
         return worker
 

@@ -97,35 +97,35 @@ def test_training_equals_one_process_that_leaves_out_the_same(tmp_path: Path) ->
                 torch.testing.assert_close(network[name], value, rtol=1e-9, atol=1e-11)
 
 
-def encodings_by_step(worker: Worker, rungs: Sequence[int]) -> None:
+def encodings_by_step(worker: Worker, levels: Sequence[int]) -> None:
     """Have a worker use the rungs of its ladder in this order: nothing, a half, and one bit a value."""
     assert worker.chooser is not None
-    worker.chooser.next = worker.chooser.follow = lambda step, _: rungs[step]  # type: ignore[method-assign]
+    worker.chooser.next = worker.chooser.follow = lambda step, _: levels[step]  # type: ignore[method-assign]
 
 
 @pytest.mark.light
 @pytest.mark.parametrize("dies", [4, 6, 9])
 def test_who_changes_encodings_has_what_the_server_counts_with(dies: int, tmp_path: Path) -> None:
     """A change is made from the rounded values of the step before, whose bytes it spares; also by a copy."""
-    rungs, sizes = [0, 1, 2, 2, 2, 1, 2, 0, 0, 2, 2, 2], []
-    gradients = torch.randn(len(rungs), 40, generator=torch.Generator().manual_seed(0))
+    levels, sizes = [0, 1, 2, 2, 2, 1, 2, 0, 0, 2, 2, 2], []
+    gradients = torch.randn(len(levels), 40, generator=torch.Generator().manual_seed(0))
     value, known, expected, rung_before = nn.Parameter(torch.zeros(40)), torch.zeros(40), [], 0
     optimizer = torch.optim.SGD([value], lr=0.5, momentum=0.5)
-    for rung, gradient in zip(rungs, gradients, strict=True):
+    for level, gradient in zip(levels, gradients, strict=True):
         value.grad = gradient
         optimizer.step()
         left = value.detach() - known
         change = torch.where(left > 0, left[left > 0].mean(), left[left <= 0].mean())
-        if rung == 2 and rung_before > 0:
+        if level == 2 and rung_before > 0:
             known = known + change
         else:
-            known = value.detach().half().float() if rung == 1 else value.detach().clone()
+            known = value.detach().half().float() if level == 1 else value.detach().clone()
         expected.append(known)
-        rung_before = rung
+        rung_before = level
     with PlainRoles(tmp_path, (40,), servers=2, replication=2, pull_compression="auto") as run:
         (slice_,) = cut(run.specification)
         worker, (had,) = run.joined()
-        encodings_by_step(worker, rungs)
+        encodings_by_step(worker, levels)
         for step, gradient in enumerate(gradients):
             if step == dies:
                 run.lose(slice_.servers[0])
@@ -143,8 +143,8 @@ def test_where_one_wants_changes_all_have_the_same_if_they_can(tmp_path: Path) -
     with PlainRoles(tmp_path, (40,), workers=2, pull_compression="auto") as run:
         workers, values = zip(*(run.worker(number) for number in range(2)), strict=True)
         sizes = []
-        for worker, rungs in zip(workers, ([1, 2, 2, 0, 2, 2, 2], [1, 1, 2, 0, 0, 2, 2]), strict=True):
-            encodings_by_step(worker, rungs)
+        for worker, levels in zip(workers, ([1, 2, 2, 0, 2, 2, 2], [1, 1, 2, 0, 0, 2, 2]), strict=True):
+            encodings_by_step(worker, levels)
         join(workers)
         for step in range(7):
             before = [worker.counters.bytes_received for worker in workers]

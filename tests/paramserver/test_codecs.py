@@ -27,23 +27,23 @@ class Run:
 
     def __init__(self, workers: int = 1, noise: float = 0.0, seed: int = 0) -> None:
         self.choosers = [CodecChooser(3, workers > 1) for _ in range(workers)]
-        self.rungs: list[tuple[int, ...]] = []
+        self.levels: list[tuple[int, ...]] = []
         self._last: float | None = None
         self._random, self._noise = random.Random(seed), noise
 
     def steps(self, count: int, seconds: Sequence[float], interrupted: bool = False) -> "Run":
         """Make steps with a link on which rungs take these times."""
-        for step in range(len(self.rungs), len(self.rungs) + count):
-            first = self.rungs[-1][0] if self.rungs else None
+        for step in range(len(self.levels), len(self.levels) + count):
+            first = self.levels[-1][0] if self.levels else None
             chosen = self.choosers[0].next(step, None if interrupted else self._last)
-            rungs = (chosen, *(chooser.follow(step, first) for chooser in self.choosers[1:]))
-            self._last = max(seconds[rung] for rung in rungs) * max(0.5, self._random.gauss(1, self._noise))
-            self.rungs.append(rungs)
+            levels = (chosen, *(chooser.follow(step, first) for chooser in self.choosers[1:]))
+            self._last = max(seconds[level] for level in levels) * max(0.5, self._random.gauss(1, self._noise))
+            self.levels.append(levels)
         return self
 
     def share(self, count: int, seconds: Sequence[float]) -> float:
         """Of the speed of the best rung that the last steps have reached, but for the noise."""
-        reached = sum(max(seconds[rung] for rung in rungs) for rungs in self.rungs[-count:])
+        reached = sum(max(seconds[level] for level in levels) for levels in self.levels[-count:])
         return count * min(seconds) / reached
 
 
@@ -66,7 +66,7 @@ def test_without_gain_nothing_lossy_is_used_and_trying_is_cheap() -> None:
     assert Run().steps(100, (0.2, 0.195, 0.3)).choosers[0].chosen == 0, "a small gain is not worth it"
     assert Run().steps(100, (0.2, 0.185, 0.3)).choosers[0].chosen == 1
     run = Run(noise=0.05).steps(6 * LONGEST_WAIT, (0.3, 0.32, 0.4))
-    tried = [step for step, (rung,) in enumerate(run.rungs) if rung != 0]
+    tried = [step for step, (level,) in enumerate(run.levels) if level != 0]
     assert max(after - before for before, after in itertools.pairwise(tried)) > LONGEST_WAIT // 2
     assert sum(step >= 3 * LONGEST_WAIT for step in tried) <= 5 * 4
     slow = (10.0, 0.2, 0.2)  # To try the exact rung costs much.
@@ -79,12 +79,12 @@ def test_without_gain_nothing_lossy_is_used_and_trying_is_cheap() -> None:
 def test_what_is_taken_for_a_change_of_the_link() -> None:
     for long, begins in ((1, False), (2, True)):  # One long step is none.
         run = Run().steps(145, (0.2, 0.2, 0.3)).steps(long, (3.0, 3.0, 3.0)).steps(8, (0.2, 0.2, 0.3))
-        assert any(rung != 0 for (rung,) in run.rungs[145:]) == begins
+        assert any(level != 0 for (level,) in run.levels[145:]) == begins
     # The steps of the first round all take as long, since the link still loses packets.
     assert Run().steps(100, FAST).steps(12, (1.6, 1.6, 1.6)).steps(12, SLOW).choosers[0].chosen == 2
     assert Run().steps(6, (2.0, 2.0, 2.0)).steps(80, FAST).choosers[0].chosen == 0, "a slow start"
     run = Run().steps(40, FAST).steps(20, SLOW, interrupted=True)  # What is between two steps.
-    assert len(set(run.rungs[40:])) == 1
+    assert len(set(run.levels[40:])) == 1
     steady = Run(noise=0.3).steps(1500, (0.2, 0.24, 0.3))
     assert steady.share(1000, (0.2, 0.24, 0.3)) > 0.975
 
@@ -93,12 +93,12 @@ def test_what_is_taken_for_a_change_of_the_link() -> None:
 def test_the_others_use_what_the_first_has_used_two_steps_before() -> None:
     """So they try with it: alone none would see that it gains."""
     run = Run(workers=3).steps(100, FAST).steps(100, SLOW)
-    for before, after in zip(run.rungs, run.rungs[2:], strict=False):
+    for before, after in zip(run.levels, run.levels[2:], strict=False):
         assert after[1:] == (before[0], before[0])
     assert [chooser.chosen for chooser in run.choosers] == [2, 2, 2]
     run.choosers.pop(0)  # Another one becomes the first, and goes on from there.
     run.steps(20, SLOW)
-    assert {rung for rungs in run.rungs[-20:] for rung in rungs} == {2}
+    assert {level for levels in run.levels[-20:] for level in levels} == {2}
     assert run.steps(60, FAST).share(30, FAST) > 0.9
 
 
@@ -112,14 +112,14 @@ def test_a_try_that_the_others_do_not_make_does_not_count() -> None:
 
 @pytest.mark.light
 def test_the_ladder_has_what_is_left_open() -> None:
-    def rungs(pushes: Compression, pulls: Compression = "none", **options: Any) -> list[tuple[str, str]]:
+    def levels(pushes: Compression, pulls: Compression = "none", **options: Any) -> list[tuple[str, str]]:
         return list(ladder(specify(PLAIN, 2, compression=pushes, pull_compression=pulls, **options)))
 
-    assert rungs("none") == [("none", "none")]
-    assert rungs("auto", "bf16") == [("none", "bf16"), ("bf16", "bf16"), ("onebit", "bf16")]
-    assert rungs("fp16", "auto") == [("fp16", "none"), ("fp16", "fp16"), ("fp16", "onebit")]
-    assert rungs("auto", "auto") == [("none", "none"), ("bf16", "fp16"), ("onebit", "onebit")]
-    assert rungs("auto", "auto", mode="async")[2] == ("onebit", "fp16"), "no common change for all"
+    assert levels("none") == [("none", "none")]
+    assert levels("auto", "bf16") == [("none", "bf16"), ("bf16", "bf16"), ("onebit", "bf16")]
+    assert levels("fp16", "auto") == [("fp16", "none"), ("fp16", "fp16"), ("fp16", "onebit")]
+    assert levels("auto", "auto") == [("none", "none"), ("bf16", "fp16"), ("onebit", "onebit")]
+    assert levels("auto", "auto", mode="async")[2] == ("onebit", "fp16"), "no common change for all"
     half = [("w", nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)))]
     optimizer = torch.optim.SGD([half[0][1]], lr=0.1)
     narrow = Specification.of(half, optimizer, 1, compression="auto", pull_compression="auto")
@@ -186,12 +186,12 @@ def test_auto_trains_with_what_it_has_chosen(mode: str, tmp_path: Path) -> None:
     with Roles(tmp_path, options) as run:
         results = run.train(train)
     rungs_of_first = results[0][2]
-    for number, (loss, sent, rungs, codecs, given, firsts) in enumerate(results):
+    for number, (loss, sent, levels, codecs, given, firsts) in enumerate(results):
         assert codecs == ("onebit", "onebit" if mode == "sync" else "fp16")
-        assert rungs[-3:] == [2, 2, 2]
-        assert set(rungs) == {0, 1, 2}
+        assert levels[-3:] == [2, 2, 2]
+        assert set(levels) == {0, 1, 2}
         assert loss < 0.6
-        least = sum(72 * 6 + size[rung] for rung in rungs)
+        least = sum(72 * 6 + size[level] for level in levels)
         assert least <= sent <= least + 4 * (72 * 6 + size[0]), "what is not answered in good time leaves again"
         if mode == "sync" and number == 1:
             assert firsts[1:] == rungs_of_first[:-1], "what the first has used in the step before"

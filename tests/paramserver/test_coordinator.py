@@ -6,7 +6,7 @@ import pytest
 from control_world import Run, trained
 from simulation.faults import Moment
 
-from cnnstrategies.paramserver.coordinator.meetings import UNEVEN
+from cnnstrategies.paramserver.coordinator.collective_rounds import UNEVEN
 from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
 
@@ -36,7 +36,7 @@ def test_who_comes_after_all_have_left_is_told() -> None:
     run.passes(2.0)
     over = End("the session is over: every worker has left", clean=True)
     assert run.ended(Peer("server", 0)) == over, "it has nothing more to do"
-    assert run.ended(run.member("worker", 1, life=1)) == over
+    assert run.ended(run.member("worker", 1, incarnation=1)) == over
 
 
 @pytest.mark.parametrize("dies", [True, False])
@@ -50,7 +50,7 @@ def test_a_server_that_training_did_not_wait_for_is_filled(dies: bool) -> None:
         run.call(run.supervision, "died", **about, how="was killed", replaced=True)
     run.collect(worker, "start", seal=True)
     run.passes(2.0)
-    run.member("server", 0, life=int(dies))
+    run.member("server", 0, incarnation=int(dies))
     roster = run.coordinator.roster
     (came,) = (member.since for member in roster.members if member.peer[:2] == ("server", 0))
     assert roster.sealed
@@ -131,13 +131,17 @@ def test_a_run_is_shown_with_its_members_waits_and_deaths() -> None:
     run.collect(zero, "metric")
     run.died(Peer("server", 0, 0, 7), replaced=True)
     run.passes(2.0)
-    run.member("server", 0, life=1)
+    run.member("server", 0, incarnation=1)
     answer = run.ask()
     assert (answer["training"], answer["ended"], answer["missing"]) == (True, None, [])
     assert answer["seconds"] == pytest.approx(run.world.now)
     assert answer["waits"] == [["metric", "worker 0", "worker 1"]]
     members = answer["members"]
-    assert [(it["role"], it["id"], it["life"]) for it in members] == [("server", 0, 1), (*zero[:3],), (*one[:3],)]
+    assert [(it["role"], it["id"], it["incarnation"]) for it in members] == [
+        ("server", 0, 1),
+        (*zero[:3],),
+        (*one[:3],),
+    ]
     _, shown, other = members
     assert (shown["process"], shown["host"], shown["takes_part"], shown["figures"]) == (4711, "here", True, figures)
     assert 0 < shown["silent"] <= 1.0

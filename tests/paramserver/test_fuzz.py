@@ -43,14 +43,14 @@ def said_by_the_insider(chance: random.Random, session: int, number: int, /, **m
 
 def wrong(chance: random.Random, session: int, number: int) -> list[bytes]:
     """The frames of something that is wrong; with a number it is the insider's."""
-    sender, life = chance.choice(STRANGERS)
+    sender, incarnation = chance.choice(STRANGERS)
     lengths = {"length": chance.choice([1 << 12, (1 << 32) - 1]), "meta": chance.choice([0, (1 << 32) - 1])}
     changes = [
         {},  # noise
         {},  # cut
         {},  # of another version
         {"session": chance.choice([0, session ^ 1])},
-        {"sender": sender, "incarnation": life, "sequence": 1 << 63},
+        {"sender": sender, "incarnation": incarnation, "sequence": 1 << 63},
         {"sender": 0, "sequence": chance.randrange(1, 5)},  # A replay: worker 0 has sent messages with these numbers.
         lengths,
     ]

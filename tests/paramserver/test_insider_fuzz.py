@@ -66,13 +66,13 @@ Calls = list[tuple[str, tuple[Any, ...]]]
 @contextlib.contextmanager
 def noting(*kinds: Any, copies: bool = True) -> Iterator[dict[Any, tuple[Any, Calls]]]:
     """Of each role of these kinds a copy as it was first, and what its driver calls of it, one after the other."""
-    lives: dict[Any, tuple[Any, Calls]] = {}
+    incarnations: dict[Any, tuple[Any, Calls]] = {}
 
     def noted(name: str, right: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any) -> Any:
-            if self not in lives:
-                lives[self] = copy.deepcopy(self) if copies else None, []
-            lives[self][1].append((name, args))
+            if self not in incarnations:
+                incarnations[self] = copy.deepcopy(self) if copies else None, []
+            incarnations[self][1].append((name, args))
             return right(self, *args)
 
         return call
@@ -82,7 +82,7 @@ def noting(*kinds: Any, copies: bool = True) -> Iterator[dict[Any, tuple[Any, Ca
             for name in ("start", "on_message", "on_timer", "on_call"):
                 if hasattr(kind, name):
                     patch.setattr(kind, name, noted(name, getattr(kind, name)))
-        yield lives
+        yield incarnations
 
 
 def wrong(sender: Peer, message: Message, chance: random.Random) -> bytes:
@@ -115,11 +115,11 @@ def wrong(sender: Peer, message: Message, chance: random.Random) -> bytes:
 def test_nothing_that_a_peer_says_fails_later() -> None:
     """What runs with deaths and restarts of the coordinator have told a role, with changed messages among it."""
     chance = random.Random(0)
-    with noting(Coordinator, Participant) as lives:
+    with noting(Coordinator, Participant) as incarnations:
         for seed in range(RUNS):
             control.run(*control.drawn(seed), seed)
     dropped = 0
-    for role, calls in lives.values():
+    for role, calls in incarnations.values():
         for name, args in calls:
             if name == "on_message":
                 now, sender, message = args
@@ -150,7 +150,7 @@ MODES: dict[str, dict[str, Any]] = {
 STEPS = [0, 1, 2, 5, 1 << 31, 1 << 62, (1 << 63) - 1, (1 << 64) - 2, NO_STEP]
 HEADERS: dict[str, list[Any]] = {
     "kind": list(Kind), "encoding": list(Encoding), "key": [*range(7), 1 << 20], "weight": [0.0, 1.0, 2.0, 1e308],
-    "step": STEPS, "base": STEPS, "incarnation": [0, 1, 2, 3], "rung": [0, 1, 255], "question": [0, 1, 2],
+    "step": STEPS, "base": STEPS, "incarnation": [0, 1, 2, 3], "level": [0, 1, 255], "question": [0, 1, 2],
 }  # fmt: skip
 
 
@@ -162,12 +162,12 @@ class Attack:
         some = self.random.choice([SGD, ADAMW])
         self.run = Servers(specify(some, 2, servers=2, replication=2, slice_bytes=1 << 12, **options))
         self.bounds = Bounds(1 << 20, len(self.run.slices))
-        with noting(Server, copies=False) as lives:
+        with noting(Server, copies=False) as incarnations:
             self.begin()
         self.heard: list[tuple[int, Header, bytes]] = [
             (number, header, bytes(payload))
             for number, role in self.run.roles.items()
-            for _, (*_, header, payload) in lives[role][1]
+            for _, (*_, header, payload) in incarnations[role][1]
         ]
 
     def begin(self) -> None:
@@ -189,7 +189,7 @@ class Attack:
             infos = self.run.view.servers[0], ServerInfo(1, "1", since=2)
             self.run.follow(replace(self.run.view, number=2, servers=infos))
         self.run.look(1.0)
-        self.pull(3, 0, base=1, rung=1)
+        self.pull(3, 0, base=1, level=1)
 
     def pull(self, step: int, worker: int, **fields: int) -> None:
         for server in self.run.roles:

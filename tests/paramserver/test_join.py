@@ -3,8 +3,8 @@
 import pytest
 from control_world import Answer, Run, in_epoch
 
-from cnnstrategies.paramserver.coordinator.meetings import MIDWAY
-from cnnstrategies.paramserver.coordinator.window import PLACE
+from cnnstrategies.paramserver.coordinator.collective_rounds import MIDWAY
+from cnnstrategies.paramserver.coordinator.status import PLACE
 from cnnstrategies.paramserver.core.node import Peer
 from cnnstrategies.paramserver.server.clocks import StaleClock
 
@@ -14,14 +14,14 @@ pytestmark = pytest.mark.light
 def test_places_are_given_while_there_are_some():
     run = Run(2, 1, elastic=2)
     found = run.ask(PLACE)
-    assert (found["place"], found["life"], found["workers"]) == (2, 0, 2)
+    assert (found["place"], found["incarnation"], found["workers"]) == (2, 0, 2)
     peer = run.member("worker", 2)
     assert run.ask(PLACE)["place"] == 3
     assert "was registered already" in run.ask("hello", Peer("worker", 2, 0, 8), session=0)["message"]
     run.member("worker", 3)
     assert "place" not in run.ask(PLACE)
     run.call(peer, "leave")
-    assert (run.ask(PLACE)["place"], run.ask(PLACE)["life"]) == (2, 1)
+    assert (run.ask(PLACE)["place"], run.ask(PLACE)["incarnation"]) == (2, 1)
     refused = run.ask("hello", Peer("worker", 4), session=0)["message"]
     assert "2 places for workers that join: no worker 4 is expected" in refused
     assert "place" not in Run(2, 1).ask(PLACE)
@@ -97,20 +97,20 @@ def test_who_waits_to_join_is_told_of_the_end():
 
 def test_what_is_kept_of_who_joins_does_not_grow_with_epochs():
     run, *_ = in_epoch(elastic=1)
-    for life in range(50):
+    for incarnation in range(50):
         peer, _ = run.joins()
-        assert peer.life == life
+        assert peer.incarnation == incarnation
         run.call(peer, "leave")
     roster = run.coordinator.roster
     assert list(roster.gone) == [peer]
-    assert "counts as dead" in run.ask("hello", peer._replace(life=17), session=0)["message"]
+    assert "counts as dead" in run.ask("hello", peer._replace(incarnation=17), session=0)["message"]
     assert not roster.history.faults
 
 
 def comes_back(run: Run, one: Peer, midway: bool = True) -> Answer:
     """A worker dies, is started again, and asks to be let in; what it is told when all have the newest view."""
     run.died(one, replaced=True)
-    again = run.member(one.role, one.id, one.life + 1)
+    again = run.member(one.role, one.id, one.incarnation + 1)
     answer = run.collect(again, "start", seal=True, **({MIDWAY: True} if midway else {}))
     run.passes(2.0)
     return answer

@@ -16,7 +16,7 @@ from simulation.sameness import differing
 
 from cnnstrategies.paramserver.coordinator import journal
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
-from cnnstrategies.paramserver.coordinator.journal import Journaled, Store
+from cnnstrategies.paramserver.coordinator.journal import Journaled, JournalStore
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.drivers.coordinator import JournalFile
@@ -26,7 +26,7 @@ BEAT = 1.0  # seconds
 SETTINGS = CoordinatorSettings("here", 2, 0)
 
 
-def follows(store: Store, most: int = 10_000) -> Coordinator:
+def follows(store: JournalStore, most: int = 10_000) -> Coordinator:
     """What a journal makes of a new coordinator."""
     return Journaled(Coordinator(SETTINGS), store, follows=True, most=most).coordinator
 
@@ -37,7 +37,7 @@ def epoch(number: int) -> Message:
     return Message("epoch", fields, (b"x",), number)
 
 
-def told(store: Store, most: int = 10_000, count: int = 6) -> Journaled:
+def told(store: JournalStore, most: int = 10_000, count: int = 6) -> Journaled:
     """A coordinator that two workers have come to, and one of them has begun some epochs."""
     role = Journaled(Coordinator(SETTINGS), store, most=most)
     role.start(0.0)

@@ -22,7 +22,7 @@ from cnnstrategies.paramserver import supervision
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
-from cnnstrategies.paramserver.coordinator.window import WATCHER
+from cnnstrategies.paramserver.coordinator.status import WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.core.view import ServersUnreachableError
 from cnnstrategies.paramserver.drivers.control import encode
@@ -41,7 +41,7 @@ from cnnstrategies.paramserver.private_directory import (
 from cnnstrategies.paramserver.security import KeyPair, check_endpoint, fingerprint, prove
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.parameter_server.run import Layout, choose_rendezvous, open_supervision
+from cnnstrategies.strategies.parameter_server.run import NodeLayout, choose_rendezvous, open_supervision
 
 
 def test_keys_are_for_their_owner_only_and_never_shown(tmp_path: Path) -> None:
@@ -83,14 +83,14 @@ def test_a_key_that_is_not_the_members_own_gets_nowhere(tmp_path: Path) -> None:
 # The stranger
 
 
-ONE_NODE = Layout(1, 0, 2, "127.0.0.1", 29500)
+ONE_NODE = NodeLayout(1, 0, 2, "127.0.0.1", 29500)
 TWO_NODES = replace(ONE_NODE, nodes=2)
 
 
 @pytest.mark.parametrize("layout", [ONE_NODE, TWO_NODES], ids=["one node", "two on the loopback"])
 @pytest.mark.parametrize("started", ["by fit", "by torchrun, mpirun or SLURM"])
 def test_no_endpoint_can_be_reached_without_a_key(
-    layout: Layout, started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: NodeLayout, started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", tempfile.mkdtemp(dir="/tmp"))
     options = ParameterServerStrategy().options
@@ -166,7 +166,10 @@ def test_a_stranger_of_protocol_version_one_ends_no_process(tmp_path: Path) -> N
 
 ABOUT: dict[str, Any] = {"session": 0, "floor": 0, "process": 1, "host": "", "endpoint": ""}
 PLACES = [
-    Peer(role, number, life) for role in ("worker", "server", "supervision") for number in (0, 1) for life in (0, 1)
+    Peer(role, number, incarnation)
+    for role in ("worker", "server", "supervision")
+    for number in (0, 1)
+    for incarnation in (0, 1)
 ]
 
 
@@ -243,7 +246,7 @@ def test_nobody_takes_the_place_of_a_member_that_lives() -> None:
     """Who has the run's key could be a later life of anybody."""
     run = Run(1)
     worker = run.member("worker", 0)
-    later, hello = worker._replace(life=1), Message("hello", ABOUT | {"public_key": ""}, request=1)
+    later, hello = worker._replace(incarnation=1), Message("hello", ABOUT | {"public_key": ""}, request=1)
     run.coordinator.on_message(run.world.now, later, hello)
     assert run.members == [worker]
     run.died(worker, replaced=True)

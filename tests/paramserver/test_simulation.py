@@ -87,12 +87,13 @@ def test_what_cannot_be_played_is_refused(text: str, message: str) -> None:
 def test_moments_count_from_the_start_or_the_moment_before() -> None:
     (trace,) = traces.read(
         "a\n  control:\n  worker 0's 2nd beat to coordinator: lost\n  worker 0's 2nd take after that: late by 0.2 s\n"
-        "  worker 0 (life 1)'s 1st beat: kill server 2\n"
+        "  worker 0 (incarnation 1)'s 1st beat: kill server 2\n"
     )
     cues = traces.Cues(trace.cues)
     sent = [("worker 0", kind, "coordinator") for kind in ("take", "beat", "beat", "beat", "take", "take", "take")]
     came = [
-        cue and cue.moment for cue in (cues.sends(*one) for one in (*sent, ("worker 0 (life 1)", "beat", "server 1")))
+        cue and cue.moment
+        for cue in (cues.sends(*one) for one in (*sent, ("worker 0 (incarnation 1)", "beat", "server 1")))
     ]
     lost, late, kill = Moment("lost"), Moment("late", 0.2), Moment("kill", 0.0, ("server", 2))
     assert came == [None, None, lost, None, None, late, None, kill]

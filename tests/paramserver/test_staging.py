@@ -10,7 +10,7 @@ from ranks import run_apart
 from roles import PlainRoles
 from simulated_cuda import simulate
 
-from cnnstrategies.paramserver.drivers.staging import Copies
+from cnnstrategies.paramserver.drivers.staging import StagedCopies
 
 STEPS = 5
 
@@ -56,7 +56,7 @@ def test_what_computes_and_what_copies_wait_for_each_other(monkeypatch: pytest.M
     """What a GPU would be told, in order: gradients are made on the stream that computes, and values used there."""
     cuda = MagicMock()
     monkeypatch.setattr(torch, "cuda", cuda)
-    copies = Copies(torch.device("cuda:0"))
+    copies = StagedCopies(torch.device("cuda:0"))
     copies.before_use(copies.begin(cuda.target, torch.ones(1)))
     side, computing, event = cuda.Stream(), cuda.current_stream(), cuda.Event()
     told = [one for one in cuda.mock_calls if "." in one[0]]

@@ -68,7 +68,7 @@ class Node(Supervision):
 
     def look_at(self, role: str, code: int, restarts: int = 1) -> Watched:
         """One whose first process has ended with an exit code, after one look at it; the next goes on."""
-        watched = Watched(role, 1, lambda life: Process(None if life else code), restarts)
+        watched = Watched(role, 1, lambda incarnation: Process(None if incarnation else code), restarts)
         self.start(watched)
         self.look()
         return watched
@@ -117,7 +117,7 @@ def test_who_ends_without_a_coordinator_is_restarted_with_one():
 def test_who_is_ended_because_it_was_silent_is_not_called_killed(stopped, seconds, missed, why, capsys, monkeypatch):
     monkeypatch.setattr(supervision, "is_stopped", lambda pid: stopped)
     node = Node(missed, timeout=60.0)
-    node.start(Watched("worker", 1, lambda life: Process(dies=True)))
+    node.start(Watched("worker", 1, lambda incarnation: Process(dies=True)))
     for second in range(1, seconds + 1):
         node.end_the_stopped(time.monotonic() + second)
     node.ask()
@@ -130,7 +130,7 @@ def test_the_stopped_are_named_by_those_who_waited_less(seconds, capsys, monkeyp
     """Also where its end was not seen any more: the workers have ended before."""
     monkeypatch.setattr(supervision, "is_stopped", lambda pid: True)
     node = Node(timeout=60.0)
-    node.start(Watched(COORDINATOR, 0, lambda life: Process(dies=True)))
+    node.start(Watched(COORDINATOR, 0, lambda incarnation: Process(dies=True)))
     for second in range(1, seconds + 1):
         node.end_the_stopped(time.monotonic() + second)
     node.stop(at_once=True)
@@ -145,7 +145,7 @@ def test_no_worker_is_restarted_in_anothers_session(first, capsys, monkeypatch):
     """And without the first, which starts the services of later sessions, the others end."""
     monkeypatch.setattr(supervision, "GRACE", 0.0)
     node, other = Node(goes_on=0), Process()
-    watched = Watched("worker", 0, lambda life: other)
+    watched = Watched("worker", 0, lambda incarnation: other)
     if not first:
         node.start(watched)
     dead = node.look_at("worker", -9)
@@ -160,7 +160,7 @@ def test_no_worker_is_restarted_in_anothers_session(first, capsys, monkeypatch):
 def test_services_stay_until_other_nodes_workers_have_left():
     node, coordinator = Node(goes_on=5), Process()
     node.on_stop = lambda: setattr(coordinator, "code", 0)
-    node.start(Watched(COORDINATOR, 0, lambda life: coordinator))
+    node.start(Watched(COORDINATOR, 0, lambda incarnation: coordinator))
     node.stop()
     assert node.goes_on < 0
     assert node.told == ["end", "stop"]

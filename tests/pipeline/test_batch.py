@@ -19,7 +19,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline import batch, transport
 from cnnstrategies.pipeline.batch import share_batch
 from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.timetable import Place, Placement
+from cnnstrategies.pipeline.timetable import Placement, RankPlace
 from cnnstrategies.pipeline.transport import Transport, broadcast_value
 
 
@@ -61,7 +61,7 @@ def test_what_a_peer_has_pickled_is_not_executed() -> None:
 
 @pytest.mark.light
 def test_a_batch_that_cannot_be_sent_is_refused_by_class() -> None:
-    link: Any = SimpleNamespace(check_peers=lambda: None, place=Place(0, 0))
+    link: Any = SimpleNamespace(check_peers=lambda: None, place=RankPlace(0, 0))
     form = ("same", SimpleNamespace(crs=4326))
     with pytest.raises(ConfigurationError, match=r"a types.SimpleNamespace cannot be sent .* out in collate_fn"):
         share_batch(torch.zeros(4, 1, 2, 2), [], form, link)

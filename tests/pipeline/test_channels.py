@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.pipeline.channels import Channels, pack
-from cnnstrategies.pipeline.timetable import Place, Placement, Task, turns
+from cnnstrategies.pipeline.timetable import Placement, RankPlace, Task, turns
 
 TURN = turns((1, 1), 20, "1f1b")
 
@@ -16,7 +16,7 @@ TURN = turns((1, 1), 20, "1f1b")
 class SlowTransport:
     """Holds each tensor until it is waited for, as a slow link does."""
 
-    rank, place, device = 1, Place(1, 0), torch.device("cpu")
+    rank, place, device = 1, RankPlace(1, 0), torch.device("cpu")
     placement = Placement((1, 1), microbatches=20)
 
     def __init__(self) -> None:

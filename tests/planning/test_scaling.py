@@ -6,7 +6,7 @@ import pytest
 
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.scaling import report
-from cnnstrategies.planning.scaling.figures import Epoch, Facts, Found, Rank, Run, Sample
+from cnnstrategies.planning.scaling.figures import EpochCosts, Facts, Found, MeasuredRun, Rank, Sample
 from cnnstrategies.planning.scaling.reasons import RULES, reasons
 
 pytestmark = pytest.mark.light
@@ -21,7 +21,7 @@ HEALTHY = Facts(
     load=Sample(1e-4, 1e-4, 1e-4),
     link=0.02,
     gradient_bytes=4_000_000,
-    epoch=Epoch(100, 0.5, 0.1),
+    epoch=EpochCosts(100, 0.5, 0.1),
     keys=KEYS,
 )
 
@@ -34,7 +34,7 @@ def run(*ranks, rounds=5):
         {**parts, "communication": parts.get("communication", 0.0) + step - sum(parts.values())} for parts in own
     ]
     rates = [len(ranks) * SAMPLES / step] * rounds
-    return Run([Rank(SAMPLES, parts, ("communication",)) for parts in waiting], rates)
+    return MeasuredRun([Rank(SAMPLES, parts, ("communication",)) for parts in waiting], rates)
 
 
 def found(*more, **facts):
@@ -89,7 +89,7 @@ PLANTED = {
         {"data.init_args.batch_size": 4 * SAMPLES},
     ),
     "validation": (
-        found(epoch=Epoch(100, 15.0, 0.1)),
+        found(epoch=EpochCosts(100, 15.0, 0.1)),
         "validation takes long",
         {"trainer.check_val_every_n_epoch": 15},
     ),
@@ -121,16 +121,16 @@ def test_a_healthy_run_has_no_reason_and_says_how_near_it_is_to_its_limit():
 
 def test_every_rule_has_a_planted_cause_or_is_named_here():
     seen = {rule.__name__ for rule in RULES for planted, _, _ in PLANTED.values() if any(True for _ in rule(planted))}
-    slow = found(*both(transfer=0.05), epoch=Epoch(100, 0.5, 5.0))
+    slow = found(*both(transfer=0.05), epoch=EpochCosts(100, 0.5, 5.0))
     assert {one.cause for one in reasons(slow)} == {"batches get to the device slowly", "checkpoints take long"}
     assert seen | {"checkpoints", "transfer"} == {rule.__name__ for rule in RULES}
 
 
 def test_gains_are_what_is_left_without_the_cause():
     """With epochs of steps alone, a step without the cause; else all of an epoch."""
-    sleeps = found(*both(**{"callback Sleeper": 0.05}), epoch=Epoch())
+    sleeps = found(*both(**{"callback Sleeper": 0.05}), epoch=EpochCosts())
     assert reasons(sleeps)[0].gain == pytest.approx(0.15 / 0.1)
-    balanced = reasons(found({}, {"forward": 0.03, "backward": 0.06}, epoch=Epoch()))[0]
+    balanced = reasons(found({}, {"forward": 0.03, "backward": 0.06}, epoch=EpochCosts()))[0]
     compute, slow = 0.094, 0.184
     step = 0.19
     assert balanced.gain == pytest.approx(step / (step - slow + 2 / (1 / compute + 1 / slow)))
@@ -167,5 +167,7 @@ def test_the_table_adds_up_and_names_weak_and_strong_scaling():
     assert sum(kinds.values()) == pytest.approx(slow.largest.step)
     assert kinds[report.WAITS_FOR_OTHERS] == pytest.approx(0.045)
     assert "weak scaling" in report.sentences(slow, [])[0]
-    halves = replace(slow, runs=[slow.runs[0], Run([replace(one, samples=16) for one in slow.largest.ranks], [100.0])])
+    halves = replace(
+        slow, runs=[slow.runs[0], MeasuredRun([replace(one, samples=16) for one in slow.largest.ranks], [100.0])]
+    )
     assert "each of 2 devices sees 16 (strong scaling)" in report.sentences(halves, [])[0]

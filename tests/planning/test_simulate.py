@@ -12,9 +12,9 @@ from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.simulate import simulate
 from cnnstrategies.planning.stage_costs import (
     BUCKET_BYTES,
-    Bucket,
-    Message,
+    BucketCost,
     StageCost,
+    StageMessage,
     all_reduce,
     buckets,
     reduced_at,
@@ -35,8 +35,8 @@ def gpipe(stages: int, microbatches: int) -> list[list[Task]]:
     return timetable([1] * stages, microbatches, "gpipe")
 
 
-def chain(stages: int, size: int = 1, back: int = 1) -> dict[tuple[int, int], Message]:
-    return {(index, index + 1): Message(size, back) for index in range(stages - 1)}
+def chain(stages: int, size: int = 1, back: int = 1) -> dict[tuple[int, int], StageMessage]:
+    return {(index, index + 1): StageMessage(size, back) for index in range(stages - 1)}
 
 
 def test_gpipe_takes_sum_plus_slowest_times_m_minus_one() -> None:
@@ -56,7 +56,7 @@ TWO_SENDERS = [
     [Task("forward", 1, 0), Task("forward", 1, 1), Task("backward", 1, 0), Task("backward", 1, 1)],
 ]
 ALONE = [[Task("forward", 0, m), Task("backward", 0, m)] for m in range(2)]
-SKIP = {(0, 2): Message(10, 0), (1, 2): Message(0, 0), (0, 1): Message(0, 0)}
+SKIP = {(0, 2): StageMessage(10, 0), (1, 2): StageMessage(0, 0), (0, 1): StageMessage(0, 0)}
 STEPS = {
     "a message costs latency and its bytes, each way": (
         4.0 + (0.5 + 2.0) + (0.5 + 1.0),
@@ -134,7 +134,7 @@ def test_rings_go_through_what_connects_their_devices() -> None:
 def test_a_bucket_waits_for_its_gradients_and_for_the_one_before() -> None:
     assert BUCKET_BYTES == gradients.BUCKET_BYTES
     gathered = buckets([(1.0, 10), (2.0, 0), (3.0, 30), (4.0, 30), (5.0, 5)], size=50, first=10)
-    assert gathered == [Bucket(1.0, 10), Bucket(4.0, 60), Bucket(5.0, 5)]
-    parts = [Bucket(1.0, 10), Bucket(2.0, 30), Bucket(9.0, 10)]
+    assert gathered == [BucketCost(1.0, 10), BucketCost(4.0, 60), BucketCost(5.0, 5)]
+    parts = [BucketCost(1.0, 10), BucketCost(2.0, 30), BucketCost(9.0, 10)]
     for rate, seconds in ((10, 10.0), (5, 11.0), (1, 1 + 10 + 30 + 10)):
         assert reduced_at(parts, 10.0, lambda size, rate=rate: size / rate) == pytest.approx(seconds)

@@ -33,8 +33,8 @@ class Fault(Callback):
         self.how, self.victim, self.rank, self.step, self.until_back = how, victim, rank, step, until_back
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        lives = ("CNNSTRATEGIES_INCARNATION", "TORCHELASTIC_RESTART_COUNT")
-        first = all(os.environ.get(life, "0") == "0" for life in lives)
+        incarnations = ("CNNSTRATEGIES_INCARNATION", "TORCHELASTIC_RESTART_COUNT")
+        first = all(os.environ.get(incarnation, "0") == "0" for incarnation in incarnations)
         if self.rank not in (None, trainer.global_rank) or trainer.global_step != self.step or not first:
             return
         if self.how == "exception":

@@ -164,13 +164,13 @@ def test_who_may_not_join_is_told_why(coordinator, tmp_path):
         find_place(coordinator())
     address = coordinator(elastic=1)
     place = find_place(address)
-    assert (place.id, place.life, place.workers) == (2, 0, 2)
-    member = Membership(Address(address.coordinator, "worker", place.id, place.life, 0.1, 1.0))
+    assert (place.id, place.incarnation, place.workers) == (2, 0, 2)
+    member = Membership(Address(address.coordinator, "worker", place.id, place.incarnation, 0.1, 1.0))
     member.wait_registered()
     with pytest.raises(ConfigurationError, match=r"all 1 places of the run .* are taken"):
         find_place(address)
     member.close()
-    assert find_place(address).life == 1
+    assert find_place(address).incarnation == 1
     with pytest.raises(ConfigurationError, match=r"no coordinator answers at ipc://nowhere: .*\(give --key_file"):
         find_place(RunAddress("ipc://nowhere"))
     silent = tmp_path / "silent"

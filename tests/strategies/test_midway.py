@@ -32,13 +32,13 @@ class Diary(Callback):
         self.fatal = fatal
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        life, epoch = os.environ["CNNSTRATEGIES_INCARNATION"], trainer.current_epoch
-        write_samples(f"{trainer.global_rank}-{life}", epoch, batch)
+        incarnation, epoch = os.environ["CNNSTRATEGIES_INCARNATION"], trainer.current_epoch
+        write_samples(f"{trainer.global_rank}-{incarnation}", epoch, batch)
         if epoch <= self.fatal:
             time.sleep(BATCH_SECONDS)
         if epoch != self.fatal:
             return
-        if trainer.global_rank == 1 and life == "0" and batch_idx == 1:
+        if trainer.global_rank == 1 and incarnation == "0" and batch_idx == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if trainer.global_rank == 0 and batch_idx == 2:
             wait_until(Path("diary-1-1").exists, lambda: "the other does not come back in this epoch", SECONDS)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
+from cnnstrategies.strategies.observer_hooks import gradient_observers, weight_observers
 from cnnstrategies.strategies.parameter_server.checks import watch_gradients
 from cnnstrategies.verifying import verify
 
@@ -296,9 +296,9 @@ def test_values_of_a_worker_that_joins_again_are_no_writes() -> None:
 
 def test_known_hooks_are_known_and_all_others_are_named() -> None:
     plain, known = Module(), [SamplesPerSecond()]
-    assert who_sees_gradients(plain, known) == who_sees_weights(plain, known) == []
-    assert who_sees_gradients(Hooks(), [Scaled()]) == [
+    assert gradient_observers(plain, known) == weight_observers(plain, known) == []
+    assert gradient_observers(Hooks(), [Scaled()]) == [
         "Hooks.on_after_backward", "Hooks.on_before_optimizer_step", "Scaled.on_after_backward",
     ]  # fmt: skip
-    assert "Hooks.on_train_batch_end" in who_sees_weights(Hooks(), [])
-    assert who_sees_gradients(SecondSteps(), []) == ["SecondSteps.optimizer_step"]
+    assert "Hooks.on_train_batch_end" in weight_observers(Hooks(), [])
+    assert gradient_observers(SecondSteps(), []) == ["SecondSteps.optimizer_step"]

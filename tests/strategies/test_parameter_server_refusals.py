@@ -13,7 +13,7 @@ from torch import nn
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.checks import check_module, check_optimizers
-from cnnstrategies.strategies.parameter_server.options import Options
+from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
 ARGUMENTS = [
     ({"staleness": 3}, "is for mode='ssp'"),
@@ -77,7 +77,7 @@ def with_option(value: float) -> torch.optim.Optimizer:
     return optimizer
 
 
-def servers(**options: Any) -> Options:
+def servers(**options: Any) -> ParameterServerOptions:
     return ParameterServerStrategy(**options).options
 
 

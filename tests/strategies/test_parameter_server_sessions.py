@@ -19,13 +19,13 @@ from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server import base, run
-from cnnstrategies.strategies.parameter_server.run import VARIABLE, Layout, Sessions
+from cnnstrategies.strategies.parameter_server.run import VARIABLE, NodeLayout, Sessions
 
-LAYOUT = Layout(1, 0, 2, "127.0.0.1", 29400)
+LAYOUT = NodeLayout(1, 0, 2, "127.0.0.1", 29400)
 DEDICATED = {"endpoints": ["tcp://127.0.0.1:7000"], "coordinator": "tcp://127.0.0.1:7001"}
 
 
-def layout() -> Layout:
+def layout() -> NodeLayout:
     return LAYOUT
 
 

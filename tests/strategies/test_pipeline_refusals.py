@@ -18,7 +18,7 @@ from cnnstrategies._lightning_private import ScriptLauncher
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_module
-from cnnstrategies.strategies.hybrid_pipeline.stand_ins import ImagesElsewhere
+from cnnstrategies.strategies.hybrid_pipeline.placeholders import ImagesElsewhere
 
 
 def changed(name: str, change: Callable[[Any], object], base: type[Module] = Classifier) -> type[Module]:

@@ -109,7 +109,7 @@ def children(parent):
     return [(number, name) for _, number, name in sorted(found)]
 
 
-def lives(process):
+def incarnations(process):
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except FileNotFoundError:
@@ -161,7 +161,7 @@ class Sender(threading.Thread):
                 if began is not None and time.monotonic() - began >= self.fault.after:
                     place = self.fault.processes.index(self.fault.victim)
                     if place < len(processes):
-                        if lives(processes[place]):
+                        if incarnations(processes[place]):
                             self.moment = Moment(processes[place])
                             os.kill(self.moment.process, self.fault.how)
                         return

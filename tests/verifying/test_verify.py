@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric
 
 import cnnstrategies
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.strategies.hybrid_pipeline.stand_ins import NotHereError
+from cnnstrategies.strategies.hybrid_pipeline.placeholders import NotHereError
 from cnnstrategies.verifying import runs
 from cnnstrategies.verifying.runs import TrainingError
 

@@ -15,7 +15,7 @@ from typing import Any
 from cnnstrategies.cluster.job import WAIT_SECONDS
 from cnnstrategies.cluster.ray import node as node_module
 from cnnstrategies.cluster.ray.connection import in_words
-from cnnstrategies.cluster.ray.node import Node, Place
+from cnnstrategies.cluster.ray.node import Node, RayNode
 from cnnstrategies.cluster.run_folder import RUN_NAME
 from cnnstrategies.errors import ConfigurationError
 
@@ -166,15 +166,15 @@ class Driver:
             .remote()
         )
 
-    def _look(self, actors: list[Any]) -> list[Place]:
+    def _look(self, actors: list[Any]) -> list[RayNode]:
         asked = [actor.look.remote(str(self.folder / "config.yaml"), self.probe) for actor in actors]
-        places: list[Place] = self._ray.get(asked)
+        places: list[RayNode] = self._ray.get(asked)
         for place in places:
             if place.missing is not None:
                 raise ConfigurationError(place.missing)
         return places
 
-    def _launch(self, actors: list[Any], places: list[Place]) -> dict[Any, int]:
+    def _launch(self, actors: list[Any], places: list[RayNode]) -> dict[Any, int]:
         """Start the programs: their nodes, by what has their exit codes."""
         main = places[0]
         meeting = {"MASTER_ADDR": main.address, "MASTER_PORT": str(main.port)}
@@ -185,7 +185,7 @@ class Driver:
             for node, (actor, log) in enumerate(zip(actors, self._logs, strict=True))
         }
 
-    def _follow(self, actors: list[Any], places: list[Place], running: dict[Any, int]) -> Ends:
+    def _follow(self, actors: list[Any], places: list[RayNode], running: dict[Any, int]) -> Ends:
         """Pass on what the programs print until all have ended, or some have and the others do not."""
         ends, until, asked_to_stop = Ends(), math.inf, False
         while running and not ends.lost and time.monotonic() < until:
@@ -211,7 +211,7 @@ class Driver:
                 self._note(ends, reference, asked[reference], places)
         return ends
 
-    def _note(self, ends: Ends, reference: Any, node: int, places: list[Place]) -> None:
+    def _note(self, ends: Ends, reference: Any, node: int, places: list[RayNode]) -> None:
         """Note how a call to an actor has ended."""
         try:
             code = self._ray.get(reference)
@@ -252,7 +252,7 @@ class Driver:
                 signal.signal(signum, handler)
 
 
-def _named(node: int, places: list[Place]) -> str:
+def _named(node: int, places: list[RayNode]) -> str:
     return f"node {node} ({places[node].host}, {places[node].address})"
 
 

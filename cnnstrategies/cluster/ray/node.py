@@ -25,7 +25,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 @dataclass(frozen=True)
-class Place:
+class RayNode:
     """A node: its name, where others reach it, a free port of it, and why the run cannot start there, if it cannot."""
 
     host: str
@@ -37,7 +37,7 @@ class Place:
 class Node:
     """The actor on a node."""
 
-    def look(self, config: str, probe: str) -> Place:
+    def look(self, config: str, probe: str) -> RayNode:
         """Whether the run can start here."""
         host, missing = socket.gethostname(), None
         if not os.path.exists(config):
@@ -52,7 +52,7 @@ class Node:
                 )
         with socket.create_server(("", 0)) as server:
             port = int(server.getsockname()[1])
-        return Place(host, own_address(), port, missing)
+        return RayNode(host, own_address(), port, missing)
 
     def run(self, script: str, directory: str, variables: dict[str, str], log: str) -> int:
         """Run a script of the shell, in the directory where the node has it; its exit code."""

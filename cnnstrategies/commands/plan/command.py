@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cnnstrategies.commands.front.options import PlanOptions
-from cnnstrategies.commands.front.refuse import in_one_line
+from cnnstrategies.commands.arguments.options import PlanOptions
+from cnnstrategies.commands.arguments.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.planning.candidates import Job

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from cnnstrategies.commands.front.options import PlanOptions
+from cnnstrategies.commands.arguments.options import PlanOptions
 from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.module import share

@@ -12,8 +12,8 @@ from typing import Any, Union, get_args, get_origin
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from cnnstrategies.commands.front.given import OF_CLASS, ROOTS, Given, accepted, given, misspelt
-from cnnstrategies.commands.front.refuse import in_one_line
+from cnnstrategies.commands.arguments.keys import OF_CLASS, ROOTS, ConfiguredKey, accepted, configured_keys, misspelt
+from cnnstrategies.commands.arguments.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 
 # What jsonargparse says of the other types that a key may have had, null as a rule.
@@ -66,7 +66,7 @@ def parameters_of(kind: Any) -> dict[str, inspect.Parameter]:
     return {name: one for name, one in found.items() if name != "self" and one.kind not in variable}
 
 
-def check_nulls(keys: Sequence[Given]) -> None:
+def check_nulls(keys: Sequence[ConfiguredKey]) -> None:
     """Refuse null where a class needs a value: jsonargparse hands it on, and what comes of it is anyone's guess."""
     for key in keys:
         if key.value not in (None, "null"):
@@ -152,7 +152,7 @@ def _types(text: str) -> str:
 
 def _explain_unknown(key: str, args: Sequence[str]) -> str:
     """Name the whole key and the parameters that its class has."""
-    keys = given(args)
+    keys = configured_keys(args)
     if key == "class_path":  # What is wrong is what stands beside it.
         parents = {one.path.removesuffix(key) for one in keys if one.path.endswith(key)}
         beside = (one.path.rpartition(".") for one in keys)
@@ -181,7 +181,7 @@ def _unknown_key(path: str, owner: str | None) -> str:
 
 def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
     """Name the class in the configuration that needs some arguments, or the sections that are not there."""
-    keys, missing = given(args), " and ".join(names)
+    keys, missing = configured_keys(args), " and ".join(names)
     roots = {one.path.partition(".")[0] for one in keys}
     if "model" in names and "model" not in roots:
         return none_given(SECTIONS - roots)
@@ -220,7 +220,7 @@ def _of_function(key: str, name: str) -> str:
 
 def _full_key(key: str, args: Sequence[str]) -> str:
     """The key from the root, where jsonargparse names only its end."""
-    return next((one.path for one in given(args) if one.path == key or one.path.endswith("." + key)), key)
+    return next((one.path for one in configured_keys(args) if one.path == key or one.path.endswith("." + key)), key)
 
 
 def _strategy_of(name: str) -> str:

@@ -21,8 +21,8 @@ from cnnstrategies._lightning_private import keep_batches
 from cnnstrategies.checkpoints.check import check_weights
 from cnnstrategies.cluster.environment import check_world, local_rank
 from cnnstrategies.cluster.run_folder import configuration_hash, find_run, place
-from cnnstrategies.commands.front.given import given, read_yaml
-from cnnstrategies.commands.front.refuse import shows_tracebacks
+from cnnstrategies.commands.arguments.keys import configured_keys, read_yaml
+from cnnstrategies.commands.arguments.refuse import shows_tracebacks
 from cnnstrategies.commands.run.errors import (
     CHECKPOINT_WORDS,
     check_checkpoint,
@@ -113,7 +113,7 @@ class CLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         words = sys.argv[1:]
-        check_nulls(given(words))
+        check_nulls(configured_keys(words))
         if leaves_out_classes(words):
             # Some number at first, which others may refer to: only what is parsed can be built.
             sys.argv[1:] = [*words, f"--{NUM_CLASSES}=2"]
@@ -260,10 +260,10 @@ def leaves_out_classes(words: Sequence[str]) -> bool:
     classes by a reference, as in a recipe for masks.
     """
     # Each file and option by itself: where another class takes a model's place, its number of classes stays.
-    alone = [key.path for place in range(len(words)) for key in given(words[place : place + 2])]
+    alone = [key.path for place in range(len(words)) for key in configured_keys(words[place : place + 2])]
     if {NUM_CLASSES, "model.num_classes"} & {*alone} or any(word.startswith("--print_config") for word in words):
         return False
-    keys = {key.path: key.value for key in given(words)}
+    keys = {key.path: key.value for key in configured_keys(words)}
     if any("${" in str(keys.get(path)) for path in ("data.init_args.num_classes", "data.num_classes")):
         return False
     model, data = (located(keys.get(f"{section}.class_path") or keys.get(section)) for section in ("model", "data"))

@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from cnnstrategies._jsonargparse_private import remember
-from cnnstrategies.commands.front.refuse import fail, shows_tracebacks
+from cnnstrategies.commands.arguments.refuse import fail, shows_tracebacks
 from cnnstrategies.commands.run.errors import explain_parse_error
 
 
@@ -46,19 +46,21 @@ set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
 remember()
 
 
-class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+class _ConfigurationDumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
     """Writes quotes around texts that whoever follows references, or reads the file, would take for numbers: 1e3."""
 
     yaml_representers = yaml.SafeDumper.yaml_representers  # With that of jsonargparse's namespaces.
 
 
-_Dumper.add_implicit_resolver(
+_ConfigurationDumper.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"), list("-+0123456789")
 )
 
 
 def _dump(data: Any) -> str:
-    text: str = yaml.dump(data, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+    text: str = yaml.dump(
+        data, Dumper=_ConfigurationDumper, default_flow_style=False, allow_unicode=True, sort_keys=False
+    )
     return text
 
 

@@ -30,7 +30,7 @@ from cnnstrategies.checkpoints.io import AtomicCheckpointIO
 from cnnstrategies.cluster.environment import environment_plugins
 from cnnstrategies.cluster.hosts import Network
 from cnnstrategies.cluster.options import ClusterOptions
-from cnnstrategies.commands.front.refuse import write_anywhere
+from cnnstrategies.commands.arguments.refuse import write_anywhere
 from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.run.start_from import WORDS, find_checkpoint
 from cnnstrategies.deploy.export import Format, export

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from cnnstrategies.commands.front.options import parse_scaling
+from cnnstrategies.commands.arguments.options import parse_scaling
 from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Effect

@@ -26,7 +26,7 @@ from cnnstrategies.callbacks import StartPanel, TrainingSummary
 from cnnstrategies.callbacks.step_parts import TOTAL, StepMeter
 from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.commands.scaling.probes import load_alone, one_sample, prefetched, sum_alone
-from cnnstrategies.commands.tune.orders import Orders, TrialCLI, run_rank
+from cnnstrategies.commands.tune.step_control import StepControl, TrialCLI, run_rank
 from cnnstrategies.models.samples import count_samples, samples_of
 from cnnstrategies.planning.scaling.figures import CALLBACK, LOGGER
 from cnnstrategies.planning.tune.trial import TRIAL
@@ -39,7 +39,7 @@ REMOTE = ("WandbLogger", "MLFlowLogger", "CometLogger", "NeptuneLogger")
 LEFT_OUT = (Checkpoint, EarlyStopping, ProgressBar, SaveConfigCallback, StartPanel, TrainingSummary)
 
 
-class ScalingControl(Orders):
+class ScalingControl(StepControl):
     """Measures the steps that are ordered, and reports on them.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from cnnstrategies.cluster.kubernetes import MAIN_PORT, OWN_KEY, SERVER_PORT, SERVERS, TRAINER, Run, host, text
+from cnnstrategies.cluster.kubernetes import MAIN_PORT, OWN_KEY, SERVER_PORT, SERVERS, TRAINER, PodRun, host, text
 from cnnstrategies.commands.submit.command import Target
 from cnnstrategies.errors import ConfigurationError
 
@@ -47,7 +47,7 @@ class KubernetesTarget(Target):
                 f"choose a directory in one of {SECTION}.volumes ({', '.join(options.kubernetes.volumes)}), or leave "
                 "it out"
             )
-        self.run = Run(
+        self.run = PodRun(
             name=name,
             options=options.kubernetes,
             size=self.base.size,
@@ -132,7 +132,7 @@ class KubernetesTarget(Target):
 target = KubernetesTarget
 
 
-def create(run: Run) -> None:
+def create(run: PodRun) -> None:
     """Ask the cluster whether it takes the objects of a run, and make them; either all or none."""
     objects = text(run)
     _checked(_kubectl(run, "create", "--dry-run=server", "--filename=-", given=objects))
@@ -142,7 +142,7 @@ def create(run: Run) -> None:
     _checked(made)
 
 
-def _kubectl(run: Run, *words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+def _kubectl(run: PodRun, *words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
     namespace = [] if run.options.namespace is None else [f"--namespace={run.options.namespace}"]
     command = ["kubectl", *words, *namespace, "--request-timeout=20s"]
     try:

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from rich.status import Status
 
-from cnnstrategies.commands.front.options import TuneOptions
-from cnnstrategies.commands.front.refuse import fail
+from cnnstrategies.commands.arguments.options import TuneOptions
+from cnnstrategies.commands.arguments.refuse import fail
 from cnnstrategies.commands.run.errors import parameters_of
 from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
 from cnnstrategies.errors import ConfigurationError

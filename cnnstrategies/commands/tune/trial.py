@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from cnnstrategies.callbacks.compute_settings import ComputeSettings
 from cnnstrategies.commands.run.trainer import as_list
-from cnnstrategies.commands.tune.orders import Orders, TrialCLI, run_rank
+from cnnstrategies.commands.tune.step_control import StepControl, TrialCLI, run_rank
 from cnnstrategies.errors import ConfigurationError
 
 STEPS_OF_AN_EPOCH = 1000
@@ -37,7 +37,7 @@ class OneBatch(Dataset[Any]):
         return self.batch
 
 
-class TrialControl(Orders):
+class TrialControl(StepControl):
     """Makes the steps that are ordered with one batch, and reports after them."""
 
     @override

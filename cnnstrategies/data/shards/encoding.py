@@ -13,7 +13,7 @@ EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 
 
 @dataclass(frozen=True)
-class Options:
+class EncodingOptions:
     """How images are packed.
 
     Attributes:

@@ -27,7 +27,7 @@ TAR_OWNER = slice(265, 281)  # Of a header: the first 16 bytes of the owner's na
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardFile:
     """A tar file."""
 
     file: str
@@ -37,10 +37,10 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardedPart:
     """The images of one part, such as ``train``."""
 
-    shards: list[Shard]
+    shards: list[ShardFile]
     columns: Columns
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class Index:
     root: Path
     packing: str
     class_names: list[str]
-    parts: dict[str, Part]
+    parts: dict[str, ShardedPart]
     damaged: dict[str, str]
 
 
@@ -102,7 +102,9 @@ def read_index(root: Path) -> Index:
             )
         with np.load(io.BytesIO(packed)) as arrays:
             parts = {
-                name: Part([Shard(**one) for one in shards], {field: arrays[f"{name}.{field}"] for field in FIELDS})
+                name: ShardedPart(
+                    [ShardFile(**one) for one in shards], {field: arrays[f"{name}.{field}"] for field in FIELDS}
+                )
                 for name, shards in described["parts"].items()
             }
         index = Index(root, described["packing"], list(described["class_names"]), parts, described["damaged"])
@@ -116,7 +118,7 @@ def read_index(root: Path) -> Index:
     return index
 
 
-def _check_part(root: Path, name: str, part: Part, classes: int) -> None:
+def _check_part(root: Path, name: str, part: ShardedPart, classes: int) -> None:
     """See that shards are files of the folder, and images are in them, whoever has written the index."""
     for shard in part.shards:
         if (root / shard.file).resolve().parent != root.resolve():
@@ -156,7 +158,7 @@ def check_contents(index: Index) -> None:
                 )
 
 
-def _check_size(path: Path, shard: Shard) -> None:
+def _check_size(path: Path, shard: ShardFile) -> None:
     try:
         size = path.stat().st_size
     except FileNotFoundError:

@@ -32,7 +32,7 @@ SCALES = (8, 4, 2)  # By which a JPEG shrinks for less than it costs to decode i
 
 
 @dataclass(frozen=True)
-class Header:
+class JpegHeader:
     """What a baseline JPEG of three components says of itself.
 
     Attributes:
@@ -74,7 +74,7 @@ class Cut:
     exact: bool
 
 
-def read_header(data: bytes) -> Header | None:
+def read_header(data: bytes) -> JpegHeader | None:
     """What the header says; None for anything but a baseline JPEG of three components in one scan."""
     if data[:2] != b"\xff\xd8":
         return None
@@ -97,12 +97,14 @@ def read_header(data: bytes) -> Header | None:
             height, width = (int.from_bytes(data[frame + p : frame + p + 2]) for p in (5, 7))
             factors = [data[frame + 11 + 3 * component] for component in range(3)]
             unit_width, unit_height = 8 * max(f >> 4 for f in factors), 8 * max(f & 15 for f in factors)
-            return Header(frame, width, height, unit_width, unit_height, interval, at + 2 + length) if height else None
+            return (
+                JpegHeader(frame, width, height, unit_width, unit_height, interval, at + 2 + length) if height else None
+            )
         at += 2 + length
     return None
 
 
-def cut(data: bytes, header: Header, left: int, top: int, right: int, bottom: int) -> Cut:
+def cut(data: bytes, header: JpegHeader, left: int, top: int, right: int, bottom: int) -> Cut:
     """The smallest JPEG that shows a rectangle of another as the whole would; lossless, without decoding it.
 
     The rectangle is in pixels, without the column ``right`` and the row ``bottom``.
@@ -141,7 +143,7 @@ def restart_interval(image: Image.Image) -> int:
     return next(count for count in (2, 3, 1) if columns % count == 0)
 
 
-def _resized(head: bytes, header: Header, width: int, height: int) -> bytes:
+def _resized(head: bytes, header: JpegHeader, width: int, height: int) -> bytes:
     changed = bytearray(head)
     changed[header.frame + 5 : header.frame + 9] = height.to_bytes(2) + width.to_bytes(2)
     return bytes(changed)

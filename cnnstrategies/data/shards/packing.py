@@ -20,8 +20,17 @@ from rich.progress import Progress
 
 from cnnstrategies.data.decoding import BrokenImageError
 from cnnstrategies.data.image_folder import ImageFolderDataModule
-from cnnstrategies.data.shards.encoding import Encoded, Options, encode
-from cnnstrategies.data.shards.index import FIELDS, REMEDY, TAR_BLOCK, Columns, Index, Part, Shard, write_index
+from cnnstrategies.data.shards.encoding import Encoded, EncodingOptions, encode
+from cnnstrategies.data.shards.index import (
+    FIELDS,
+    REMEDY,
+    TAR_BLOCK,
+    Columns,
+    Index,
+    ShardedPart,
+    ShardFile,
+    write_index,
+)
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.whole_file import writing
 
@@ -42,12 +51,12 @@ class Image(NamedTuple):
 class Written:
     """A shard, what the index says of its images, and those that could not be decoded, with the reason."""
 
-    shard: Shard
+    shard: ShardFile
     columns: Columns
     damaged: dict[str, str]
 
 
-def pack(source: Path, out: Path, options: Options, workers: int) -> Index:
+def pack(source: Path, out: Path, options: EncodingOptions, workers: int) -> Index:
     """Pack a folder in the layout of :class:`~cnnstrategies.data.ImageFolderDataModule`.
 
     All of it is written beside ``out``, which is there when it is whole. The training images are packed in a random
@@ -99,7 +108,7 @@ def _shards(part: str, images: Sequence[Image], root: Path, shard_bytes: int) ->
 
 
 def _write(
-    root: Path, folder: Path, packing: str, options: Options, parts: dict[str, list[list[Image]]], workers: int
+    root: Path, folder: Path, packing: str, options: EncodingOptions, parts: dict[str, list[list[Image]]], workers: int
 ) -> dict[str, list[Written]]:
     """Write the shards of all parts."""
     stop = threading.Event()
@@ -129,7 +138,7 @@ def _write(
             pool.shutdown(cancel_futures=True)
 
 
-def _write_shard(path: Path, root: Path, images: Iterable[Image], packing: str, options: Options) -> Written:
+def _write_shard(path: Path, root: Path, images: Iterable[Image], packing: str, options: EncodingOptions) -> Written:
     rows: list[tuple[Any, ...]] = []
     damaged: dict[str, str] = {}
     sha256 = hashlib.sha256()
@@ -150,12 +159,12 @@ def _write_shard(path: Path, root: Path, images: Iterable[Image], packing: str, 
         shard.write(TAR_END)
         shard.flush()
         os.fsync(shard.fileno())
-        found = Shard(path.name, shard.tell(), sha256.hexdigest(), len(rows))
+        found = ShardFile(path.name, shard.tell(), sha256.hexdigest(), len(rows))
     columns = {field: np.array([row[i] for row in rows]) for i, field in enumerate(FIELDS[1:])}
     return Written(found, columns, damaged)
 
 
-def _encoded(path: Path, options: Options) -> Encoded:
+def _encoded(path: Path, options: EncodingOptions) -> Encoded:
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -163,7 +172,7 @@ def _encoded(path: Path, options: Options) -> Encoded:
     return encode(data, options.size, options.quality)
 
 
-def _joined(part: str, written: list[Written]) -> Part:
+def _joined(part: str, written: list[Written]) -> ShardedPart:
     """A part, from what is known of each shard."""
     counts = [one.shard.images for one in written]
     if not sum(counts):
@@ -173,7 +182,7 @@ def _joined(part: str, written: list[Written]) -> Part:
     for field in FIELDS[1:]:
         # A shard without an image has columns without a type.
         columns[field] = np.concatenate([one.columns[field] for one in written if one.shard.images])
-    return Part([one.shard for one in written], columns)
+    return ShardedPart([one.shard for one in written], columns)
 
 
 def tar_entry(name: str, content: bytes, packing: str) -> bytes:

@@ -16,7 +16,7 @@ from cnnstrategies.data.decoding import BrokenImageError, decode
 from cnnstrategies.data.folders import readable
 from cnnstrategies.data.loading import Batch
 from cnnstrategies.data.shards import jpeg
-from cnnstrategies.data.shards.index import INDEX, TAR_BLOCK, TAR_OWNER, Index, Part
+from cnnstrategies.data.shards.index import INDEX, TAR_BLOCK, TAR_OWNER, Index, ShardedPart
 from cnnstrategies.data.shards.jpeg import SCALES, DecoderName, find_decoder
 from cnnstrategies.errors import ConfigurationError
 
@@ -82,7 +82,7 @@ class ShardSource:
     def __init__(
         self,
         index: Index,
-        part: Part,
+        part: ShardedPart,
         numbers: npt.NDArray[np.int64],
         crops: Crops,
         size: int,

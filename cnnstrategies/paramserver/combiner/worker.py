@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.api import Worker
-from cnnstrategies.paramserver.combiner.board import NEVER, Board
+from cnnstrategies.paramserver.combiner.shared_state import NEVER, SharedState
 from cnnstrategies.paramserver.core.view import RemovedError, ServersUnreachableError
 from cnnstrategies.paramserver.drivers.staging import staging_for
 from cnnstrategies.paramserver.worker.codecs import Codecs
@@ -35,7 +35,7 @@ class CombinedWorker:
     def __init__(
         self,
         rank: int,
-        boards: Mapping[int, Board],
+        boards: Mapping[int, SharedState],
         parameters: Sequence[Tensor],
         connect: Callable[[Callable[[int, Tensor], None]], Worker],
         alive: Callable[[], Collection[int]],

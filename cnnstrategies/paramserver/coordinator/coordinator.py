@@ -17,9 +17,9 @@ One that was killed goes on in another process from its journal; see :mod:`.jour
 
 from collections.abc import Callable, Mapping, Sequence
 
-from cnnstrategies.paramserver.coordinator import window
+from cnnstrategies.paramserver.coordinator import status
+from cnnstrategies.paramserver.coordinator.collective_rounds import UNEVEN, CollectiveWait, Rounds
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
-from cnnstrategies.paramserver.coordinator.meetings import UNEVEN, Rounds, Wait
 from cnnstrategies.paramserver.coordinator.roster import Member, Roster
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Buffer, ControlError, Effects, End, Message, Peer, Send, Timer
@@ -54,7 +54,7 @@ class Coordinator:
         self.signal = 0
         self.specification: Sequence[Buffer] | None = None
         self._want_specification: dict[Peer, int] = {}  # with the request
-        self._circle: list[Wait] = []
+        self._circle: list[CollectiveWait] = []
         self._circle_since = 0.0
         self._view, self._view_since = 0, 0.0  # which servers are to see, as results wait for it
         self._stopping: float | None = None
@@ -95,10 +95,10 @@ class Coordinator:
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
         """Act on a message, if it is of this session."""
-        if sender.role == window.WATCHER:
+        if sender.role == status.WATCHER:
             seen = now - self._asleep
             waits = [*self.rounds.waits, *self.rounds.circle()[1:]]
-            answer = window.answer(self._settings, self.roster, seen, message, waits, self.ended)
+            answer = status.answer(self._settings, self.roster, seen, message, waits, self.ended)
             return [Send(sender, answer)]
         session = message.integer("session")
         if session == self._settings.session:
@@ -231,7 +231,7 @@ class Coordinator:
         return None if self.ended is None else self.ended.fields
 
     def _beat(self, now: float, member: Member, message: Message) -> None:
-        figures = window.figures_of(message)
+        figures = status.figures_of(message)
         seen, here, signal = (message.integer(name) for name in ("seen", "here", "signal"))
         member.acknowledged = max(member.acknowledged, seen)
         if figures is not None:
@@ -342,15 +342,15 @@ class Coordinator:
         self._send(sender, Message(DONE, handler(now, sender, message) or {}, request=message.request))
 
     def _died(self, now: float, sender: Peer, message: Message) -> Fields:
-        role, identity, life = message.string("role"), message.integer("id"), message.integer("incarnation")
+        role, identity, incarnation = message.string("role"), message.integer("id"), message.integer("incarnation")
         process, how, replaced = message.integer("process"), message.string("how"), message.flag("replaced")
-        member = Member(Peer(role, identity, life), process, "this node", now)
+        member = Member(Peer(role, identity, incarnation), process, "this node", now)
         self.roster.died(now, member, how, replaced, over=self.ended is not None)
         return {}
 
     def _left(self, now: float, sender: Peer, message: Message) -> Fields:
         member = self.roster.at(message.string("role"), message.integer("id"))
-        if member is not None and member.peer.life == message.integer("incarnation"):
+        if member is not None and member.peer.incarnation == message.integer("incarnation"):
             self._go(now, member)
         return {}
 

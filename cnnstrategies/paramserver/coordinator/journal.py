@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
-from cnnstrategies.paramserver.coordinator.window import WATCHER
+from cnnstrategies.paramserver.coordinator.status import WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, Effects, Message, Peer
 
 MOST_RECORDS = 10_000  # before they are replaced: to read them takes half a second
@@ -25,7 +25,7 @@ MOST_BYTES = 1 << 26
 HEAD = struct.Struct("<II")  # bytes that follow, and their CRC-32
 
 
-class Store(Protocol):
+class JournalStore(Protocol):
     """Where a journal lies."""
 
     def read(self) -> bytes:
@@ -47,7 +47,9 @@ class Journaled:
         follows: Whether the one before was killed, and this one goes on with its journal.
     """
 
-    def __init__(self, coordinator: Coordinator, store: Store, follows: bool = False, most: int = MOST_RECORDS) -> None:
+    def __init__(
+        self, coordinator: Coordinator, store: JournalStore, follows: bool = False, most: int = MOST_RECORDS
+    ) -> None:
         self.coordinator = coordinator
         self._store = store
         self._most = most

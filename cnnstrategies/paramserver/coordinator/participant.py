@@ -27,7 +27,7 @@ class Participant:
         ended: Why the run is over; None before.
         signal: After which all are to stop, and that some process has received; 0 if none has.
         seen: Number of the newest view that this process has taken up.
-        figures: Gives what this process says of itself; see :data:`.window.FIGURES`.
+        figures: Gives what this process says of itself; see :data:`.status.FIGURES`.
         losses: How many processes the run has lost, as far as is known here.
     """
 

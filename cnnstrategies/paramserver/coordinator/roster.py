@@ -25,7 +25,7 @@ class Member:
     Attributes:
         since: For a server, the number of the first view with it, or of the first one of training if that has waited
             for it.
-        figures: What it has last said of itself; see :data:`.window.FIGURES`.
+        figures: What it has last said of itself; see :data:`.status.FIGURES`.
     """
 
     peer: Peer
@@ -75,7 +75,7 @@ class _Place:
 
     member: Member | None = None
     appeared: bool = False  # nobody waits any more for its first process
-    life: int = 0  # the first that can register: those before it are over
+    incarnation: int = 0  # the first that can register: those before it are over
     lost: int = 0  # those before this one are counted among the lost
     promise: tuple[float, str] | None = None  # until when somebody must have taken it, and why the run ends else
 
@@ -148,7 +148,7 @@ class Roster:
         """The lowest number that nobody has of those for workers that join, and a life that was never there."""
         for (role, identity), place in self._places.items():
             if place.member is None and self.is_elastic(role, identity):
-                return identity, place.life
+                return identity, place.incarnation
         return None
 
     def missing(self) -> list[str]:
@@ -173,7 +173,7 @@ class Roster:
         place.member = None
         if self.is_elastic(peer.role, peer.id):
             # A new life comes in each epoch: those before the last are known by its number.
-            place.life = max(place.life, peer.life + 1)
+            place.incarnation = max(place.incarnation, peer.incarnation + 1)
             self.gone = {other: how for other, how in self.gone.items() if other[:2] != peer[:2]}
         self.gone[peer] = left
 
@@ -187,13 +187,13 @@ class Roster:
             return (
                 f"this run has {settings.workers} workers and {settings.servers} servers{more}: no {peer} is expected"
             )
-        if (peer in self.gone or peer.life < place.life) and peer not in self._left_behind:
+        if (peer in self.gone or peer.incarnation < place.incarnation) and peer not in self._left_behind:
             return (
                 f"{peer} was silent for {settings.timeout:g} s and counts as dead: the run goes on without it; "
                 "raise `timeout` if it was only busy"
             )
         known = place.member
-        if known is not None and known.peer != peer and known.peer.life >= peer.life:
+        if known is not None and known.peer != peer and known.peer.incarnation >= peer.incarnation:
             return f"{peer} was registered already ({known}), or has been replaced"
         return None
 
@@ -205,8 +205,8 @@ class Roster:
         place.member = member = Member.of(peer, hello, now)
         was_waited_for = not place.appeared and peer.id not in self.lost_servers
         place.appeared, place.promise = True, None
-        place.life = max(place.life, peer.life)
-        if peer.life and not self.is_elastic(peer.role, peer.id):
+        place.incarnation = max(place.incarnation, peer.incarnation)
+        if peer.incarnation and not self.is_elastic(peer.role, peer.id):
             self.history.note(now, f"{member} has taken the place of the one before")
         if peer.role == SERVER:
             # A server that another replaces without having been missed has lost its state all the same.
@@ -256,12 +256,12 @@ class Roster:
         Another takes its place if it is `replaced`; if the run is `over` its loss matters no more.
         """
         place = self._places.get((member.peer.role, member.peer.id))
-        if place is None or member.peer.life < place.life:
+        if place is None or member.peer.incarnation < place.incarnation:
             return  # That was said before, or another has come since.
-        place.life = member.peer.life + 1
+        place.incarnation = member.peer.incarnation + 1
         place.appeared |= not replaced
         known = place.member
-        if known is not None and known.peer.life > member.peer.life:
+        if known is not None and known.peer.incarnation > member.peer.incarnation:
             return
         if known is not None:
             self.remove(known)
@@ -299,8 +299,8 @@ class Roster:
         """
         peer = member.peer
         place = self._places[peer.role, peer.id]
-        if peer.life >= place.lost:
-            place.lost = peer.life + 1
+        if peer.incarnation >= place.lost:
+            place.lost = peer.incarnation + 1
             self.history.losses += 1
             self.history.note(now, f"{member} {how}")
         trouble = self._without_server(member, how) if peer.role == SERVER else self._without_worker(member, how)
@@ -349,7 +349,7 @@ class Roster:
         self._view = View(
             self.number + 1,
             tuple(ServerInfo(m.peer.id, m.endpoint, m.public_key, m.since) for m in servers),
-            tuple(WorkerInfo(m.peer.id, m.peer.life, m.public_key) for m in workers),
+            tuple(WorkerInfo(m.peer.id, m.peer.incarnation, m.public_key) for m in workers),
             tuple(sorted(self.lost_servers)) if self._copies_are_left else (),
             self._view.begun or (self.number + 1 if self.sealed else 0),
         )

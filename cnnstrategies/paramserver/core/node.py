@@ -27,7 +27,7 @@ class Peer(NamedTuple):
 
     role: str
     id: int
-    life: int = 0
+    incarnation: int = 0
     process: int = 0
 
     def __str__(self) -> str:

@@ -63,7 +63,7 @@ class View:
         return max(server.since, self.begun)
 
     @property
-    def lives(self) -> dict[int, int]:
+    def incarnations(self) -> dict[int, int]:
         """The incarnation of each worker."""
         return {worker.id: worker.incarnation for worker in self.workers}
 

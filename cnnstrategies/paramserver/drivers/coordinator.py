@@ -11,9 +11,9 @@ from typing import Self
 import zmq
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
-from cnnstrategies.paramserver.coordinator.journal import Journaled, Store
+from cnnstrategies.paramserver.coordinator.journal import Journaled, JournalStore
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
-from cnnstrategies.paramserver.coordinator.window import WATCHER
+from cnnstrategies.paramserver.coordinator.status import WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
 from cnnstrategies.paramserver.drivers.control import DESK, LARGEST_MESSAGE, Loop, encode, parse, parse_checked
 from cnnstrategies.paramserver.drivers.sockets import allow_files, key_of, secure, take
@@ -41,7 +41,7 @@ class CoordinatorService:
         self,
         settings: CoordinatorSettings,
         keys: KeyPair | None = None,
-        journal: Store | None = None,
+        journal: JournalStore | None = None,
         follows: bool = False,
     ) -> None:
         allow_files(2 * (settings.workers + settings.elastic + settings.servers), "the coordinator")

@@ -25,7 +25,7 @@ from cnnstrategies.paramserver.specification import Specification
 POLL_SECONDS = 0.05
 
 
-class Link(NamedTuple):
+class ServerLink(NamedTuple):
     """A connection to a server."""
 
     info: ServerInfo
@@ -55,7 +55,7 @@ class Links:
         self._bounds = Bounds(largest_payload(slices) + LARGEST_JSON, max(1, len(slices)))
         self._keys = keys
         self._context: Context = zmq.Context(io_threads=IO_THREADS)
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, ServerLink] = {}
         self._arrived: deque[tuple[int, Header, memoryview]] = deque()
         self._poller = zmq.Poller()
         self._poller.register(views.fileno(), zmq.POLLIN)
@@ -83,7 +83,7 @@ class Links:
         largest = largest_frame(self._bounds.payload)
         socket = client_socket(self._context, info, self._keys, largest, self._patience)
         inbox = Inbox(socket, self._session, routed=False, encrypted=self._keys is not None)
-        self._links[info.id] = Link(info, socket, Bundle(socket), inbox)
+        self._links[info.id] = ServerLink(info, socket, Bundle(socket), inbox)
         self._poller.register(socket, zmq.POLLIN)
 
     def _close(self, server: int) -> None:

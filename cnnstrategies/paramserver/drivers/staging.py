@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Copies:
+class StagedCopies:
     """Copies on a stream of their own, from and to pinned memory, as NCCL and DDP's reducer do."""
 
     def __init__(self, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class Staging:
     computed with it have come by then, and it follows itself.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], copies: Copies) -> None:
+    def __init__(self, parameters: Sequence[Tensor], copies: StagedCopies) -> None:
         self._parameters = parameters
         self._copies = copies
         self._gradients = [copies.host(parameter) for parameter in parameters]
@@ -107,5 +107,5 @@ def staging_for(parameters: Sequence[Tensor]) -> Staging | None:
     """For parameters on one GPU; None for others, which are copied where they are needed."""
     devices = {parameter.device for parameter in parameters}
     if len(devices) == 1 and (device := devices.pop()).type == "cuda":
-        return Staging(parameters, Copies(device))
+        return Staging(parameters, StagedCopies(device))
     return None

@@ -37,11 +37,11 @@ class Asynchronous:
 
     def follow(self, view: View) -> None:
         """Wait no longer for workers that are gone."""
-        lives = view.lives
-        for worker in self.roll.follow(lives):
+        incarnations = view.incarnations
+        for worker in self.roll.follow(incarnations):
             self.leave(worker)
             self._begun.pop(worker, None)
-        self._first = {who: step for who, step in self._first.items() if lives.get(who[0]) == who[1]}
+        self._first = {who: step for who, step in self._first.items() if incarnations.get(who[0]) == who[1]}
         self.proceed()
 
     def join(self, worker: int, step: int | None) -> int | None:
@@ -53,7 +53,7 @@ class Asynchronous:
             return None
         if step and self.clock.expects and self.roll.complete:
             # The run has begun, and this server, which may replace another, has met some of the members only.
-            self.roll.call(self.roll.lives.keys() - self.clock.known - {worker})
+            self.roll.call(self.roll.incarnations.keys() - self.clock.known - {worker})
         return self.clock.join(worker, step)
 
     def met(self, who: Who, first: int) -> None:

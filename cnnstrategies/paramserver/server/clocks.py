@@ -146,7 +146,7 @@ class RollCall:
     """
 
     def __init__(self, expected: int = 0) -> None:
-        self.lives: Mapping[int, int] = {}
+        self.incarnations: Mapping[int, int] = {}
         self._expected = expected
         self._absent: set[int] = set()
         self._until: float | None = None
@@ -156,14 +156,14 @@ class RollCall:
         self._absent = set(workers)
         self._until = None
 
-    def follow(self, lives: Mapping[int, int]) -> list[int]:
+    def follow(self, incarnations: Mapping[int, int]) -> list[int]:
         """Go on with another view's workers: those that are waited for no longer."""
-        gone = [worker for worker, life in self.lives.items() if lives.get(worker) != life]
-        if lives:  # Those of the start that are not in the first of these views have died before.
-            gone += set(range(self._expected)) - lives.keys()
+        gone = [worker for worker, incarnation in self.incarnations.items() if incarnations.get(worker) != incarnation]
+        if incarnations:  # Those of the start that are not in the first of these views have died before.
+            gone += set(range(self._expected)) - incarnations.keys()
             self._expected = 0
-        self.lives = lives
-        self._absent &= lives.keys()
+        self.incarnations = incarnations
+        self._absent &= incarnations.keys()
         return gone
 
     def here(self, worker: int) -> None:

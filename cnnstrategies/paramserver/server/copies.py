@@ -61,7 +61,9 @@ class Copies:
                     needed.append((key, backup))
         self._late |= {backup for _, backup in needed if 0 < view.begun < since[backup]}
         self._late &= since.keys()
-        self._copied = {key: life for key, life in self._copied.items() if self._life(key) == life}
+        self._copied = {
+            key: incarnation for key, incarnation in self._copied.items() if self._incarnation(key) == incarnation
+        }
         return needed
 
     def owns(self, key: int) -> bool:
@@ -72,7 +74,7 @@ class Copies:
         """The slice's primary; -1 if no live server holds it."""
         return next(iter(self._holders.get(key, [])), -1)
 
-    def _life(self, key: int) -> tuple[int, int]:
+    def _incarnation(self, key: int) -> tuple[int, int]:
         """The slice's primary, and the view that its present process came with."""
         primary = self._primary(key)
         return primary, self._since.get(primary, -1)
@@ -180,11 +182,11 @@ class Copies:
         if header.base >= LARGEST_NUMBER:
             raise InvalidMessageError("a version out of range")
         self._store.set_state(header.key, state)
-        self._store.seen[header.key] = {(worker, life): step for worker, life, step in seen}
+        self._store.seen[header.key] = {(worker, incarnation): step for worker, incarnation, step in seen}
         self._store.put(header.key, from_bytes(values[-slice_.nbytes :], slice_.dtype), header.base)
         if changes is not None:  # What workers have stands before the values.
             changes.take_over(header.key, from_bytes(values[: slice_.nbytes], slice_.dtype), lineage, behind)
-        self._copied[header.key] = self._life(header.key)
+        self._copied[header.key] = self._incarnation(header.key)
         self.acknowledge(header.key)
 
     def acknowledge(self, key: int) -> None:

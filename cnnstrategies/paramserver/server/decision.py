@@ -29,7 +29,7 @@ class Decision:
     @classmethod
     def of(cls, said: Message, specification: Specification) -> "Decision":
         """The one that another server tells."""
-        who = tuple((worker, life) for worker, life in said.table("who", int, int))
+        who = tuple((worker, incarnation) for worker, incarnation in said.table("who", int, int))
         scale = None if said.fields.get("scale") is None else said.real("scale")
         if scale is None and specification.clip_norm is None:
             raise InvalidMessageError("a step that waits for a factor although nothing is clipped")

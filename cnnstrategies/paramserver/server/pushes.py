@@ -31,7 +31,7 @@ class Begin:
     options: Options
     weight: float
     pulls: Encoding = Encoding.NOTHING
-    rung: int = 0
+    level: int = 0
 
 
 class Pushes:
@@ -244,8 +244,8 @@ class Updater:
             mean.mul_(decision.scale)
         absent = pushes.absent(key, self._members)
         chosen = [pushes.begun[one] for one in decision.who if one in pushes.begun] if self._may_choose else []
-        pulls, rung = frozenset(begin.pulls for begin in chosen), chosen[0].rung if chosen else 0
-        self._shard.update(key, mean, decision.options, EVERYBODY, decision.step, absent, pulls, rung)
+        pulls, level = frozenset(begin.pulls for begin in chosen), chosen[0].level if chosen else 0
+        self._shard.update(key, mean, decision.options, EVERYBODY, decision.step, absent, pulls, level)
         pushes.drop(key)
         if not self._todo and not self._waiting:
             self.finished = self._backlog.lowest(decision.step)

@@ -50,12 +50,12 @@ class Senders:
         self._view = view
         self._members = {worker.id: (worker.incarnation, worker.public_key) for worker in view.workers}
         self._members |= {SERVER + server.id: (server.since, server.public_key) for server in view.servers}
-        for peer, (life, _) in list(self._last.items()):
-            if self._life(peer) != life:  # It is gone, or another now.
+        for peer, (incarnation, _) in list(self._last.items()):
+            if self._incarnation(peer) != incarnation:  # It is gone, or another now.
                 for numbers in (self._last, self._found, self._answered):
                     numbers.pop(peer, None)
 
-    def _life(self, peer: int) -> int | None:
+    def _incarnation(self, peer: int) -> int | None:
         return self._members[peer][0] if peer in self._members else None
 
     def have(self, key: str) -> bool:
@@ -64,25 +64,25 @@ class Senders:
 
     def are_joined(self, header: Header, user: str) -> bool:
         """Whether a message shows that the connection with another server holds, whether or not it is acted on."""
-        life, key = self._members.get(header.sender, (None, ""))
-        return life is not None and life <= header.incarnation and (user == key or not self._encrypted)
+        incarnation, key = self._members.get(header.sender, (None, ""))
+        return incarnation is not None and incarnation <= header.incarnation and (user == key or not self._encrypted)
 
     def check(self, header: Header, user: str) -> bool:
         """Check who has sent a message, and count it; whether another server's messages before it have not come."""
         is_server = header.sender >= SERVER
-        life, key = self._members.get(header.sender, (None, ""))
-        if life is None or (not is_server and life != header.incarnation):
+        incarnation, key = self._members.get(header.sender, (None, ""))
+        if incarnation is None or (not is_server and incarnation != header.incarnation):
             raise InvalidMessageError("from no member of the view")
-        if is_server and not life <= header.incarnation <= self._view.number:
+        if is_server and not incarnation <= header.incarnation <= self._view.number:
             raise InvalidMessageError("of a view that is not known here, or of a server that was replaced")
         if self._encrypted and user != key:
             raise InvalidMessageError("a key that is not its sender's")
         if header.kind not in (_FROM_SERVERS if is_server else _FROM_WORKERS):
             raise InvalidMessageError("a kind that its sender does not send")
-        _, last = self._last.get(header.sender, (life, 0))
+        _, last = self._last.get(header.sender, (incarnation, 0))
         if header.sequence <= last:
             raise InvalidMessageError("a replay")
-        self._last[header.sender] = life, header.sequence
+        self._last[header.sender] = incarnation, header.sequence
         missed = is_server and header.sequence > last + 1
         if missed:
             self._found[header.sender] += 1

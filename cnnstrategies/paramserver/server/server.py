@@ -290,7 +290,7 @@ class Server:
                 self._outbox.ask_again(known)  # What came too early was dropped.
 
     def _begin(self, worker: int, header: Header, payload: memoryview) -> None:
-        begin = Begin(self._options_in(header, payload), header.weight, self._pulled(header.base), header.rung)
+        begin = Begin(self._options_in(header, payload), header.weight, self._pulled(header.base), header.level)
         self.mode.begin((worker, header.incarnation), header.step, begin)
 
     def _pulled(self, number: int) -> Encoding:
@@ -327,7 +327,7 @@ class Server:
         if header.base & 1:
             # A newcomer to common steps begins with what the others have.
             version = 0 if self._common is None else header.step
-            pull = Pull(header.step, version, whole=True, state=header.rung > 0, question=header.question)
+            pull = Pull(header.step, version, whole=True, state=header.level > 0, question=header.question)
             self.shard.pull(worker, keys, pull)
         elif self._own is not None:
             self._own.pull((worker, header.incarnation), keys, header.step, encoding)

@@ -58,7 +58,7 @@ class Shard:
         self.owned: frozenset[int] = frozenset()
         self.copies = Copies(server, outbox, store)
         self._server = server
-        self._rung = 0
+        self._level = 0
         self._outbox = outbox
         self._encoding = ENCODINGS[specification.pull_compression]
         self._order = {key: place for place, key in enumerate(store.slices)}
@@ -124,7 +124,7 @@ class Shard:
             payload, encoding, mark = self._answer(key, pull, version, encoded)
             self._outbox.to_worker(
                 worker, Kind.PULLED, payload, key=key, step=pull.request, base=version, encoding=encoding,
-                weight=mark, rung=self._rung, question=pull.question,
+                weight=mark, level=self._level, question=pull.question,
             )  # fmt: skip
 
     def _answer(self, key: int, pull: Pull, version: int, encoded: dict[Encoding, Any]) -> tuple[Any, Encoding, float]:
@@ -153,7 +153,7 @@ class Shard:
         step: int,
         absent: int,
         pulls: Collection[Encoding] = (),
-        rung: int = 0,
+        level: int = 0,
     ) -> None:
         """Apply an update of a slice here, send it to the backups, and answer the pulls that it makes possible.
 
@@ -161,7 +161,7 @@ class Shard:
         workers may choose, `pulls` are the encodings in which they will pull what comes of it, and `rung` is what the
         first of them has chosen; see :attr:`~cnnstrategies.paramserver.messages.Header.rung`.
         """
-        self._rung = rung
+        self._level = level
         self.store.apply(key, change, options, absent)
         self.store.seen[key][who] = step
         sent = b"" if self.store.changes is None else self.store.changes.make(key, pulls)

@@ -73,11 +73,11 @@ class Synchronous:
         self._servers = frozenset(server.id for server in view.servers)
         self._lacks_a_home = not all(home & self._servers for home in self._homes)
         self.leader = min(((view.age(server), server.id) for server in view.servers), default=(0, self._server))[1]
-        for worker in self.roll.follow(view.lives):
+        for worker in self.roll.follow(view.incarnations):
             self.clock.leave(worker)
         if self.leader == self._server and not led:
             # One that has come during the run may have met some of the members only.
-            self.roll.call(self.roll.lives.keys() - self.clock.known)
+            self.roll.call(self.roll.incarnations.keys() - self.clock.known)
         self._backlog.compare()
         self._reports.follow(self._servers)
         self._begin_norm()
@@ -145,7 +145,9 @@ class Synchronous:
     def _present(self) -> list[Who]:
         """The members of the decided step that live: their pushes come again if they are not here."""
         who = () if self._decision is None else self._decision.who
-        return [(worker, life) for worker, life in who if self.roll.lives.get(worker) == life]
+        return [
+            (worker, incarnation) for worker, incarnation in who if self.roll.incarnations.get(worker) == incarnation
+        ]
 
     @property
     def _knows_all(self) -> bool:
@@ -216,7 +218,11 @@ class Synchronous:
     def _countable(self) -> set[Entry]:
         """Steps with the members whose pushes of that step are all here."""
         complete = self._backlog.all_begun() if self._pipelined else self._backlog.all_complete()
-        return {(step, worker) for step, (worker, life) in complete if self.roll.lives.get(worker) == life}
+        return {
+            (step, worker)
+            for step, (worker, incarnation) in complete
+            if self.roll.incarnations.get(worker) == incarnation
+        }
 
     def flush(self) -> None:
         """Tell the leader whose pushes have come in full since the last time: the votes of one look at the messages."""
@@ -238,7 +244,7 @@ class Synchronous:
         ready = None if complete is None else self.clock.ready(complete)
         if ready is None:
             return
-        who = tuple((worker, self.roll.lives[worker]) for worker in sorted(ready))
+        who = tuple((worker, self.roll.incarnations[worker]) for worker in sorted(ready))
         scale = 1.0 if self._specification.clip_norm is None else None
         decision = Decision(step, who, self._backlog.of(step).begun[who[0]].options, scale)
         self._tell_all(decision)
@@ -315,7 +321,7 @@ class Synchronous:
     # Application
 
     def _plan(self) -> None:
-        heirs = self.roll.lives.items() if self._waits_for_heirs else ()
+        heirs = self.roll.incarnations.items() if self._waits_for_heirs else ()
         self._updater.plan(self._decision, self._present, heirs)
         self._send_norm()
 

@@ -42,7 +42,7 @@ def ladder(specification: Specification) -> list[Codecs]:
         if specification.pulls_changes:
             pulls.append("onebit")
     count = max(len(pushes), len(pulls))
-    return [(pushes[min(rung, len(pushes) - 1)], pulls[min(rung, len(pulls) - 1)]) for rung in range(count)]
+    return [(pushes[min(level, len(pushes) - 1)], pulls[min(level, len(pulls) - 1)]) for level in range(count)]
 
 
 class CodecChooser:
@@ -61,9 +61,9 @@ class CodecChooser:
         chosen: The rung that is used, but for the steps that try another one.
     """
 
-    def __init__(self, rungs: int, followed: bool = False) -> None:
+    def __init__(self, levels: int, followed: bool = False) -> None:
         self.chosen = 0
-        self._rungs = rungs
+        self._levels = levels
         self._followed = followed
         self._step = 0
         self._cost = 0.0  # seconds that the present round has cost
@@ -84,7 +84,7 @@ class CodecChooser:
 
     def follow(self, step: int, first: int | None) -> int:
         """The same of another worker; the first one has used a rung in the step before, None if that is not known."""
-        heard = self._next if first is None else min(first, self._rungs - 1)
+        heard = self._next if first is None else min(first, self._levels - 1)
         self._heard = [*self._heard, heard][-2:]
         self._next = self._heard[0]
         if step % 2 == 0:
@@ -134,7 +134,7 @@ class CodecChooser:
         """Move to where steps take the least time, in the first direction that gains; what they take there."""
         before = self.chosen
         for direction in directions:
-            while 0 <= self.chosen + direction < self._rungs:
+            while 0 <= self.chosen + direction < self._levels:
                 tried = yield from self._try(self.chosen + direction, times)
                 if median(tried) >= median(times) * (GAIN if direction > 0 else 1):
                     self._cost += sum(max(0.0, seconds - median(times)) for seconds in tried)
@@ -146,7 +146,7 @@ class CodecChooser:
             times.append((yield self.chosen))
         return times
 
-    def _try(self, rung: int, times: list[float]) -> Generator[int, float, list[float]]:
+    def _try(self, level: int, times: list[float]) -> Generator[int, float, list[float]]:
         """What steps take with another rung; those between, with the present one, are added to `times`."""
         tried: list[float] = []
         spoiled = self._followed
@@ -154,10 +154,10 @@ class CodecChooser:
             while self._step % 2 or not times:
                 times.append((yield self.chosen))
             if spoiled:
-                yield rung
+                yield level
                 spoiled = False
                 continue
-            tried.append((yield rung))
+            tried.append((yield level))
             if min(tried) > WORSE * median(times) or (len(tried) > 1 and BETTER * max(tried) < min(times)):
                 break
         return tried

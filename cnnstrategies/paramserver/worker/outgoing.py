@@ -48,17 +48,17 @@ class Outgoing:
         self._began_with = began_with
         self._answers = answers
         self._begin: tuple[int, dict[str, Any], float] | None = None
-        self._pulls, self._rung = Encoding.NOTHING, 0
+        self._pulls, self._level = Encoding.NOTHING, 0
         self._sent: set[int] = set()  # slices
         self._filling: dict[int, Filling] = {}
         self._clipped: dict[int, Tensor] = {}
 
-    def encode_as(self, compression: Compression, pulls: Encoding, rung: int) -> None:
+    def encode_as(self, compression: Compression, pulls: Encoding, level: int) -> None:
         """Encode the next gradients in this way; those that are on their way stay as they are.
 
         `pulls` says how what comes of the step will be pulled, `rung` what the header says of that.
         """
-        self._pulls, self._rung = pulls, rung
+        self._pulls, self._level = pulls, level
         for encoder in self._encoders:
             encoder.encoding = ENCODINGS[compression]
 
@@ -151,7 +151,7 @@ class Outgoing:
         assert self._begin is not None
         step, values, samples = self._begin
         self._connections.send(
-            server, Kind.BEGIN, step=step, base=self._pulls, rung=self._rung, weight=samples, json=values
+            server, Kind.BEGIN, step=step, base=self._pulls, level=self._level, weight=samples, json=values
         )
 
     def _send(self, key: int) -> None:

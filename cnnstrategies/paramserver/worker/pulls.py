@@ -44,8 +44,8 @@ class Pulls:
         self.encoding = Encoding.NOTHING
         self._slices = slices
         self._by_parameter = keys_by_parameter(slices, len(parameters))
-        self._targets = [Target(parameter) for parameter in parameters]
-        self._copies = [Target(copy) for copy in copies]
+        self._targets = [PullTarget(parameter) for parameter in parameters]
+        self._copies = [PullTarget(copy) for copy in copies]
         self._had = Had(slices) if changes else None
         self._connections = connections
         self._question = 0  # number of the last one for the present values
@@ -143,7 +143,7 @@ class Pulls:
                 self._connections.send(
                     server, Kind.PULL, pack_keys(part), step=self.step, base=asked, weight=mark,
                     encoding=Encoding.KEYS, question=self._question if self.refreshing else 0,
-                    rung=int(self.states is not None),
+                    level=int(self.states is not None),
                 )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ class Had:
         return self._values[key]
 
 
-class Target:
+class PullTarget:
     """Where a parameter's pulled values are written: its own memory, or a buffer if that is not flat CPU memory."""
 
     def __init__(self, parameter: Tensor) -> None:

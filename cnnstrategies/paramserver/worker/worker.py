@@ -58,7 +58,7 @@ class WorkerRole:
     ) -> None:
         self.step = 0
         self.counters = Counters()
-        self.first_rung: int | None = None
+        self.first_level: int | None = None
         self._specification = specification
         self._parameters = parameters
         self._slices = slices
@@ -160,10 +160,10 @@ class WorkerRole:
         """Whether this worker chooses encodings: for itself, or where steps are common for all that live."""
         return not self._specification.aggregates or all(self._id <= one.id for one in self.view.workers)
 
-    def encode_as(self, compression: Compression, pull_compression: Compression, rung: int) -> None:
+    def encode_as(self, compression: Compression, pull_compression: Compression, level: int) -> None:
         """From the next step on push and pull in these encodings; all parameters are up to date."""
         self.pulls.encoding = ENCODINGS[pull_compression]
-        self._outgoing.encode_as(compression, self.pulls.encoding, rung + 1)
+        self._outgoing.encode_as(compression, self.pulls.encoding, level + 1)
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
         """Start a step's pushes; all parameters are up to date. Nothing is handed over before the step ends."""
@@ -242,7 +242,7 @@ class WorkerRole:
             if self._version is not None and not refreshing:
                 self.counters.staleness += max(0, header.base - self._version - 1)
             self._version = header.base
-            self.first_rung = header.rung - 1 if header.rung else None
+            self.first_level = header.level - 1 if header.level else None
         self._outgoing.unanswered.pop(header.key, None)
         for part in self._slices[header.key].parts:
             if not self.pulls.waits_for(part.parameter):

@@ -52,7 +52,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """A training on some devices.
 
     Attributes:
@@ -109,7 +109,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Epoch:
+class EpochCosts:
     """What an epoch has beside its steps.
 
     Attributes:
@@ -160,7 +160,7 @@ class Facts:
     reads: Mapping[str, float] = field(default_factory=dict)
     read_seconds: float = 0.0
     log_every: int = 50
-    epoch: Epoch = Epoch()
+    epoch: EpochCosts = EpochCosts()
     keys: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -168,11 +168,11 @@ class Facts:
 class Found:
     """All that was measured; the runs by growing numbers of devices."""
 
-    runs: Sequence[Run]
+    runs: Sequence[MeasuredRun]
     facts: Facts
 
     @property
-    def largest(self) -> Run:
+    def largest(self) -> MeasuredRun:
         """With the most devices."""
         return self.runs[-1]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cnnstrategies.planning.scaling.figures import COMPUTE, LARGER, Epoch, Facts, Found, Rank, Run, Sample
+from cnnstrategies.planning.scaling.figures import COMPUTE, LARGER, EpochCosts, Facts, Found, MeasuredRun, Rank, Sample
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, PATIENCE, Trial, TrialError
 
 BLOCK_SECONDS = 1.0
@@ -52,7 +52,7 @@ class Training:
         self._last = self.trial.ask({"steps": self._count(1)})
         self._rounds.append(self._last)
 
-    def run(self) -> Run:
+    def run(self) -> MeasuredRun:
         """What was measured."""
         ranks = []
         for reports, hello in zip(zip(*self._rounds, strict=True), self.trial.hellos, strict=True):
@@ -60,7 +60,7 @@ class Training:
             for report in reports:
                 parts.update({name: value * report["steps"] / steps for name, value in report["parts"].items()})
             ranks.append(Rank(sum(report["samples"] for report in reports) / steps, parts, hello["waiting"]))
-        return Run(ranks, [_rate(reports) for reports in self._rounds])
+        return MeasuredRun(ranks, [_rate(reports) for reports in self._rounds])
 
     def times(self, of: Callable[[Sequence[Report]], float], larger: int = 1, **change: Any) -> float:
         """How many times as much something of the ranks' reports is with a change."""
@@ -114,7 +114,7 @@ class Bench:
         Raises:
             TrialError: No number of devices could be trained on.
         """
-        runs: dict[int, Run] = {}
+        runs: dict[int, MeasuredRun] = {}
         facts = self.facts
         groups = [list(self.words)] if self.together else [[count] for count in self.words]
         for number, group in enumerate(groups):
@@ -155,9 +155,9 @@ class Bench:
             for count in random.sample(list(trainings), len(trainings)):
                 trainings[count].measure()
 
-    def _facts(self, training: Training, run: Run) -> Facts:
+    def _facts(self, training: Training, run: MeasuredRun) -> Facts:
         trial, hello = training.trial, training.hello
-        facts = replace(self.facts, epoch=Epoch(hello["steps"], hello["validation"]), **hello["facts"])
+        facts = replace(self.facts, epoch=EpochCosts(hello["steps"], hello["validation"]), **hello["facts"])
         known: dict[str, Any] = {}
         alike = ALL_REDUCE in hello["waiting"]  # Each rank has the whole network, and none asks a server.
         try:

@@ -7,7 +7,7 @@ from rich import box
 from rich.table import Table
 
 from cnnstrategies.planning.costs import digits
-from cnnstrategies.planning.scaling.figures import CALLBACK, COMPUTE, LOGGER, Found, Rank, Run, ms
+from cnnstrategies.planning.scaling.figures import CALLBACK, COMPUTE, LOGGER, Found, MeasuredRun, Rank, ms
 from cnnstrategies.planning.scaling.reasons import Reason
 from cnnstrategies.planning.tune.race import interval
 from cnnstrategies.runtime.whole_file import whole_file
@@ -33,7 +33,7 @@ KINDS = {
 }
 
 
-def by_kind(run: Run) -> dict[str, float]:
+def by_kind(run: MeasuredRun) -> dict[str, float]:
     """Seconds of a step of an average rank, by kinds that add up to it."""
     found = dict.fromkeys(KINDS.values(), 0.0)
     for rank in run.ranks:
@@ -48,7 +48,7 @@ def _kind(name: str) -> str:
     return next((said for start, said in KINDS.items() if name.startswith(start)), OTHER)
 
 
-def speedup(found: Found, run: Run) -> tuple[float, float, float]:
+def speedup(found: Found, run: MeasuredRun) -> tuple[float, float, float]:
     """How many times as many samples/s as on the fewest devices, between the ends of an interval."""
     ratios = [one / base for one, base in zip(run.rates, found.runs[0].rates, strict=False)]
     low, middle, high = interval(ratios, ERROR)
@@ -110,7 +110,7 @@ def sentences(found: Found, why: Sequence[Reason]) -> list[str]:
     return lines
 
 
-def _batches(first: Run, run: Run) -> str:
+def _batches(first: MeasuredRun, run: MeasuredRun) -> str:
     """Weak or strong scaling, in a sentence."""
     here, there = first.samples / first.devices, run.samples / run.devices
     smaller, larger, own = digits(first.samples, 4), digits(run.samples, 4), digits(there, 4)

@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 
 from cnnstrategies.planning.candidates import Effect
-from cnnstrategies.planning.tune.race import Look, Race, Verdict, combined
+from cnnstrategies.planning.tune.race import Look, Race, RaceVerdict, combined
 from cnnstrategies.planning.tune.settings import Setting, nested, write_commented
 from cnnstrategies.planning.tune.trial import COMPARED_STEPS, ONE_BATCH, PATIENCE, Trial, TrialError
 
@@ -34,7 +34,7 @@ EFFECTS = {Effect.NONE: "", Effect.ROUNDING: "", Effect.LEARNING: "changes learn
 
 
 @dataclass(frozen=True)
-class Row:
+class CandidateResult:
     """What became of a candidate.
 
     Attributes:
@@ -43,7 +43,7 @@ class Row:
     """
 
     setting: Setting
-    verdict: Verdict | None = None
+    verdict: RaceVerdict | None = None
     trouble: str = ""
 
 
@@ -80,7 +80,7 @@ class Contest:
     deterministic: bool = True
     progress: Callable[[str], None] = lambda text: None
     command: str = ONE_BATCH
-    rows: dict[str, Row] = field(default_factory=dict)
+    rows: dict[str, CandidateResult] = field(default_factory=dict)
     default_times: list[float] = field(default_factory=list)
 
     def run(self, settings: Sequence[Setting]) -> Setting | None:
@@ -96,7 +96,7 @@ class Contest:
         default: dict[str, _Runner] = {}
         with ExitStack() as stack:
             for group in groups:
-                self.rows |= {one.name: Row(one) for one in group}
+                self.rows |= {one.name: CandidateResult(one) for one in group}
                 with ExitStack() as own:
                     runners = default | self._start_all(group if default else [PLAIN, *group], own, stack)
                     default = {DEFAULT: runners[DEFAULT]}
@@ -129,7 +129,7 @@ class Contest:
         return made
 
     def _give_up(self, name: str, trouble: str) -> None:
-        self.rows[name] = Row(self.rows[name].setting, trouble=trouble)
+        self.rows[name] = CandidateResult(self.rows[name].setting, trouble=trouble)
 
     def _race(self, runners: dict[str, _Runner]) -> None:
         """Race a group, of which those stay that are not behind."""
@@ -142,7 +142,7 @@ class Contest:
         while not race.over and time.monotonic() < self.ends:
             self._round(race, runners)
             for name, verdict in race.verdicts.items():
-                self.rows[name] = Row(self.rows[name].setting, verdict)
+                self.rows[name] = CandidateResult(self.rows[name].setting, verdict)
                 if name not in race.running and name in runners:
                     runners.pop(name).trial.close()
 
@@ -178,17 +178,17 @@ class Contest:
             except TrialError as failure:
                 self._give_up(name, str(failure))
                 continue
-            self.rows[name] = Row(row.setting, combined(verdicts))
+            self.rows[name] = CandidateResult(row.setting, combined(verdicts))
             if verdicts[-1].outcome == "faster":
                 return row.setting
         return None
 
-    def fresh_verdicts(self, setting: Setting) -> list[Verdict]:
+    def fresh_verdicts(self, setting: Setting) -> list[RaceVerdict]:
         """The verdicts of pairs of new processes, up to the first that does not say faster.
 
         Who is started last has been seen to be quicker: that is the default first, as it was the candidate before.
         """
-        verdicts: list[Verdict] = []
+        verdicts: list[RaceVerdict] = []
         for turn in range(PAIRS):
             if verdicts and time.monotonic() > self.ends:
                 return [*verdicts, replace(verdicts[-1], outcome="undecided")]
@@ -199,7 +199,7 @@ class Contest:
                 break
         return verdicts
 
-    def fresh_verdict(self, name: str, runners: Mapping[str, _Runner]) -> Verdict:
+    def fresh_verdict(self, name: str, runners: Mapping[str, _Runner]) -> RaceVerdict:
         """The verdict of rounds that nothing was chosen by."""
         race = Race([one for one in runners if one == name], looks=(FRESH,))
         while not race.over:
@@ -238,7 +238,7 @@ def repeats(strategy: object) -> bool:
     return not re.search(r"async|mode='ssp'|_ssp", str(strategy))
 
 
-def table(rows: Sequence[Row], rate: float, title: str = "") -> Table:
+def table(rows: Sequence[CandidateResult], rate: float, title: str = "") -> Table:
     """The candidates, fastest first.
 
     Args:

@@ -41,7 +41,7 @@ LOOKS = (Look(11, 0.01), Look(17, 0.015), Look(25, 0.025))
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RaceVerdict:
     """What is known of a candidate: its speed over the default's, and the ends of the interval for that."""
 
     outcome: Outcome
@@ -62,7 +62,7 @@ class Race:
 
     candidates: Sequence[str]
     looks: Sequence[Look] = LOOKS
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    verdicts: dict[str, RaceVerdict] = field(default_factory=dict)
     _gains: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class Race:
             own = self._gains[name]
             if any(_is_behind([two - one for one, two in zip(own, rival, strict=True)]) for rival in rivals):
                 low, middle, high = (math.exp(one) for one in (min(own), statistics.median(own), max(own)))
-                self.verdicts[name] = Verdict("behind", middle, low, high, len(own))
+                self.verdicts[name] = RaceVerdict("behind", middle, low, high, len(own))
 
 
 def _is_behind(leads: Sequence[float]) -> bool:
@@ -125,10 +125,10 @@ def _is_behind(leads: Sequence[float]) -> bool:
     return min(leads) > BEHIND or (len(leads) >= LATER and interval(leads, BEHIND_ERROR)[0] > 0)
 
 
-_NOTHING = Verdict("undecided", 1.0, 0.0, math.inf, 0)
+_NOTHING = RaceVerdict("undecided", 1.0, 0.0, math.inf, 0)
 
 
-def verdict(gains: Sequence[float], error: float) -> Verdict:
+def verdict(gains: Sequence[float], error: float) -> RaceVerdict:
     """What is known from a candidate's rounds, logarithms of the default's time over its own."""
     low, middle, high = interval(gains, error)
     outcome: Outcome = "undecided"
@@ -138,14 +138,14 @@ def verdict(gains: Sequence[float], error: float) -> Verdict:
         outcome = "slower"
     elif low > -MARGIN and high < MARGIN:
         outcome = "no difference"
-    return Verdict(outcome, math.exp(middle), math.exp(low), math.exp(high), len(gains))
+    return RaceVerdict(outcome, math.exp(middle), math.exp(low), math.exp(high), len(gains))
 
 
-def combined(verdicts: Sequence[Verdict]) -> Verdict:
+def combined(verdicts: Sequence[RaceVerdict]) -> RaceVerdict:
     """What several pairs of processes say together: the last one's outcome, their middle, and all that they allow."""
     middle = math.exp(statistics.mean(math.log(one.speed) for one in verdicts))
     low, high = min(one.low for one in verdicts), max(one.high for one in verdicts)
-    return Verdict(verdicts[-1].outcome, middle, low, high, sum(one.rounds for one in verdicts))
+    return RaceVerdict(verdicts[-1].outcome, middle, low, high, sum(one.rounds for one in verdicts))
 
 
 def interval(values: Sequence[float], error: float) -> tuple[float, float, float]:

@@ -15,7 +15,7 @@ from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.batch import Batch, Images
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.probes import Rows
-from cnnstrategies.strategies.hybrid_pipeline.stand_ins import ImagesElsewhere
+from cnnstrategies.strategies.hybrid_pipeline.placeholders import ImagesElsewhere
 
 Kind = Literal["input", "rows", "items", "same"]
 

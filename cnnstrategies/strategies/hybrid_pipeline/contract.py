@@ -19,8 +19,8 @@ from cnnstrategies.models.own_forward import WHOLE, has_own_forward, network_at,
 from cnnstrategies.pipeline.losses import ADVICE
 from cnnstrategies.pipeline.stage import check_backend
 from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached
+from cnnstrategies.strategies.hybrid_pipeline.placeholders import COMPILE_STAGES
 from cnnstrategies.strategies.hybrid_pipeline.shadow import same_random_numbers
-from cnnstrategies.strategies.hybrid_pipeline.stand_ins import COMPILE_STAGES
 
 # The size of each step's gradients: some optimizers mix parameters only where those are large, or after several steps
 # that have led them the same way.

@@ -15,8 +15,8 @@ from cnnstrategies.models.own_forward import PLACE, network_at
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.whole import Groups, group_names, hold, merge_state, named_state, split_state
 from cnnstrategies.strategies.hybrid_pipeline.contract import put_network
-from cnnstrategies.strategies.hybrid_pipeline.stand_ins import NetworkStandIn
-from cnnstrategies.strategies.unwrapped import check_optimizer_states
+from cnnstrategies.strategies.hybrid_pipeline.placeholders import NetworkStandIn
+from cnnstrategies.strategies.without_ddp import check_optimizer_states
 
 
 class DividedModule:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
-from cnnstrategies.strategies.licences import READS, Origins, WatchedHooks, tensors_in
+from cnnstrategies.strategies.observer_hooks import TO_PYTHON, HookContexts, TensorOrigins, tensors_in
 
 # What runs while the network is divided. What is transferred are batches; what is saved and loaded is whole.
 _ELSEWHERE = ("on_before_batch_transfer", "on_after_batch_transfer", "on_save_checkpoint", "on_load_checkpoint")
@@ -43,7 +43,7 @@ class HookWatch:
         self._own = divided.names_of_parameters
         self._running: list[_Watched] = []
         self._handle = divided.stand_in.register_state_dict_pre_hook(self._refuse_state)  # type: ignore[no-untyped-call]
-        self._hooks = WatchedHooks([divided.module, *divided.callbacks], _HOOKS, self.watching)
+        self._hooks = HookContexts([divided.module, *divided.callbacks], _HOOKS, self.watching)
 
     def end(self) -> None:
         """Watch no more."""
@@ -96,7 +96,7 @@ class _Watched(TorchFunctionMode):
         self._path = path
         self._own = own
         self._names = frozenset(own.values())
-        self._origins: Origins[frozenset[str]] = Origins()
+        self._origins: TensorOrigins[frozenset[str]] = TensorOrigins()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -114,7 +114,7 @@ class _Watched(TorchFunctionMode):
                 self._note(origin, args[0][place], result[place] if result is not None else None)
             return result
         origin = self._origin(given, name)
-        if name in READS and origin & self._names and args[0].dtype != torch.bool:
+        if name in TO_PYTHON and origin & self._names and args[0].dtype != torch.bool:
             self._refuse(f"makes numbers of {self._path}.{min(origin)} ({name})", _REMEDY)
         result = func(*args, **kwargs)
         self._note(origin, result, args[0] if name in ("__setitem__", "__set__") else None)
@@ -147,11 +147,11 @@ class _Watched(TorchFunctionMode):
             return frozenset({self._own[id(tensor)]})
         if isinstance(tensor, nn.Parameter):
             return frozenset({f"parameter {id(tensor)}"})
-        return self._origins.of(tensor, _NOWHERE)
+        return self._origins.origin_of(tensor, _NOWHERE)
 
     def _note(self, origin: frozenset[str], *results: Any) -> None:
         if origin:
-            self._origins.note(origin, results)
+            self._origins.record(origin, results)
 
     def _refuse(self, what: str, remedy: str) -> NoReturn:
         raise ConfigurationError(f"{self.hook} {what}: {_PARTS}; {remedy}")

@@ -15,13 +15,13 @@ from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.tracing import network_inputs
 from cnnstrategies.strategies.hybrid_pipeline.batches import Form, as_given, flatten, take_apart
+from cnnstrategies.strategies.hybrid_pipeline.placeholders import OF_THE_BATCH, described, one_of
 from cnnstrategies.strategies.hybrid_pipeline.shadow import (
     NoCollectives,
     copy_metrics,
     same_random_numbers,
     shadow_of,
 )
-from cnnstrategies.strategies.hybrid_pipeline.stand_ins import OF_THE_BATCH, described, one_of
 
 STEPS = {
     RunningStage.TRAINING: "training_step",

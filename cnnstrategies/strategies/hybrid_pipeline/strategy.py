@@ -78,7 +78,7 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
 )
 from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
 from cnnstrategies.strategies.hybrid_pipeline.steps import Steps, after_the_lost_rank, clip_by_joint_norm, clip_by_value
-from cnnstrategies.strategies.unwrapped import check_keywords, own_metric_states
+from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 
 
 class HybridPipelineStrategy(DDPStrategy):

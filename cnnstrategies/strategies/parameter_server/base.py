@@ -24,9 +24,9 @@ from cnnstrategies.paramserver.places import RunAddress
 from cnnstrategies.paramserver.services import load_keys
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.strategies.parameter_server.launcher import WatchingProcessLauncher, WatchingScriptLauncher
-from cnnstrategies.strategies.parameter_server.options import Options
-from cnnstrategies.strategies.parameter_server.run import SESSIONS, WAIT, Layout, open_supervision, worker_address
-from cnnstrategies.strategies.unwrapped import (
+from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
+from cnnstrategies.strategies.parameter_server.run import SESSIONS, WAIT, NodeLayout, open_supervision, worker_address
+from cnnstrategies.strategies.without_ddp import (
     check_keywords,
     check_optimizer_states,
     own_metric_states,
@@ -46,7 +46,9 @@ class CoordinatedStrategy(DDPStrategy):
     finds_hosts = True  # Its coordinator knows who is there.
     wait = WAIT
 
-    def __init__(self, options: Options, start_method: Literal["popen", "spawn", "fork"], **kwargs: Any) -> None:
+    def __init__(
+        self, options: ParameterServerOptions, start_method: Literal["popen", "spawn", "fork"], **kwargs: Any
+    ) -> None:
         check_keywords(type(self).__name__, kwargs)
         super().__init__(start_method=start_method, timeout=timedelta(seconds=options.timeout), **kwargs)
         self.options = options
@@ -74,12 +76,12 @@ class CoordinatedStrategy(DDPStrategy):
         else:
             self._launcher = WatchingProcessLauncher(self, self._start)
 
-    def layout(self) -> Layout:
+    def layout(self) -> NodeLayout:
         """The nodes."""
         environment = self.cluster_environment
         assert environment is not None
         address, port = environment.main_address, environment.main_port
-        return Layout(self.num_nodes, self.node_rank, self.num_processes, address, port, self.wait)
+        return NodeLayout(self.num_nodes, self.node_rank, self.num_processes, address, port, self.wait)
 
     @override
     def setup_distributed(self) -> None:

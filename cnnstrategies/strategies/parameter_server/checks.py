@@ -15,13 +15,13 @@ from torch.overrides import TorchFunctionMode
 from cnnstrategies._lightning_private import acts_within_epochs
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.specification import hyperparameters
-from cnnstrategies.strategies.licences import READS, Origins, WatchedHooks, tensors_in
-from cnnstrategies.strategies.parameter_server.options import Options
+from cnnstrategies.strategies.observer_hooks import TO_PYTHON, HookContexts, TensorOrigins, tensors_in
+from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
 GATHERS = "gather_distributed"  # The end of the names of such options of losses and memories, as lightly has them.
 
 
-def check_module(module: LightningModule, options: Options) -> None:
+def check_module(module: LightningModule, options: ParameterServerOptions) -> None:
     """Refuse a module that the parameter server cannot train."""
     if options.mode != "local" and is_overridden("configure_gradient_clipping", module):
         raise ConfigurationError(
@@ -63,7 +63,7 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
             )
 
 
-def check_optimizers(optimizers: list[Optimizer], options: Options) -> None:
+def check_optimizers(optimizers: list[Optimizer], options: ParameterServerOptions) -> None:
     """Refuse what the servers cannot do."""
     if len(optimizers) != 1:
         raise ConfigurationError(
@@ -94,7 +94,7 @@ def _check_served(optimizer: Optimizer) -> None:
                 )
 
 
-def check_dispatch(trainer: Trainer, options: Options) -> None:
+def check_dispatch(trainer: Trainer, options: ParameterServerOptions) -> None:
     """Refuse a training that counts steps, or stops for something within an epoch, while workers take what they can."""
     if options.data_dispatch == "static":
         return
@@ -137,10 +137,10 @@ LINEAR = (
 )  # fmt: skip
 
 
-def watch_gradients(module: LightningModule, callbacks: Iterable[Callback]) -> WatchedHooks:
+def watch_gradients(module: LightningModule, callbacks: Iterable[Callback]) -> HookContexts:
     """Watch the hooks of a module and its callbacks between backward and the optimizer's step."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return WatchedHooks((module, *callbacks), HOOKS, partial(Linear, names))
+    return HookContexts((module, *callbacks), HOOKS, partial(Linear, names))
 
 
 class Linear(TorchFunctionMode):
@@ -150,7 +150,9 @@ class Linear(TorchFunctionMode):
         super().__init__()
         self._hook = hook
         self._names = names
-        self._gradients: Origins[str] = Origins()  # The name of its parameter for each, and for what is made of it.
+        self._gradients: TensorOrigins[str] = (
+            TensorOrigins()
+        )  # The name of its parameter for each, and for what is made of it.
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """See what a function is given, and call it."""
@@ -162,15 +164,15 @@ class Linear(TorchFunctionMode):
         if func == Tensor.grad.__get__:  # type: ignore[union-attr]
             found = [self._names[id(args[0])]] if id(args[0]) in self._names else []
         if found:
-            self._gradients.note(found[0], (result, *args[: func.__name__.endswith("_")]))
+            self._gradients.record(found[0], (result, *args[: func.__name__.endswith("_")]))
         return result
 
     def _found(self, values: Iterable[Any]) -> list[str]:
         """The parameters whose gradients are among some values."""
-        return [name for tensor in tensors_in(values) if (name := self._gradients.of(tensor, ""))]
+        return [name for tensor in tensors_in(values) if (name := self._gradients.origin_of(tensor, ""))]
 
     def _is_linear(self, func: Callable[..., Any], args: Sequence[Any], found: Sequence[str]) -> bool:
-        if func.__name__ in READS or func.__name__ == "__bool__":
+        if func.__name__ in TO_PYTHON or func.__name__ == "__bool__":
             return False
         name = func.__name__.removeprefix("_foreach_").strip("_")
         if func.__name__.startswith("__") and name[:1] in ("r", "i") and name[1:] in (*PRODUCTS, *QUOTIENTS, *LINEAR):

@@ -20,11 +20,19 @@ from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.coordinator.dispatch import Chunk
 from cnnstrategies.paramserver.coordinator.settings import WORKER, Address
 from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.paramserver.places import ANSWER_SECONDS, FIRST_SECONDS, OVER, PAUSE, Place, RunAddress, find_place
+from cnnstrategies.paramserver.places import (
+    ANSWER_SECONDS,
+    FIRST_SECONDS,
+    OVER,
+    PAUSE,
+    JoinPlace,
+    RunAddress,
+    find_place,
+)
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.runtime.seeds import mixed_seed
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
-from cnnstrategies.strategies.parameter_server.options import Options
+from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 from cnnstrategies.strategies.parameter_server.start import (
     agreed_specification,
     connection,
@@ -93,8 +101,8 @@ class JoiningStrategy(ParameterServerStrategy):
         batches: How many it has worked on; so for ``samples``.
     """
 
-    def __init__(self, options: Options, address: RunAddress, place: Place) -> None:
-        given = {field.name: getattr(options, field.name) for field in fields(Options)}
+    def __init__(self, options: ParameterServerOptions, address: RunAddress, place: JoinPlace) -> None:
+        given = {field.name: getattr(options, field.name) for field in fields(ParameterServerOptions)}
         super().__init__(**{**given, "endpoints": list(options.endpoints)}, start_method="popen")
         self.leaving = False
         self.epochs: set[int] = set()
@@ -209,7 +217,7 @@ class JoiningStrategy(ParameterServerStrategy):
         self._stepper = self._stepper_of(worker, specification, own_steps=0)
         return worker
 
-    def _find_place(self) -> Place:
+    def _find_place(self) -> JoinPlace:
         try:
             return find_place(self._run, self._patience, waits=True)
         except ConfigurationError as error:
@@ -217,7 +225,7 @@ class JoiningStrategy(ParameterServerStrategy):
                 raise
             raise RunEnded(OVER, clean=True) from error  # It has answered before.
 
-    def _take(self, place: Place) -> None:
+    def _take(self, place: JoinPlace) -> None:
         """Become a member in a place.
 
         Raises:
@@ -227,7 +235,7 @@ class JoiningStrategy(ParameterServerStrategy):
         # The coordinator has just answered: it is not waited for as at a run's start.
         appear = max(place.timeout, ANSWER_SECONDS)
         address = Address(
-            self._run.coordinator, WORKER, place.id, place.life, heartbeat, place.timeout, appear, place.session
+            self._run.coordinator, WORKER, place.id, place.incarnation, heartbeat, place.timeout, appear, place.session
         )
         self.register(address, self._run.key_file)
 

@@ -25,7 +25,7 @@ LEAST_SECONDS = 5.0  # for a server that gives signs of life to answer: it may b
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RunOptions):
+class ParameterServerOptions(RunOptions):
     """The strategy's arguments, those of the engine and of where and how its processes run; see there."""
 
     sync_every: int

@@ -26,7 +26,7 @@ from cnnstrategies.paramserver.services import (
     start,
 )
 from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
-from cnnstrategies.strategies.parameter_server.options import Options
+from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
 VARIABLE = "CNNSTRATEGIES_PARAMETER_SERVER"
 INCARNATION = "CNNSTRATEGIES_INCARNATION"
@@ -64,7 +64,7 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
-class Layout:
+class NodeLayout:
     """The nodes of a run as Lightning knows them, and how long these are waited for."""
 
     nodes: int
@@ -76,7 +76,11 @@ class Layout:
 
 
 def choose_rendezvous(
-    options: Options, layout: Layout, session: int, supervised: bool = False, directory: str | None = None
+    options: ParameterServerOptions,
+    layout: NodeLayout,
+    session: int,
+    supervised: bool = False,
+    directory: str | None = None,
 ) -> Rendezvous:
     """Decide where the processes of a session meet, in the directory of whoever has started them if there is one."""
     if layout.nodes == 1 and options.coordinator is None:
@@ -90,7 +94,7 @@ def choose_rendezvous(
     return Rendezvous(coordinator, None, key_file, supervised, session, layout.wait)
 
 
-def machine_directory(layout: Layout) -> Path:
+def machine_directory(layout: NodeLayout) -> Path:
     """Where the ranks of one machine meet that something else has started; the last to end removes it."""
     # A job of the cluster may start several runs, which have the same port.
     step = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")]
@@ -104,7 +108,7 @@ def _shared_directory(name: str) -> Path:
     return directory
 
 
-def key_file_of(options: Options, coordinator: str) -> str | None:
+def key_file_of(options: ParameterServerOptions, coordinator: str) -> str | None:
     """The file with the keys of a run that meets at a TCP address; None for no encryption.
 
     Where all listen at this machine's own addresses and no file is named, its private directory has one.
@@ -117,7 +121,7 @@ def key_file_of(options: Options, coordinator: str) -> str | None:
 
 
 def open_supervision(
-    options: Options, layout: Layout, place: Rendezvous, training: bool, method: StartMethod
+    options: ParameterServerOptions, layout: NodeLayout, place: Rendezvous, training: bool, method: StartMethod
 ) -> Supervision:
     """Start this node's coordinator and servers."""
     allow_threads(1 + layout.processes + options.servers)
@@ -158,7 +162,7 @@ def open_supervision(
     return supervision
 
 
-def worker_address(options: Options, place: Rendezvous, rank: int) -> Address:
+def worker_address(options: ParameterServerOptions, place: Rendezvous, rank: int) -> Address:
     """Who a rank is to the coordinator."""
     incarnation = int(os.environ.get(INCARNATION, "0"))
     later = place.session > 0 and not place.supervised
@@ -166,7 +170,9 @@ def worker_address(options: Options, place: Rendezvous, rank: int) -> Address:
     return replace(_address(options, place, WORKER, rank, incarnation), appear=appear)
 
 
-def _address(options: Options, place: Rendezvous, role: str, identity: int, incarnation: int = 0) -> Address:
+def _address(
+    options: ParameterServerOptions, place: Rendezvous, role: str, identity: int, incarnation: int = 0
+) -> Address:
     return Address(
         place.coordinator, role, identity, incarnation, options.heartbeat, options.timeout, session=place.session
     )
@@ -178,7 +184,9 @@ def _journal(place: Rendezvous) -> str:
     return f"{directory}/coordinator-{place.session}.journal"
 
 
-def _start_server(options: Options, place: Rendezvous, identity: int, method: StartMethod, incarnation: int) -> Handle:
+def _start_server(
+    options: ParameterServerOptions, place: Rendezvous, identity: int, method: StartMethod, incarnation: int
+) -> Handle:
     known_as = None
     if place.directory is not None:
         endpoint = f"ipc://{place.directory}/server-{place.session}-{identity}-{incarnation}"
@@ -252,7 +260,7 @@ class Sessions:
         self._launches += 1
         return (self._launches - 1) * OF_A_LAUNCH
 
-    def open(self, options: Options, layout: Callable[[], Layout], training: bool) -> Rendezvous:
+    def open(self, options: ParameterServerOptions, layout: Callable[[], NodeLayout], training: bool) -> Rendezvous:
         """Where this rank's next session meets; the nodes are asked for once torchrun's store is out of the way."""
         published = Rendezvous.published()
         opened, self._opened = self._opened, self._opened + 1

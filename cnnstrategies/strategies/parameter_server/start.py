@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from cnnstrategies._lightning_private import set_batches_that_stepped
 from cnnstrategies.codec import CodecError, encode
 from cnnstrategies.paramserver.api import Worker
-from cnnstrategies.paramserver.combiner.board import Board, SharedMemory, open_shared, size_of
+from cnnstrategies.paramserver.combiner.shared_state import SharedMemory, SharedState, open_shared, size_of
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.membership import Membership
@@ -131,7 +131,7 @@ def combined_worker(
     shared = {own: memory.own, **open_shared(ranks, where, size)}
     strategy.barrier("shared memory is open")
     memory.opened()
-    boards = {rank: Board(shared[rank], parameters) for rank in sorted(shared)}
+    boards = {rank: SharedState(shared[rank], parameters) for rank in sorted(shared)}
     alive = Alive(strategy.collectives.membership.views.current, boards.keys())
     return CombinedWorker(own, boards, parameters, connect, alive, _pause, ladder(specification)[0])
 

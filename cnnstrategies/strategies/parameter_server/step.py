@@ -18,7 +18,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
-from cnnstrategies.strategies.licences import tensors_in
+from cnnstrategies.strategies.observer_hooks import tensors_in
 
 NOTED_STEPS = 2  # in which it is found out who reads parameters
 

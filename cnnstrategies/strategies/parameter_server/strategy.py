@@ -23,11 +23,11 @@ from cnnstrategies.paramserver.specification import Compression, Mode, Specifica
 from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.dealing import Dealing
-from cnnstrategies.strategies.licences import WatchedHooks, who_sees_gradients, who_sees_weights
+from cnnstrategies.strategies.observer_hooks import HookContexts, gradient_observers, weight_observers
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 from cnnstrategies.strategies.parameter_server.checks import check_module, check_optimizers, watch_gradients
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
-from cnnstrategies.strategies.parameter_server.options import Dispatch, Options, Security
+from cnnstrategies.strategies.parameter_server.options import Dispatch, ParameterServerOptions, Security
 from cnnstrategies.strategies.parameter_server.start import (
     average_buffers,
     meet_servers,
@@ -126,7 +126,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         **kwargs: Any,
     ) -> None:
         given = {**locals(), "endpoints": tuple(endpoints or ())}
-        options = Options(**{field.name: given[field.name] for field in fields(Options)})
+        options = ParameterServerOptions(**{field.name: given[field.name] for field in fields(ParameterServerOptions)})
         super().__init__(options=options, start_method=start_method, **kwargs)
         self._stepper: Stepper | None = None
         self._dealing = Dealing(self, shares, first=first)
@@ -135,7 +135,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._has_left = False
         self._buffers_are_equal = True
         self._outer_state: dict[str, Any] | None = None
-        self._watch: WatchedHooks | None = None
+        self._watch: HookContexts | None = None
 
     def check(self) -> None:
         """Refuse what it cannot train; called before processes are started."""
@@ -244,8 +244,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
             worker,
             specification,
             self.optimizers[0],
-            early=not who_sees_gradients(self.module, self.callbacks),
-            sees_weights=average if local else who_sees_weights(self.module, self.callbacks),
+            early=not gradient_observers(self.module, self.callbacks),
+            sees_weights=average if local else weight_observers(self.module, self.callbacks),
             sync_every=self.options.sync_every if local else 0,
             own_steps=own_steps,
         )
@@ -461,7 +461,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     def differences(self, batch_size: int | None) -> list[str]:
         """What is different from one device, a line each; see :meth:`describe`."""
-        sees = who_sees_gradients(self.module, self.callbacks)
+        sees = gradient_observers(self.module, self.callbacks)
         accumulated = self.trainer.accumulate_grad_batches
         return self.options.differences(self.module, self.world_size, batch_size, accumulated, sees)
 

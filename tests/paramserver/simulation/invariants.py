@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, CoordinatorSettings
-from cnnstrategies.paramserver.coordinator.window import WATCH, WATCHER
+from cnnstrategies.paramserver.coordinator.status import WATCH, WATCHER
 from cnnstrategies.paramserver.core.node import Message, Peer, Send
 from cnnstrategies.paramserver.core.view import ServerInfo, View
 from simulation.faults import DEADLY
@@ -25,7 +25,7 @@ class Invariants:
         self._toys = toys
         self._settings = settings
         self._views: dict[int, str] = {}
-        self._lives: dict[int, int] = {}
+        self._incarnations: dict[int, int] = {}
         self._since: dict[str, int] = {}
         self._begun: set[tuple[int, int]] = set()
         self._members: dict[int, dict[int, int]] = {}
@@ -70,9 +70,9 @@ class Invariants:
             return
         view, text = View.from_dict(description), str(description)
         for worker in () if view.number in self._views else view.workers:
-            if worker.incarnation < self._lives.get(worker.id, 0):
+            if worker.incarnation < self._incarnations.get(worker.id, 0):
                 raise ViolationError(f"11: worker {worker.id} is again at life {worker.incarnation} in {text}")
-            self._lives[worker.id] = worker.incarnation
+            self._incarnations[worker.id] = worker.incarnation
         if self._views.setdefault(view.number, text) != text:
             raise ViolationError(f"11: view {view.number} is {text}, and was {self._views[view.number]}")
         for server in filter(self._knows_itself, view.servers):
@@ -103,7 +103,9 @@ class Invariants:
         if process.peer.role == "coordinator":
             coordinator = self._toys.coordinator
             if self._counted < coordinator.rounds.sequence:
-                members = {one.peer.id: one.peer.life for one in coordinator.roster.members if one.peer.role == WORKER}
+                members = {
+                    one.peer.id: one.peer.incarnation for one in coordinator.roster.members if one.peer.role == WORKER
+                }
                 for sequence in range(self._counted, coordinator.rounds.sequence):
                     self._members[sequence] = members
             self._counted = coordinator.rounds.sequence
@@ -130,7 +132,7 @@ class Invariants:
     def _watch(self) -> None:
         """Whoever watches is answered at any time, also by a coordinator that was just started again."""
         for member in self._answer().fields["members"]:
-            if member["figures"].get("step", member["life"]) != member["life"]:
+            if member["figures"].get("step", member["incarnation"]) != member["incarnation"]:
                 raise ViolationError(f"18: {member['role']} {member['id']} is shown with the figures of another life")
 
     def _answer(self) -> Message:
@@ -173,8 +175,8 @@ class Invariants:
     def _check_results(self) -> None:
         for sequence, told in self._toys.log.results.items():
             for worker, (_, mark, _) in contents(next(iter(told.values()))).items():
-                life = self._members[sequence].get(worker)
-                if life is None or life % MARKS != mark:
+                incarnation = self._members[sequence].get(worker)
+                if incarnation is None or incarnation % MARKS != mark:
                     raise ViolationError(
                         f"10: collective {sequence} has life {mark} of worker {worker}, no member then"
                     )

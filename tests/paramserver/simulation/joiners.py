@@ -3,10 +3,10 @@
 from collections import deque
 from collections.abc import Callable
 
-from cnnstrategies.paramserver.coordinator.meetings import MIDWAY
+from cnnstrategies.paramserver.coordinator.collective_rounds import MIDWAY
 from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.settings import WORKER
-from cnnstrategies.paramserver.coordinator.window import PLACE, WATCHER
+from cnnstrategies.paramserver.coordinator.status import PLACE, WATCHER
 from cnnstrategies.paramserver.core.node import Message, Peer, Send
 from simulation.faults import draw
 from simulation.toys import CHUNK, SAMPLES, Toys, contents, newer_view
@@ -39,7 +39,7 @@ class Joiners:
         answers = [one.message.fields for one in found if isinstance(one, Send)]
         if process.ended is not None or any(one["ended"] for one in answers) or self._toys.is_over:
             return
-        places = [(one["place"], one["life"]) for one in answers if "place" in one]
+        places = [(one["place"], one["incarnation"]) for one in answers if "place" in one]
         before = [self._world.processes.get((WORKER, place)) for place, _ in places]
         if not places or any(one and one.alive and not one.done and one.ended is None for one in before):
             self._again(self._join)  # None is free, or somebody was given the same just now.

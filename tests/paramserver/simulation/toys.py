@@ -4,9 +4,9 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from cnnstrategies.paramserver.coordinator.collective_rounds import MIDWAY
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import MOST_RECORDS, Journaled
-from cnnstrategies.paramserver.coordinator.meetings import MIDWAY
 from cnnstrategies.paramserver.coordinator.participant import Participant, Reporter
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Message, Peer
@@ -103,36 +103,36 @@ class Toys:
             peer = Peer("supervision", node)
             self._world.spawn(peer, Reporter(self._settings.session), self._supervise(node, children))
 
-    def _coordinate(self, life: int) -> None:
+    def _coordinate(self, incarnation: int) -> None:
         """Start the coordinator, or the one that follows it; where none does, there is no journal."""
         coordinator = Coordinator(self._settings)
         role: Coordinator | Journaled = coordinator
         if self.plan.restarts:
-            if life and draw(self._seed, WRITTEN, life) < 0.5:
-                self._sheet.tear(draw(self._seed, WRITTEN, life, 1))
+            if incarnation and draw(self._seed, WRITTEN, incarnation) < 0.5:
+                self._sheet.tear(draw(self._seed, WRITTEN, incarnation, 1))
             most = 1 + int(100 * draw(self._seed, WRITTEN, 0, 1))
             if draw(self._seed, WRITTEN) < 0.5:
                 most = MOST_RECORDS
-            role = Journaled(coordinator, self._sheet, life > 0, most)
+            role = Journaled(coordinator, self._sheet, incarnation > 0, most)
             coordinator = role.coordinator
-        if life and (differs := differing(self.coordinator, coordinator)):
+        if incarnation and (differs := differing(self.coordinator, coordinator)):
             raise ViolationError(f"20: the coordinator that follows another does not know what that one did: {differs}")
         self.coordinator = coordinator
-        self._world.spawn(Peer("coordinator", 0, life), role)
+        self._world.spawn(Peer("coordinator", 0, incarnation), role)
 
     def _seconds(self, least: float, most: float) -> float:
         self._draws += 1
         return least + (most - least) * draw(self._seed, 31, self._draws)
 
     def member(
-        self, role: str, identity: int, life: int, program: Callable[[Participant], Program] | None = None
+        self, role: str, identity: int, incarnation: int, program: Callable[[Participant], Program] | None = None
     ) -> Process:
         """Start a worker or a server."""
         settings = self._settings
-        address = Address("sim", role, identity, life, settings.timeout / 10, settings.timeout, settings.appear)
-        hello = {"process": 100 * identity + life, "host": "sim", "endpoint": f"{role}-{identity}-{life}"}
+        address = Address("sim", role, identity, incarnation, settings.timeout / 10, settings.timeout, settings.appear)
+        hello = {"process": 100 * identity + incarnation, "host": "sim", "endpoint": f"{role}-{identity}-{incarnation}"}
         participant = Participant(address, 1, {**hello, "public_key": ""})
-        participant.figures = lambda: {"step": life}
+        participant.figures = lambda: {"step": incarnation}
         does = program or (self._work if role == WORKER else self._serve)
         return self._world.spawn(participant.peer, participant, does(participant))
 
@@ -209,7 +209,7 @@ class Toys:
     ) -> Generator[Ask | Tell | Sleep | Until, Any, Message]:
         """Take part in a collective, and wait for the view that it leads to."""
         peer = participant.peer
-        frames = (bytes((peer.id, peer.life % MARKS, epoch)),)
+        frames = (bytes((peer.id, peer.incarnation % MARKS, epoch)),)
         fields = {"operation": operation, "seal": seal, "boundary": boundary}
         midway = seal and self.plan.eager and peer.id < self._settings.workers
         result = yield Ask("collect", {**fields, MIDWAY: True} if midway else fields, frames)
@@ -220,40 +220,40 @@ class Toys:
     # Supervision
 
     def _supervise(self, node: int, children: list[tuple[str, int]]) -> Program:
-        lives = dict.fromkeys(children, 0)
+        incarnations = dict.fromkeys(children, 0)
         over, again, gone = False, 0, set[tuple[str, int]]()
         asked = self._world.now
-        while any(role == WORKER and self._runs(role, one) for role, one in lives):
+        while any(role == WORKER and self._runs(role, one) for role, one in incarnations):
             yield Sleep(LOOK)
             dead = not self._world.processes["coordinator", 0].alive
             if node == 0 and again < self.plan.restarts and not over and dead:
                 again += 1
                 yield Sleep(self._seconds(0.05, 0.3))
                 self._coordinate(again)
-            for role, identity in list(lives):
+            for role, identity in list(incarnations):
                 process = self._world.processes[role, identity]
                 left = role == WORKER and process.peer in self.log.left and process.done
                 if left and (role, identity) not in gone:
                     gone.add((role, identity))
-                    yield Tell("left", {"role": role, "id": identity, "incarnation": lives[role, identity]})
+                    yield Tell("left", {"role": role, "id": identity, "incarnation": incarnations[role, identity]})
                 if process.alive:
                     continue
-                replaced = lives[role, identity] < self.plan.restarts and not over
-                fields = {"role": role, "id": identity, "incarnation": lives[role, identity], "process": 1}
+                replaced = incarnations[role, identity] < self.plan.restarts and not over
+                fields = {"role": role, "id": identity, "incarnation": incarnations[role, identity], "process": 1}
                 yield Tell("died", {**fields, "how": "was killed", "replaced": replaced})
                 if replaced:
-                    lives[role, identity] += 1
-                    self.member(role, identity, lives[role, identity])
+                    incarnations[role, identity] += 1
+                    self.member(role, identity, incarnations[role, identity])
                 else:
-                    del lives[role, identity]
+                    del incarnations[role, identity]
             if self._world.now - asked < self._settings.timeout / 5:
                 continue
             asked = self._world.now
             status = yield Ask("status", patience=self._settings.timeout / 4)
             if status is not None:
                 over = over or status.fields["ended"] is not None
-                for role, identity, life in status.fields["silent"]:
-                    if lives.get((role, identity)) == life:
+                for role, identity, incarnation in status.fields["silent"]:
+                    if incarnations.get((role, identity)) == incarnation:
                         self._world.kill(self._world.processes[role, identity])
         if node == 0:
             yield from self._stop(children)

@@ -15,7 +15,7 @@ and its plan, where that is not the usual one. ``pace`` is the number from which
 
 Then come the faults. A moment is when a process sends a message: the n-th of a kind that it has sent, or has sent to
 another one, counted from the moment of the line before with ``after that``. A process that is started again is another:
-``worker 1 (life 1)``. At that moment
+``worker 1 (incarnation 1)``. At that moment
 
 - the message is ``lost``, ``late by`` some seconds, or ``doubled after`` some; or ``cut``: lost with its connection;
 - its sender dies before it is sent (``kill``) or when it has arrived (``last``), or is hit by another fault of the
@@ -36,7 +36,7 @@ from cnnstrategies.paramserver.core.node import Peer, Send
 from simulation.faults import DEADLY, KINDS, Fault, Moment, Network
 
 FOLDER = Path(__file__).parents[1] / "traces"
-WHO = r"\w+(?: \d+)?(?: \(life \d+\))?"
+WHO = r"\w+(?: \d+)?(?: \(incarnation \d+\))?"
 PLACE = r"coordinator|(?:worker|server|supervision) \d+"
 HIT = rf"(?P<kind>{'|'.join(sorted({*KINDS, *DEADLY}))})(?: (?P<victim>{PLACE}))?(?: for (?P<seconds>[\d.]+) s)?"
 TIMED = re.compile(rf"(?P<at>[\d.]+) s: {HIT}")
@@ -186,7 +186,7 @@ class Cues:
 def name(peer: Peer) -> str:
     """What a trace calls a process."""
     place = peer.role if peer.role == "coordinator" else f"{peer.role} {peer.id}"
-    return f"{place} (life {peer.life})" if peer.life else place
+    return f"{place} (incarnation {peer.incarnation})" if peer.incarnation else place
 
 
 def plan(kind: Callable[..., Any], given: Mapping[str, str]) -> Any:

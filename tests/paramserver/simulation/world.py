@@ -78,7 +78,7 @@ class Process:
     calls: int = 0
 
     def __str__(self) -> str:
-        return f"{self.peer}" + (f" (life {self.peer.life})" if self.peer.life else "")
+        return f"{self.peer}" + (f" (incarnation {self.peer.incarnation})" if self.peer.incarnation else "")
 
 
 class World:
@@ -126,7 +126,7 @@ class World:
     def spawn(self, peer: Peer, role: Role, program: Program | None = None) -> Process:
         """Start a process, whose program does nothing by default."""
         process = Process(peer, role, program or _idle())
-        clock = peer.life if peer.role != "coordinator" else 0  # One that follows another is on its machine.
+        clock = peer.incarnation if peer.role != "coordinator" else 0  # One that follows another is on its machine.
         process.drift = 1.0 + 0.02 * (draw(self._seed, 21, *map(ord, peer.role), peer.id, clock) - 0.5)
         self.processes[peer.role, peer.id] = process
         for outgoing in (False, True):  # A cut is of the process that had this place before.
@@ -304,7 +304,7 @@ class World:
             self.cues.append(Cue(who, self._said[who, what, to], what, to, False, moment))
 
     def _deliver(self, sender: Peer, send: Send, link: int) -> None:
-        if self.tcp and sender in self._died_at and draw(self._seed, 15, link, sender.life) < 0.5:
+        if self.tcp and sender in self._died_at and draw(self._seed, 15, link, sender.incarnation) < 0.5:
             self.faults.counts["lost with a process"] += 1
             self.note(f"what {sender} sent to {send.to} is lost with it: {send.message.kind}")
             return
@@ -402,7 +402,7 @@ def _short(message: Message) -> str:
     fields = {name: value for name, value in message.fields.items() if name not in ("session", "floor")}
     if "view" in fields and isinstance(fields["view"], dict):
         view = fields["view"]
-        workers = [f"{id}.{life}" for id, life, _ in view["workers"]]
+        workers = [f"{id}.{incarnation}" for id, incarnation, _ in view["workers"]]
         servers = [f"{id} since {since}" for id, _, _, since in view["servers"]]
         fields["view"] = f"{view['number']}: workers {workers}, servers {servers}, lost {[*view['lost']]}"
     return f"#{message.request} {fields}" if message.request else f"{fields}"

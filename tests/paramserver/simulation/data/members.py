@@ -88,11 +88,11 @@ class Members:
             workers=tuple(WorkerInfo(one) for one in self.workers),
         )
 
-    def _serve(self, identity: int, life: int) -> Process:
-        peer = Peer("server", identity, life)
+    def _serve(self, identity: int, incarnation: int) -> Process:
+        peer = Peer("server", identity, incarnation)
         own = [slice_ for slice_ in self._slices if identity in slice_.servers]
-        store = WatchedStore(self._specification, own, self.watch, late=life > 0)
-        if life:
+        store = WatchedStore(self._specification, own, self.watch, late=incarnation > 0)
+        if incarnation:
             alone = [key for key in store.slices if self._is_alone(identity, key)]
             for key in alone:
                 self.watch.begun_anew(key, store.values[key], self._world.now)
@@ -118,13 +118,13 @@ class Members:
                 continue
             self.watch.begun_anew(slice_.key, stores[0].values[slice_.key], self._world.now)
 
-    def _work(self, identity: int, life: int) -> Process:
+    def _work(self, identity: int, incarnation: int) -> Process:
         steps = STEPS // 2 if draw(self._seed, 72, identity) < 0.2 else STEPS  # Some leave before the others.
         simulated = SimulatedWorker(
-            self._specification, self._slices, Peer("worker", identity, life), steps, self._world, self._wires,
+            self._specification, self._slices, Peer("worker", identity, incarnation), steps, self._world, self._wires,
             self.watch, self._seconds, lambda worker, step: self.on_begin(worker, step),
         )  # fmt: skip
-        return self._world.spawn(Peer("worker", identity, life), simulated)
+        return self._world.spawn(Peer("worker", identity, incarnation), simulated)
 
     def _join(self) -> None:
         """A worker with a number of its own joins those that train, once all of them have begun."""
@@ -212,25 +212,25 @@ class Members:
 
     def dead(self, process: Process) -> None:
         """A process has died, or counts as dead."""
-        role, identity, life, _ = process.peer
-        if (role, identity, life) in self.gone:
+        role, identity, incarnation, _ = process.peer
+        if (role, identity, incarnation) in self.gone:
             return
-        self.gone.add((role, identity, life))
+        self.gone.add((role, identity, incarnation))
         self.died.add(f"{role} {identity}")
         self.watch.died(process.peer, self._world.now)
-        self._world.at(self._world.now + self._seconds(0.01, 0.3), lambda: self._without(role, identity, life))
+        self._world.at(self._world.now + self._seconds(0.01, 0.3), lambda: self._without(role, identity, incarnation))
 
     def leave(self, worker: int) -> None:
         """A worker has come to its end: the coordinator names it no more."""
         self.left.add(worker)
         self._publish(workers=tuple(one for one in self._view.workers if one.id != worker))
 
-    def _without(self, role: str, identity: int, life: int) -> None:
+    def _without(self, role: str, identity: int, incarnation: int) -> None:
         """Go on without a process; another may take its place."""
         if self._world.now < self._back:
-            self._world.at(self._back, lambda: self._without(role, identity, life))
+            self._world.at(self._back, lambda: self._without(role, identity, incarnation))
             return
-        replaced = life < self._restarts and self.over is None
+        replaced = incarnation < self._restarts and self.over is None
         if role == "worker":
             self._publish(workers=tuple(one for one in self._view.workers if one.id != identity))
         else:
@@ -241,11 +241,13 @@ class Members:
             elif not replaced:
                 self._end(f"server {identity} was lost: its parameters are lost")
         if replaced:
-            self._world.at(self._world.now + self._seconds(0.05, 0.5), lambda: self._replace(role, identity, life + 1))
+            self._world.at(
+                self._world.now + self._seconds(0.05, 0.5), lambda: self._replace(role, identity, incarnation + 1)
+            )
 
-    def _replace(self, role: str, identity: int, life: int) -> None:
+    def _replace(self, role: str, identity: int, incarnation: int) -> None:
         if self._world.now < self._back:
-            self._world.at(self._back, lambda: self._replace(role, identity, life))
+            self._world.at(self._back, lambda: self._replace(role, identity, incarnation))
             return
         if self.over is not None:
             return
@@ -253,13 +255,13 @@ class Members:
             if identity in self.left:
                 return
             others = tuple(one for one in self._view.workers if one.id != identity)
-            self.workers[identity] = self._work(identity, life)
-            self._publish(workers=(*others, WorkerInfo(identity, life)))
+            self.workers[identity] = self._work(identity, incarnation)
+            self._publish(workers=(*others, WorkerInfo(identity, incarnation)))
         else:
-            self.servers[identity] = self._serve(identity, life)
+            self.servers[identity] = self._serve(identity, incarnation)
             self._lost.discard(identity)
             rest = tuple(one for one in self._view.servers if one.id != identity)
-            self._publish(servers=(*rest, ServerInfo(identity, str(life), since=self._view.number + 1)))
+            self._publish(servers=(*rest, ServerInfo(identity, str(incarnation), since=self._view.number + 1)))
 
     def _end(self, reason: str) -> None:
         """The run cannot go on: all are told."""

@@ -42,7 +42,7 @@ class Wires:
         """What a server calls the present connection of a worker."""
         route = self._routes.get((worker, server))
         if route is None:
-            route = f"{worker.id}.{worker.life}.{self._numbers.get((worker, server), 0)}".encode()
+            route = f"{worker.id}.{worker.incarnation}.{self._numbers.get((worker, server), 0)}".encode()
             self._routes[worker, server], self._workers[route] = route, worker
         return route
 
@@ -61,13 +61,13 @@ class _Lives:
 
     def __init__(self) -> None:
         self._view: View | None = None
-        self._lives: dict[int, int] = {}
+        self._incarnations: dict[int, int] = {}
 
     def of(self, view: View) -> dict[int, int]:
         """Those of a view, which is mostly the last one."""
         if view is not self._view:
-            self._view, self._lives = view, {server.id: int(server.endpoint) for server in view.servers}
-        return self._lives
+            self._view, self._incarnations = view, {server.id: int(server.endpoint) for server in view.servers}
+        return self._incarnations
 
 
 class SimulatedServer:
@@ -81,7 +81,7 @@ class SimulatedServer:
         self._seconds = seconds
         self._slow = seconds(0.0, 1.0) ** 6 * 0.03
         self._working = False
-        self._lives = _Lives()
+        self._incarnations = _Lives()
 
     def start(self, now: float) -> NodeEffects:
         """Begin to look at the time."""
@@ -124,7 +124,7 @@ class SimulatedServer:
     def _receiver(self, to: int | bytes) -> Peer | None:
         if isinstance(to, bytes):
             return self._wires.worker(to, self._peer)
-        return Peer("server", to, self._lives.of(self.server.view)[to])
+        return Peer("server", to, self._incarnations.of(self.server.view)[to])
 
 
 class SimulatedWorker:
@@ -143,7 +143,7 @@ class SimulatedWorker:
         progress: Callable[[Peer, int], None],
     ) -> None:
         self.values = [torch.zeros(info.shape, dtype=torch.float64) for info in specification.parameters]
-        self.role = WorkerRole(specification, slices, self.values, peer.id, peer.life)
+        self.role = WorkerRole(specification, slices, self.values, peer.id, peer.incarnation)
         self.joined = False
         self._specification = specification
         self._slices = slices
@@ -160,7 +160,7 @@ class SimulatedWorker:
         self._wait: Wait | None = None
         self._inbox: list[tuple[Peer, Message]] = []
         self._view: View | None = None
-        self._lives = _Lives()
+        self._incarnations = _Lives()
         self._asked: dict[int, int] = {}  # of each slice, the step whose values have come
 
     # What it does
@@ -171,7 +171,7 @@ class SimulatedWorker:
         # What trains has met the others in a collective, whose answer names the view to begin with, before it looks for
         # servers: before that it is the coordinator that it waits for.
         yield Wait(lambda: role.view.number < 0)
-        begins = self._peer.id < self._specification.workers and self._peer.life == 0
+        begins = self._peer.id < self._specification.workers and self._peer.incarnation == 0
         if begins or self._watch.highest < 0:  # One that takes another's place, or joins, takes what is there.
             role.initialise(None)
         yield from role.join(self._now)
@@ -189,7 +189,7 @@ class SimulatedWorker:
                 role.encode_as("none", "onebit" if changes else "none", int(changes))
             role.begin_step([{**groups[0].options, "lr": rate(step)}], 1.0)
             for index in reversed(range(len(self.values))):
-                brought = gradient(self._peer.id, step, self._peer.life)
+                brought = gradient(self._peer.id, step, self._peer.incarnation)
                 # In mode local it makes a step of its own, and pushes where that has taken it.
                 role.push(index, self.values[index].sub_(brought) if self._local else brought)
                 yield self._seconds(0.0, 0.01)
@@ -210,8 +210,8 @@ class SimulatedWorker:
 
     def on_message(self, now: float, sender: Peer, message: Message) -> NodeEffects:
         """A message of the data plane has come."""
-        lives = self._lives.of(self.role.view)
-        if lives.get(sender.id) != sender.life or not self.role.connections.heard(
+        incarnations = self._incarnations.of(self.role.view)
+        if incarnations.get(sender.id) != sender.incarnation or not self.role.connections.heard(
             now, sender.id, message.fields["header"]
         ):
             return []
@@ -254,8 +254,10 @@ class SimulatedWorker:
     def _follow(self, now: float) -> None:
         if self._view is not None and self._view.number > self.role.view.number:
             self.role.follow(now, self._view)
-            lives = self._lives.of(self.role.view)
-            self._inbox = [(sender, one) for sender, one in self._inbox if lives.get(sender.id) == sender.life]
+            incarnations = self._incarnations.of(self.role.view)
+            self._inbox = [
+                (sender, one) for sender, one in self._inbox if incarnations.get(sender.id) == sender.incarnation
+            ]
 
     def _handle(self, server: Peer, message: Message) -> None:
         header: Header = message.fields["header"]
@@ -290,10 +292,10 @@ class SimulatedWorker:
 
     def _send(self) -> NodeEffects:
         sends: NodeEffects = []
-        lives = self._lives.of(self.role.view)
+        incarnations = self._incarnations.of(self.role.view)
         for parcel in self.role.connections.take():
             assert isinstance(parcel.to, int)
-            to = Peer("server", parcel.to, lives[parcel.to])
+            to = Peer("server", parcel.to, incarnations[parcel.to])
             route = self._wires.route(self._peer, to)
             sends.append(Send(to, _message(parcel.header, parcel.payload, self._world.now, route)))
         return sends

@@ -28,10 +28,10 @@ Content = tuple[int, bytes]
 
 
 @cache
-def gradient(worker: int, step: int, life: int) -> Tensor:
+def gradient(worker: int, step: int, incarnation: int) -> Tensor:
     """A worker's gradient of a step, of every parameter."""
     token = torch.zeros(MOST_WORKERS, dtype=torch.float64)
-    token[worker] = 1.0 + step + life / LIVES
+    token[worker] = 1.0 + step + incarnation / LIVES
     return token
 
 
@@ -144,7 +144,7 @@ class Watch:
             # Of common steps a newcomer sees only what is safe; of others also what is on its way to the copies.
             self._seen(key, tokens if self.aggregates else (), server, sent, now)
             return
-        own = (worker.id, header.step - 1, 0 if self.clipped else worker.life)
+        own = (worker.id, header.step - 1, 0 if self.clipped else worker.incarnation)
         if own not in tokens and not forgiven:
             raise ViolationError(f"3: {worker} gets slice {key} without its own push of step {own[1]}")
         if self.aggregates and last and not forgiven:

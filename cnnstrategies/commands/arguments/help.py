@@ -11,12 +11,12 @@ from typing import Any
 import docstring_parser
 
 from cnnstrategies.cluster.options import ClusterOptions, KubernetesOptions, RayOptions
-from cnnstrategies.commands.front.given import ROOTS
-from cnnstrategies.commands.front.options import PlanOptions, TuneOptions, VerifyOptions
-from cnnstrategies.commands.front.options import doctor_parser as doctor_parser
-from cnnstrategies.commands.front.options import pack_parser as pack_parser
-from cnnstrategies.commands.front.options import watch_parser as watch_parser
-from cnnstrategies.commands.front.table import COMMANDS
+from cnnstrategies.commands.arguments.keys import ROOTS
+from cnnstrategies.commands.arguments.options import PlanOptions, TuneOptions, VerifyOptions
+from cnnstrategies.commands.arguments.options import doctor_parser as doctor_parser
+from cnnstrategies.commands.arguments.options import pack_parser as pack_parser
+from cnnstrategies.commands.arguments.options import watch_parser as watch_parser
+from cnnstrategies.commands.arguments.table import COMMANDS
 
 Options = Sequence[tuple[str, str]]
 LONGEST_LINE = 120

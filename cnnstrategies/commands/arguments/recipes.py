@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from cnnstrategies.commands.front.given import accepted
-from cnnstrategies.commands.front.refuse import show
+from cnnstrategies.commands.arguments.keys import accepted
+from cnnstrategies.commands.arguments.refuse import show
 from cnnstrategies.errors import ConfigurationError
 
 FOLDER = Path(__file__).parents[2] / "configs"

@@ -10,13 +10,13 @@ from mutants.faulty import removes, replaces
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
 from cnnstrategies.strategies.hybrid_pipeline.hooks import HookWatch
-from cnnstrategies.strategies.hybrid_pipeline.stand_ins import Layers
-from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
+from cnnstrategies.strategies.hybrid_pipeline.placeholders import Layers
+from cnnstrategies.strategies.observer_hooks import gradient_observers, weight_observers
 from cnnstrategies.strategies.parameter_server.checks import Linear
 from cnnstrategies.strategies.parameter_server.step import Readers
 
 removes(
-    who_sees_gradients,
+    gradient_observers,
     "gradients leave before the hooks have run",
     killed_by=own_code.test_what_a_module_does_is_done_on_one_device,
     gives=[],
@@ -25,7 +25,7 @@ removes(
     noticed_by=(ConfigurationError,),
 )
 removes(
-    who_sees_weights,
+    weight_observers,
     "values come after hooks have looked at them",
     killed_by=own_code.test_known_hooks_are_known_and_all_others_are_named,
     gives=[],

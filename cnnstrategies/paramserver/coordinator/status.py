@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from cnnstrategies.paramserver.coordinator.meetings import Wait, named
+from cnnstrategies.paramserver.coordinator.collective_rounds import CollectiveWait, named
 from cnnstrategies.paramserver.coordinator.roster import Roster
 from cnnstrategies.paramserver.coordinator.settings import WORKER, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import LARGEST, ControlError, Message
@@ -18,7 +18,7 @@ def answer(
     roster: Roster,
     now: float,
     question: Message,
-    waits: Sequence[Wait],
+    waits: Sequence[CollectiveWait],
     ended: Message | None,
 ) -> Message:
     """The answer to a question; `ended` is what the members were told if the run is over."""
@@ -29,7 +29,9 @@ def answer(
     return Message(DONE, fields, request=question.request)
 
 
-def _run(settings: CoordinatorSettings, roster: Roster, now: float, waits: Sequence[Wait]) -> dict[str, object]:
+def _run(
+    settings: CoordinatorSettings, roster: Roster, now: float, waits: Sequence[CollectiveWait]
+) -> dict[str, object]:
     history = roster.history
     return {
         "session": settings.session,
@@ -41,7 +43,7 @@ def _run(settings: CoordinatorSettings, roster: Roster, now: float, waits: Seque
             {
                 "role": member.peer.role,
                 "id": member.peer.id,
-                "life": member.peer.life,
+                "incarnation": member.peer.incarnation,
                 "process": member.process,
                 "host": member.host,
                 "silent": now - member.seen,
@@ -67,7 +69,7 @@ def _place(settings: CoordinatorSettings, roster: Roster, goes_on: bool) -> dict
         "workers": settings.workers,
         "timeout": settings.timeout,
         "elastic": settings.elastic,
-        **({} if place is None else {"place": place[0], "life": place[1]}),
+        **({} if place is None else {"place": place[0], "incarnation": place[1]}),
     }
 
 

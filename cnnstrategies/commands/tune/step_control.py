@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from torch import Tensor, nn
 from typing_extensions import override
 
-from cnnstrategies.commands.front.options import TuneOptions
+from cnnstrategies.commands.arguments.options import TuneOptions
 from cnnstrategies.commands.run.failures import described, explain_run_error
 from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.commands.run.quiet import quieten
@@ -23,7 +23,7 @@ from cnnstrategies.planning.tune.trial import COMPARED_STEPS, FAILED, TRIAL
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-class Orders(Callback):
+class StepControl(Callback):
     """Has a training go on for as many steps as it is told to, again and again."""
 
     def __init__(self) -> None:

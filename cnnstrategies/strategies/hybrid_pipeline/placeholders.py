@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import children_of
-from cnnstrategies.pipeline.fixed import Traced
+from cnnstrategies.pipeline.fixed import TracedModule
 from cnnstrategies.pipeline.stage import StageModule
 from cnnstrategies.pipeline.tracing import network_inputs
 
@@ -86,7 +86,7 @@ class NotHereError(ConfigurationError, AttributeError):
     """What is asked of a layer is of another stage; ``hasattr`` says so, too."""
 
 
-class Layers(Traced):
+class Layers(TracedModule):
     """A part of the network that is no layer by itself, with the parts that it has in the network.
 
     Each has the place that it has there, so that ``self.net[0]`` is the same layer on every rank: this stage's ``own``,

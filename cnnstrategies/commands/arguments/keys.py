@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from cnnstrategies.commands.front.refuse import in_one_line
+from cnnstrategies.commands.arguments.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 
 # The keys of a configuration, and what those configure that have no class_path.
@@ -37,7 +37,7 @@ MOST_NAMES = 20  # that are listed beside a guess
 
 
 @dataclass(frozen=True)
-class Given:
+class ConfiguredKey:
     """A key that was given, from the root, with dots, and its value: as YAML has it, from the command line a text.
 
     ``owner`` is the class that it is a parameter of, as the configuration names it; None at other places.
@@ -48,7 +48,7 @@ class Given:
     owner: str | None
 
 
-def given(args: Sequence[str]) -> list[Given]:
+def configured_keys(args: Sequence[str]) -> list[ConfiguredKey]:
     """Every key that was given; those of the command line, which are the likelier culprits, first."""
     tree: dict[str, Any] = {}
     for position, argument in enumerate(args):
@@ -126,7 +126,7 @@ def _as_class(value: Any) -> dict[str, Any]:
     return {"class_path": value} if isinstance(value, str) else {}
 
 
-def _walk(tree: Any, path: str, owner: str | None) -> Iterator[Given]:
+def _walk(tree: Any, path: str, owner: str | None) -> Iterator[ConfiguredKey]:
     if isinstance(tree, list):
         for item in tree:
             yield from _walk(item, path, None)
@@ -135,6 +135,6 @@ def _walk(tree: Any, path: str, owner: str | None) -> Iterator[Given]:
     for key, value in tree.items():
         inner = f"{path}.{key}" if path else str(key)
         # What stands beside a class, without init_args between, is an argument of it.
-        yield Given(inner, value, owner if key in OF_CLASS else tree.get("class_path", owner))
+        yield ConfiguredKey(inner, value, owner if key in OF_CLASS else tree.get("class_path", owner))
         below = tree.get("class_path") if key == "init_args" else {**ROOTS, **NESTED}.get(inner)
         yield from _walk(value, inner, below)

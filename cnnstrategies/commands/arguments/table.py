@@ -58,5 +58,5 @@ COMMANDS = {
     "join": Command("help a run with a parameter server", "join --run runs/digits --config run.yaml", "join"),
     "doctor": Command("check the machines before training on them", "doctor", "doctor", False),
     "pack": Command("put images into shards", "pack datasets/imagenet shards/imagenet --size 256", "pack", False),
-    "configs": Command("list the recipes, or print one", "configs quickstart", "front.recipes", False),
+    "configs": Command("list the recipes, or print one", "configs quickstart", "arguments.recipes", False),
 }

@@ -21,7 +21,7 @@ UNEVEN = (
 MOST_NAMED = 4
 
 
-class Wait(NamedTuple):
+class CollectiveWait(NamedTuple):
     """What some members wait for, and for which others."""
 
     what: str
@@ -233,7 +233,7 @@ class Rounds:
         return [] if WRITER in present or self._roster.has_left(WRITER) else [WRITER]
 
     @property
-    def waits(self) -> list[Wait]:
+    def waits(self) -> list[CollectiveWait]:
         """Who waits, in which collective, and for whom."""
         group = _workers(self._roster.group)
         found = []
@@ -243,15 +243,15 @@ class Rounds:
             present = set(here)
             absent = [name for name in group if name not in present]
             absent += _workers(self._awaited) if self._flags[1] else ()
-            found.append(Wait(operation, here, tuple(absent)))
+            found.append(CollectiveWait(operation, here, tuple(absent)))
         if self._joiners:
-            found.append(Wait("join", _workers(self._joiners), group))
+            found.append(CollectiveWait("join", _workers(self._joiners), group))
         for result, replies in self._held:
             who = tuple(str(one.peer) for one, _ in replies)
-            found.append(Wait(replies[0][0].operation, who, tuple(self._roster.not_seen(result.view))))
+            found.append(CollectiveWait(replies[0][0].operation, who, tuple(self._roster.not_seen(result.view))))
         return found
 
-    def circle(self) -> list[Wait]:
+    def circle(self) -> list[CollectiveWait]:
         """Who waits in a collective, and who needs a step of theirs before it comes there: that is not to last."""
         figures = {one.peer.id: one.figures for one in self._roster.members if one.peer.role == WORKER}
         pushed = {one: figures[one]["pushed"] for one in self._pending if "pushed" in figures.get(one, {})}
@@ -259,7 +259,7 @@ class Rounds:
         absent = self._roster.group - self._pending.keys()
         ahead = _workers(one for one in absent if figures.get(one, {}).get("needs", 0) > least)
         last = _workers(one for one, count in pushed.items() if count == least)
-        return [self.waits[0], Wait(f"step {least:.0f}", ahead, last)] if ahead else []
+        return [self.waits[0], CollectiveWait(f"step {least:.0f}", ahead, last)] if ahead else []
 
 
 def _workers(numbers: Iterable[int]) -> tuple[str, ...]:

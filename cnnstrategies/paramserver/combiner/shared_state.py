@@ -19,7 +19,7 @@ _HEAD = 3
 _lock = threading.Lock()
 
 
-class Board:
+class SharedState:
     """A worker's own gradients, the parameters' values if it leads its node, and marks that tell what is there.
 
     A mark is written after what it stands for, and read before. Nothing is written while others may read it: gradients
