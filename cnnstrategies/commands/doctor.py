@@ -9,13 +9,12 @@ from rich.table import Table
 from cnnstrategies.cluster.doctor import HostReport, examine, examine_alone
 from cnnstrategies.cluster.environment import find_place
 from cnnstrategies.cluster.stores import own_store
-from cnnstrategies.commands.arguments.options import doctor_parser
+from cnnstrategies.commands.arguments.options import DoctorOptions
 from cnnstrategies.errors import ConfigurationError
 
 
-def main(args: Sequence[str]) -> None:
+def main(options: DoctorOptions) -> None:
     """Check the hosts, or this one alone, and exit with 0 if all is well, else with 1."""
-    options = doctor_parser().parse_args(args[1:])
     place = find_place()
     if place is not None and place.local_rank != 0:
         return
