@@ -21,7 +21,7 @@ _CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d{2}(?:\.\d+)?)")
 _DAYS = re.compile(r"(\d+) days?, (.+)")  # as Python and jsonargparse write a timedelta
 _SIZE = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([A-Za-z]*)")
 _UNITS = {
-    **{"": 1, "B": 1},
+    "": 1, "B": 1,
     **{f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)},
     **{f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("kMGT", start=1)},
     "KB": 10**3,

@@ -50,9 +50,20 @@ def test_a_duration_can_have_a_least_value():
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(1000, 1000), ("1000", 1000), ("8GiB", 8 * 2**30), ("512 MiB", 2**29), ("1.5GB", 1_500_000_000), ("2e9", 2 * 10**9),
-     ("3kB", 3000), ("3KB", 3000), ("1TiB", 2**40), ("7B", 7), (None, None)],
-)  # fmt: skip
+    [
+        (1000, 1000),
+        ("1000", 1000),
+        ("8GiB", 8 * 2**30),
+        ("512 MiB", 2**29),
+        ("1.5GB", 1_500_000_000),
+        ("2e9", 2 * 10**9),
+        ("3kB", 3000),
+        ("3KB", 3000),
+        ("1TiB", 2**40),
+        ("7B", 7),
+        (None, None),
+    ],
+)
 def test_a_size_is_bytes_or_has_a_unit(value, expected):
     assert size_in_bytes(value, "memory_limit") == expected
 
