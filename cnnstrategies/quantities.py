@@ -21,7 +21,8 @@ _CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d{2}(?:\.\d+)?)")
 _DAYS = re.compile(r"(\d+) days?, (.+)")  # as Python and jsonargparse write a timedelta
 _SIZE = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([A-Za-z]*)")
 _UNITS = {
-    "": 1, "B": 1,
+    "": 1,
+    "B": 1,
     **{f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)},
     **{f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("kMGT", start=1)},
     "KB": 10**3,
@@ -97,10 +98,10 @@ def size_in_bytes(value: Size | None, name: str) -> int | None:
     if size > 0:
         return size
     if match and match[2] in ("K", "M", "G", "T", "k"):
-        letter = match[2].upper()
+        number, letter = match[1], match[2].upper()
         raise ConfigurationError(
-            f"{name}={value!r} is not a size: {match[2]} can mean powers of 1024 or of 1000; write {match[1]}{letter}iB "
-            f"or {match[1]}{letter}B"
+            f"{name}={value!r} is not a size: {match[2]} can mean powers of 1024 or of 1000; write {number}{letter}iB or "
+            f"{number}{letter}B"
         )
     raise ConfigurationError(
         f"{name}={value!r} is not a size above 0: give bytes, or a number with a unit, as in 8GiB, 512MiB or 500MB"
