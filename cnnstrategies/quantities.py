@@ -54,6 +54,11 @@ def seconds(value: Duration, name: str, least: float | None = None) -> float:
     return duration
 
 
+def as_timedelta(value: Duration, name: str) -> timedelta:
+    """Return a duration as torch and Lightning take it; arguments and errors are those of :func:`seconds`."""
+    return timedelta(seconds=seconds(value, name))
+
+
 def _read_duration(value: object) -> float | None:
     if isinstance(value, timedelta):
         return value.total_seconds()
@@ -100,8 +105,8 @@ def size_in_bytes(value: Size | None, name: str) -> int | None:
     if match and match[2] in ("K", "M", "G", "T", "k"):
         number, letter = match[1], match[2].upper()
         raise ConfigurationError(
-            f"{name}={value!r} is not a size: {match[2]} can mean powers of 1024 or of 1000; write {number}{letter}iB or "
-            f"{number}{letter}B"
+            f"{name}={value!r} is not a size: {match[2]} can mean powers of 1024 or of 1000; write "
+            f"{number}{letter}iB or {number}{letter}B"
         )
     raise ConfigurationError(
         f"{name}={value!r} is not a size above 0: give bytes, or a number with a unit, as in 8GiB, 512MiB or 500MB"

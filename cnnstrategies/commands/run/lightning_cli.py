@@ -27,6 +27,7 @@ from cnnstrategies.commands.run.errors import (
     CHECKPOINT_WORDS,
     check_checkpoint,
     check_functions,
+    check_names,
     check_nulls,
     check_trainer_names,
     located,
@@ -113,6 +114,7 @@ class CLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         words = sys.argv[1:]
+        check_names(configured_keys(words))
         check_nulls(configured_keys(words))
         if leaves_out_classes(words):
             # Some number at first, which others may refer to: only what is parsed can be built.
@@ -241,7 +243,7 @@ class CLI(LightningCLI):
         if local_rank() == 0 and self.datamodule is not None:
             # Missing data is found before any process starts; Lightning calls it again, when nothing is left to do.
             self.datamodule.prepare_data()
-        with ends_together(self.trainer, self.config_init[self.subcommand].network):
+        with ends_together(self.trainer, self.config_init[self.subcommand].interconnect):
             function(**kwargs)
 
 
