@@ -143,7 +143,9 @@ def test_a_file_name_not_in_utf8_is_read_and_written():
     assert r"val/cat/caf\xe9.png" in names
     assert module.val_source.fetch([names.index(r"val/cat/caf\xe9.png")])[0].shape == (1, 3, 16, 16)
     Path("images/train/cat").rename(os.fsdecode(b"images/train/caf\xe9"))
-    with pytest.raises(ConfigurationError, match=r"train/caf\\xe9: the name of this class's folder is not UTF-8: rename the"):
+    with pytest.raises(
+        ConfigurationError, match=r"train/caf\\xe9: the name of this class's folder is not UTF-8: rename the"
+    ):
         ImageFolderDataModule(Path("images"))
 
 
