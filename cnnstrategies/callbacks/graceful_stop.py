@@ -69,6 +69,7 @@ class GracefulStop(Callback):
         self._received: int | None = None
         self._previous: dict[int, Any] = {}
         self._next_check = 0
+        self._step_at_start = 0
         self._checked_at = 0.0
         self._checked_step = 0
         self._put_off = 0
@@ -92,16 +93,19 @@ class GracefulStop(Callback):
         self._next_check = trainer.global_step
 
     @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._step_at_start = trainer.global_step
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        # A checkpoint between two micro-steps of an accumulation would lose the accumulated gradients.
-        if step < self._next_check or step == self._checked_step:
+        # After a batch in which no optimizer has stepped, gradients are accumulated that no checkpoint holds.
+        if step == self._step_at_start or step < self._next_check:
             return
         if not getattr(trainer.strategy, "steps_together", True):
             # Ranks that take their steps independently must not wait for each other here.
-            self._checked_step = step
             stop = trainer.strategy.stop_signal(self._received)  # type: ignore[attr-defined]
             if stop is not None:
                 self._stop(trainer, stop)

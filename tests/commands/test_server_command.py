@@ -38,7 +38,7 @@ def test_a_run_with_dedicated_servers_trains(run_cli, quick):
     code, output = run_cli("fit", *quick, f"--config={path}", *few)
     assert code == 0, output
     for server in servers:
-        server.join(10)
+        server.join(60)
     assert [server.exitcode for server in servers] == [0, 0]
 
 

@@ -41,7 +41,7 @@ from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.run.start_from import WORDS, check_trained, checkpoint_of
 from cnnstrategies.commands.run.trainer import Trainer, add_sections, all_callbacks, all_plugins
 from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
-from cnnstrategies.data.image_folder import own_images
+from cnnstrategies.data.image_folder import images_of_folder
 from cnnstrategies.deploy.inference import give_predict_step
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.network_module import NetworkModule
@@ -224,7 +224,7 @@ class CLI(LightningCLI):
         """Predict; the rows go to a file, and not into memory as well."""
         give_predict_step(self.model)
         if (folder := self.config_init[self.subcommand].predictions.images) is not None:
-            own_images(self.datamodule, folder)  # Each rank looks again; here no process has been started yet.
+            images_of_folder(self.datamodule, folder)  # Each rank looks again; here no process has been started yet.
         self._run(self.trainer.predict, **{**kwargs, "return_predictions": False})
 
     def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:
