@@ -23,10 +23,12 @@ import docstring_parser
 from cnnstrategies.commands.arguments import recipes
 from cnnstrategies.commands.arguments.keys import ROOTS, closest
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.quantities import Duration, Size
 
 Kind = TypeVar("Kind", bound=type[Any])
 # Words that LightningCLI accepts beside the keys of a configuration.
 CONFIGURATION_WORDS = ("config", "print_config", *ROOTS)
+VALUE_NAMES = {bool: "", int: "N", float: "NUMBER", Path: "FILE", Duration: "TIME", Size: "BYTES"}
 TRUTH = {"true": True, "false": False}
 _WORD = re.compile(r"--([A-Za-z][\w-]*)\+?(?:=(.*))?", re.DOTALL)
 
@@ -167,7 +169,7 @@ def _in_one_line(text: str | None) -> str:
 def _metavar(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "|".join(map(str, get_args(kind)))
-    return {bool: "", int: "N", float: "NUMBER", Path: "FILE"}.get(kind, "TEXT")
+    return VALUE_NAMES.get(kind, "TEXT")
 
 
 @dataclass(frozen=True)
@@ -251,24 +253,24 @@ class Command:
                 raise ConfigurationError(f"{self.name}: {option.flag} is missing: {option.meaning}")
         return self.declaration(**values), rest
 
-    def _check_rest(self, words: Sequence[str], own: Sequence[str]) -> None:
+    def _check_rest(self, words: Sequence[str], flags: Sequence[str]) -> None:
         """Refuse words that are neither options of this command nor a configuration's."""
         for word in words:
             match = _WORD.fullmatch(word)
             if self.configuration is Configuration.NONE:
                 if not word.startswith("-"):
-                    raise ConfigurationError(f"{self.name}: cannot use {word!r}; accepted: {', '.join(own)}")
-                self._refuse(word.partition("=")[0], own, own)
+                    raise ConfigurationError(f"{self.name}: cannot use {word!r}; accepted: {', '.join(flags)}")
+                self._refuse(word.partition("=")[0], flags, flags)
             elif match and match[1].replace("-", "_") not in CONFIGURATION_WORDS:
                 known = [f"--{name}" for name in CONFIGURATION_WORDS]
-                self._refuse(f"--{match[1]}", own, [*own, *known])
+                self._refuse(f"--{match[1]}", flags, [*flags, *known])
 
-    def _refuse(self, name: str, own: Sequence[str], known: Sequence[str]) -> None:
+    def _refuse(self, name: str, flags: Sequence[str], known: Sequence[str]) -> None:
         keys = ""
         if self.configuration is not Configuration.NONE:
             keys = " and a configuration's keys (--config, --trainer.KEY, ...)"
         guess = closest(name.replace("-", "_").replace("__", "--", 1), known)
-        raise ConfigurationError(f"{self.name}: no option {name}{guess} accepted: {', '.join(own)}{keys}")
+        raise ConfigurationError(f"{self.name}: no option {name}{guess} accepted: {', '.join(flags)}{keys}")
 
     def show_all_options(self) -> None:
         """Print the help of the parser that reads the configuration."""

@@ -13,6 +13,7 @@ from typing import Literal
 from cnnstrategies.cluster.options import ClusterOptions, KubernetesOptions, RayOptions
 from cnnstrategies.commands.arguments.command import Command, Configuration, declare, option, positional
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.quantities import Duration
 
 COMMANDS: dict[str, Command] = {}  # in the order of the help
 PROGRAMS: dict[str, Command] = {}  # programs beside `cnnstrategies`
@@ -318,12 +319,12 @@ class DoctorOptions:
     Attributes:
         shared: Directory on shared storage, for checkpoints; by default the working directory.
         interface: Network interface, by name or subnet; by default that of the route.
-        wait: Seconds to wait for the other hosts.
+        wait: How long to wait for the other hosts, in seconds or as 1:30.
     """
 
     shared: Path = option(Path(), metavar="FOLDER")
     interface: str | None = option(None, metavar="NAME")
-    wait: float = 60.0
+    wait: Duration = 60.0
 
 
 @command("pack", "put images into shards", "datasets/imagenet shards/imagenet --size 256")
