@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.seeds import mixed_seed
 from cnnstrategies.shares import Deals, deal, turns
-
-Weighs = Literal["own", "all"]  # each rank's gradient by its own samples; all together by those of the global batch
+from cnnstrategies.strategies.protocol import GradientWeighting
 
 
 class BatchRequest(NamedTuple):
@@ -95,21 +94,21 @@ class DealtBatches(DistributedSampler[Any]):
         first = batch // len(self._parts) * len(self._parts)
         return range(first, min(first + len(self._parts), len(self)))
 
-    def weight(self, batch: int, batches: float, weighs: Weighs | None) -> float:
+    def weight(self, batch: int, batches: float, weighting: GradientWeighting) -> float:
         """What this rank's mean loss of a batch is to be multiplied by.
 
         Then the mean over ranks, and over accumulated batches, is the mean over the samples of the step.
 
         Args:
             batches: Of an epoch, which ends a step wherever it is.
-            weighs: By which samples the strategy weighs the gradients of ranks.
+            weighting: How the strategy combines the gradients of ranks.
         """
         counts = self.counts(batch)
         step = [self.counts(one) for one in self.step_of(batch) if one < batches]
-        if weighs == "own":
+        if weighting == "by_rank":
             own = sum(of_ranks[self.rank] for of_ranks in step)
             return counts[self.rank] * self.accumulated / own if own else 1.0
-        part = sum(counts) if weighs == "all" else counts[self.rank] * self.num_replicas
+        part = sum(counts) if weighting == "by_sample" else counts[self.rank] * self.num_replicas
         return part * self.accumulated / sum(map(sum, step))
 
     def own(self, order: Sequence[int], first: int = 0) -> Iterator[list[int]]:

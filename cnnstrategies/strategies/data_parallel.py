@@ -10,13 +10,13 @@ from typing_extensions import override
 from cnnstrategies._lightning_private import keep_batches
 from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
+from cnnstrategies.strategies.protocol import StrategyFacts
 
 Compression = Literal["fp16", "bf16", "powersgd"]
 CASTS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 
 
-class CompressedDDPStrategy(DDPStrategy):
+class CompressedDDPStrategy(StrategyFacts, DDPStrategy):
     """DDP that sends fewer bytes, through torch's own communication hooks, on every device.
 
     ``DDPStrategy(ddp_comm_hook=...)`` registers its hook on CUDA devices only and ignores it elsewhere.
@@ -78,12 +78,10 @@ class CompressedDDPStrategy(DDPStrategy):
         else:
             self.model.register_comm_hook(None, CASTS[self.compression])
 
+    @override
     def differences(self, batch_size: int | None) -> list[str]:
-        """What is different from one device, a line each, for a panel."""
         if self.compression == "powersgd":
             sent = f"rank-{self.powersgd_rank} factors from step {self.powersgd_start} on"
         else:
             sent = self.compression
-        assert self.lightning_module is not None
-        own = [f"gradients are sent as {sent}"]
-        return own + differences_of_replicas(self.lightning_module, self.world_size, batch_size, RANK_ZERO)
+        return [f"gradients are sent as {sent}", *super().differences(batch_size)]

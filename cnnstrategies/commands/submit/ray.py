@@ -55,7 +55,7 @@ class RayTarget(Target):
             max_restarts=options.ray.max_restarts,
             wait=options.ray.wait,
             grace=self.base.cli.config.stop.grace,
-            goes_on=self.base.parameter_server is not None,
+            goes_on=self.base.server_options is not None,
         )
 
     @override
