@@ -110,6 +110,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python docs/development/check_words.py
 
 types: $(INSTALLED)
 	$(BIN)/mypy

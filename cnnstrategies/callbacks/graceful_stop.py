@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import ask_of_sigterm
+from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.strategies.protocol import facts_of
 
 CHECK_SECONDS = 0.5
@@ -45,29 +46,30 @@ class GracefulStop(Callback):
     The exit code is 128 + the signal's number. By it a job's script tells a warned run from one that failed.
 
     Args:
-        grace: Seconds until a run that has not reached a step boundary is killed.
+        grace: Time, as seconds or ``minutes:seconds``, until a run that has not reached a step boundary is killed.
         warning_signal: The scheduler's signal.
-        warning_grace: Seconds until that happens after a warning.
+        warning_grace: Time until that happens after a warning.
         on_each_node: End with the signal's exit code on every node and not on rank 0's alone, for launchers that start
             each node's process again by itself, as Kubernetes does.
     """
 
     def __init__(
         self,
-        grace: float = 10.0,
+        grace: Duration = 10.0,
         warning_signal: Literal["USR1", "USR2"] = "USR1",
-        warning_grace: float = 60.0,
+        warning_grace: Duration = 60.0,
         on_each_node: bool = False,
     ) -> None:
-        self.grace = grace
+        self.grace = seconds(grace, "stop.grace", least=0)
         self.warning_signal = warning_signal
-        self.warning_grace = warning_grace
+        self.warning_grace = seconds(warning_grace, "stop.warning_grace", least=0)
         self.on_each_node = on_each_node
         self._warning = signal.Signals[f"SIG{warning_signal}"]
         self._trainer: Trainer | None = None
         self._received: int | None = None
         self._previous: dict[int, Any] = {}
         self._next_check = 0
+        self._step_at_start = 0
         self._checked_at = 0.0
         self._checked_step = 0
         self._put_off = 0
@@ -91,17 +93,20 @@ class GracefulStop(Callback):
         self._next_check = trainer.global_step
 
     @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._step_at_start = trainer.global_step
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        # A checkpoint between two micro-steps of an accumulation would lose the accumulated gradients.
-        if step < self._next_check or step == self._checked_step:
+        # After a batch in which no optimizer has stepped, gradients are accumulated that no checkpoint holds.
+        if step == self._step_at_start or step < self._next_check:
             return
         facts = facts_of(trainer.strategy)
         if not facts.steps_in_lockstep:
             # Ranks that take their steps independently must not wait for each other here.
-            self._checked_step = step
             stop = facts.agree_on_stop(self._received)
             if stop is not None:
                 self._stop(trainer, stop)

@@ -7,17 +7,19 @@ import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 from cluster.processes_of import PYTHON, Program, fit
 from conftest import PlainCNN, alive, kill_group, quiet_trainer
+from digit_commands import served
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cnnstrategies import ImageClassifier
-from cnnstrategies.callbacks import GracefulStop
+from cnnstrategies.callbacks import GracefulStop, graceful_stop
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.strategies.protocol import StrategyFacts
 
@@ -88,24 +90,113 @@ def test_a_signal_stops_all_ranks_and_they_resume_exactly(run_cli, quick, signum
 
 
 class Warned(Callback):
-    """Gets a scheduler's warning after the third step."""
+    """Sends the last rank a scheduler's warning in the batch in which its optimizer makes a step.
+
+    Args:
+        step: The number of the step.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == 3:
+        if trainer.global_step == self.step and trainer.global_rank == trainer.world_size - 1:
             os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def test_a_warned_run_saves_the_step_after_which_it_stops():
-    """The middle of an accumulation is no place to stop: its gradients are in no checkpoint."""
-    callbacks = [Warned(), GracefulStop(), ModelCheckpoint("saved")]
-    options = {"enable_checkpointing": True, "max_epochs": 1000, "accumulate_grad_batches": 3}
-    trainer = quiet_trainer(callbacks=callbacks, **options)
+class ManualSteps(ImageClassifier):
+    """Accumulates the gradients of three batches, also across the end of an epoch, and steps itself."""
+
+    def __init__(self) -> None:
+        super().__init__(PlainCNN(), 10)
+        self.automatic_optimization = False
+        self.batches = 0
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.batches += 1
+        if self.batches % 3 == 0:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+class Stopped(NamedTuple):
+    """A run that is warned in a step, and where it stops.
+
+    Attributes:
+        pace: Seconds between two looks for a signal. The first step of an epoch always has a look; after it either
+            every step has one, or no other step of the epoch. Otherwise the machine's speed would decide.
+        warned: Step in which the warning arrives.
+        stops: Step after which the run stops.
+        processed: Batches up to this step. Three batches make a step; so does the last batch of an epoch.
+        batches: Batches of an epoch.
+        manual: Whether the module makes its steps itself.
+    """
+
+    pace: float
+    warned: int
+    stops: int
+    processed: int
+    batches: int = 7
+    manual: bool = False
+
+
+EVERY_STEP, ONCE_AN_EPOCH = 0.0, 1e9
+WARNED = {
+    "in the middle of an epoch": Stopped(EVERY_STEP, 2, 2, 6),
+    "and first noticed in the next epoch": Stopped(ONCE_AN_EPOCH, 2, 4, 10),
+    "in the last batch, which steps early": Stopped(EVERY_STEP, 3, 4, 10),
+    "where each step is the last of an epoch": Stopped(EVERY_STEP, 1, 4, 8, batches=2),
+    "with manual steps": Stopped(EVERY_STEP, 2, 2, 6, manual=True),
+    "with manual steps, and first noticed in the next epoch": Stopped(ONCE_AN_EPOCH, 2, 3, 9, manual=True),
+}
+
+
+@pytest.mark.parametrize("run", WARNED.values(), ids=WARNED)
+def test_a_warned_run_saves_the_step_after_which_it_stops(monkeypatch, run):
+    """It stops only after a batch in which the optimizer has stepped: accumulated gradients are in no checkpoint."""
+    monkeypatch.setattr(graceful_stop, "CHECK_SECONDS", run.pace)
+    trainer = quiet_trainer(
+        callbacks=[Warned(run.warned), GracefulStop(), ModelCheckpoint("saved")],
+        enable_checkpointing=True,
+        max_epochs=6,
+        limit_train_batches=run.batches,
+        accumulate_grad_batches=1 if run.manual else 3,
+    )
     with pytest.raises(SystemExit) as stop:
-        trainer.fit(ImageClassifier(PlainCNN(), 10), DigitsDataModule())
+        trainer.fit(ManualSteps() if run.manual else ImageClassifier(PlainCNN(), 10), DigitsDataModule())
     assert stop.value.code == 128 + signal.SIGUSR1
-    saved = torch.load("saved/last.ckpt", weights_only=True)
-    assert saved["global_step"] == trainer.global_step >= 3
-    assert saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"] % 3 == 0
+    assert progress("saved/last.ckpt") == (run.stops, run.processed)
+
+
+# The ranks of mode `async` step independently, and look for a signal at every step.
+STRATEGIES = {
+    "ddp": ["--trainer.strategy=ddp_fork"],
+    "hybrid_pipeline": ["--trainer.strategy=hybrid_pipeline_fork"],
+    "parameter_server": ["--trainer.strategy=parameter_server_fork"],
+    "async": served(mode="async", start_method="fork"),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_no_strategy_stops_within_an_accumulation(monkeypatch, run_cli, quick, name):
+    monkeypatch.setattr(graceful_stop, "CHECK_SECONDS", ONCE_AN_EPOCH)
+    warned = ["--trainer.callbacks+=test_graceful_stop.Warned", "--trainer.callbacks.init_args.step=2"]
+    few = ["--trainer.limit_train_batches=7", "--trainer.limit_val_batches=1", "--trainer.max_epochs=1000"]
+    few += ["--trainer.accumulate_grad_batches=3"]
+    code, output = run_cli("fit", *quick, *STRATEGIES[name], *few, *warned)
+    assert code != 0
+    assert "Stopped by SIGUSR1 after step" in output, output
+    step, processed = progress(next(Path("runs").rglob("last.ckpt")))
+    # An epoch has three steps; the last of them is made after a single batch.
+    assert processed == step // 3 * 7 + step % 3 * 3
+    assert step == 4 or name == "async"  # There rank 0 may be in any step when rank 1 is warned.
+
+
+def progress(path):
+    """Optimizer steps and batches of which a checkpoint is made."""
+    saved = torch.load(path, weights_only=True)
+    return saved["global_step"], saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"]
 
 
 def scalars(name):

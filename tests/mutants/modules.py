@@ -46,10 +46,20 @@ removes(
     GracefulStop.on_train_batch_end,
     killed_by=test_graceful_stop.test_a_warned_run_saves_the_step_after_which_it_stops,
     noticed_by=(FileNotFoundError,),
+    run=test_graceful_stop.WARNED["in the middle of an epoch"],
 )
 def a_run_that_is_stopped_does_not_save_its_last_step(right, self, trainer, pl_module, outputs, batch, batch_idx):
     with patch.object(trainer, "save_checkpoint"):
         right(self, trainer, pl_module, outputs, batch, batch_idx)
+
+
+@replaces(
+    GracefulStop.on_train_batch_start,
+    killed_by=test_graceful_stop.test_a_warned_run_saves_the_step_after_which_it_stops,
+    run=test_graceful_stop.WARNED["and first noticed in the next epoch"],
+)
+def a_run_stops_within_an_accumulation(right, self, trainer, pl_module, batch, batch_idx):
+    self._step_at_start = -1 if trainer.global_step else 0
 
 
 @replaces(Comparison.__init__, killed_by=test_export.test_what_cannot_be_exported_is_refused_and_nothing_is_left)
