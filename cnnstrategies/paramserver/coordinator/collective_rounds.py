@@ -121,7 +121,7 @@ class Rounds:
             if (last.peer, last.sequence) == (peer, sequence):
                 self._send_when_seen(result, [(contribution, joined)])
                 return None
-        if seal and (self._roster.sealed or self._roster.is_elastic(WORKER, identity)):
+        if seal and (self._roster.sealed or self._roster.is_joiners_place(WORKER, identity)):
             self._joiners[identity] = contribution
             return self.over
         if sequence in self._log:
@@ -205,15 +205,15 @@ class Rounds:
         since = self.sequence - 1 - boundary.sequence
         if since != bool(boundary.admitted) or (since and self._operation != ADMITTED):
             return
-        elastic = [worker for worker in self._joiners if roster.is_elastic(WORKER, worker)]
+        newcomers = [worker for worker in self._joiners if roster.is_joiners_place(WORKER, worker)]
         returned = [
             worker
             for worker, contribution in self._joiners.items()
-            if worker not in elastic and contribution.midway and not since
+            if worker not in newcomers and contribution.midway and not since
         ]
         returned = [worker for worker in returned if self._dispatcher.may_join(worker)]
-        admitted = sorted(elastic + returned)
-        if not admitted or not self._dispatcher.can_spare(roster.original_workers.union(returned), bool(elastic)):
+        admitted = sorted(newcomers + returned)
+        if not admitted or not self._dispatcher.can_spare(roster.original_workers.union(returned), bool(newcomers)):
             return
         joiners = {worker: self._joiners.pop(worker) for worker in admitted}
         roster.group |= joiners.keys()

@@ -383,7 +383,7 @@ class Coordinator:
         return {}
 
     def _end_by_member(self, now: float, member: Member, message: Message) -> Fields:
-        if self.roster.is_elastic(*member.peer[:2]):
+        if self.roster.is_joiners_place(*member.peer[:2]):
             raise ControlError("a joiner cannot end the run")
         return self._end(now, member.peer, message)
 

@@ -137,7 +137,7 @@ class Roster:
         self._forget = forget
         self._finish = finish
         places = [(SERVER, server) for server in range(settings.servers)]
-        places += [(WORKER, worker) for worker in range(settings.workers + settings.elastic)]
+        places += [(WORKER, worker) for worker in range(settings.workers + settings.max_joiners)]
         self._places = {place: _Place() for place in places}
         # members that were silent when the run was over: they may still ask why it ended
         self._silent_at_end: set[Peer] = set()
@@ -161,19 +161,19 @@ class Roster:
         member = self.member_at(peer.role, peer.id)
         return member if member is not None and member.peer == peer else None
 
-    def is_elastic(self, role: str, identity: int) -> bool:
+    def is_joiners_place(self, role: str, identity: int) -> bool:
         """Whether a place is for joiners, which nothing waits for."""
         return role == WORKER and identity >= self._settings.workers
 
     @property
     def original_workers(self) -> set[int]:
         """The group without joiners: a run without original workers ends."""
-        return {worker for worker in self.group if not self.is_elastic(WORKER, worker)}
+        return {worker for worker in self.group if not self.is_joiners_place(WORKER, worker)}
 
     def free_place(self) -> tuple[int, int] | None:
         """Return the lowest free number among the places for joiners, and an incarnation that was never used there."""
         for (role, identity), place in self._places.items():
-            if place.member is None and self.is_elastic(role, identity):
+            if place.member is None and self.is_joiners_place(role, identity):
                 return identity, place.incarnation
         return None
 
@@ -182,7 +182,7 @@ class Roster:
         absent = [
             (role, identity)
             for (role, identity), place in self._places.items()
-            if not place.appeared and not self.is_elastic(role, identity)
+            if not place.appeared and not self.is_joiners_place(role, identity)
         ]
         return [f"{role} {identity}" for role, identity in sorted(absent, key=lambda place: place[0] == SERVER)]
 
@@ -200,7 +200,7 @@ class Roster:
         peer = member.peer
         place = self._places[peer.role, peer.id]
         place.member = None
-        if self.is_elastic(peer.role, peer.id):
+        if self.is_joiners_place(peer.role, peer.id):
             # Joiners come as a new incarnation in each epoch: the place's number suffices to know the earlier ones.
             place.incarnation = max(place.incarnation, peer.incarnation + 1)
             self.gone = {other: on_purpose for other, on_purpose in self.gone.items() if other[:2] != peer[:2]}
@@ -212,7 +212,7 @@ class Roster:
         """Return why a process that is not a member cannot become one; None if it can."""
         settings, place = self._settings, self._places.get((peer.role, peer.id))
         if place is None:
-            joiners = f", and {settings.elastic} places for workers that join" if settings.elastic else ""
+            joiners = f", and {settings.max_joiners} places for workers that join" if settings.max_joiners else ""
             return (
                 f"this run has {settings.workers} workers and {settings.servers} servers{joiners}: it does not expect "
                 f"{peer}"
@@ -239,7 +239,7 @@ class Roster:
         was_waited_for = not place.appeared and peer.id not in self.lost_servers
         place.appeared, place.promise = True, None
         place.incarnation = max(place.incarnation, peer.incarnation)
-        if peer.incarnation and not self.is_elastic(peer.role, peer.id):
+        if peer.incarnation and not self.is_joiners_place(peer.role, peer.id):
             self.history.note(now, f"{member} has taken the place of the process before it")
         if peer.role == SERVER:
             # A server that is replaced before it was missed has also lost its state.
@@ -282,7 +282,7 @@ class Roster:
         if now - self.began > appear and (missing := self.missing()):
             self._finish(
                 f"{', '.join(missing)} did not appear within {appear:g} s: start the run on all "
-                "its machines, and dedicated servers; --network.wait sets how long to wait"
+                "its machines, and dedicated servers; --interconnect.wait sets how long to wait"
             )
         for place in self._places.values():
             if place.promise is not None and now > place.promise[0]:
@@ -326,7 +326,7 @@ class Roster:
 
     def _remove_silent(self, now: float, member: Member, how: str) -> None:
         self.remove(member)
-        if not self.is_elastic(*member.peer[:2]):  # Joiners are not started by a supervision.
+        if not self.is_joiners_place(*member.peer[:2]):  # Joiners are not started by a supervision.
             self.silent.append([*member.peer[:3]])
         self._forget(member)
         # The supervision asks for the silent members, ends them, and reports whether they are replaced. This takes a
@@ -373,7 +373,7 @@ class Roster:
 
     def _without_worker(self, member: Member, how: str) -> str | None:
         """Return why the run cannot go on without a worker; None if it can."""
-        if self.is_elastic(*member.peer[:2]):
+        if self.is_joiners_place(*member.peer[:2]):
             return None
         if not self.sealed:
             when = " before training began" if self._settings.servers else ", and every worker is needed here"

@@ -23,7 +23,7 @@ class CoordinatorSettings:
     # number that identifies the supervision that starts the coordinator; 0 if there is none
     supervisor: int = field(default=0, repr=False)
     # number of workers that may join the training; their ids follow the other workers', and nothing waits for them
-    elastic: int = 0
+    max_joiners: int = 0
 
 
 @dataclass(frozen=True)
