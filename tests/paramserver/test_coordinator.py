@@ -110,8 +110,8 @@ def test_a_worker_that_needs_those_who_wait_for_it_ends_the_run():
     """Who has made as many steps may be on its way, and so may who allows that others are behind."""
     at_five = {"pushed": 5, "needs": 5}
     assert end_of_the_run({0: at_five, 1: at_five, 2: {"pushed": 6, "needs": 6}}) == (
-        "no worker can go on: worker 0, worker 1 in `boundary` for worker 2; worker 2 in `step 5` for worker 0, worker 1: "
-        + UNEVEN
+        "no worker can go on: worker 0, worker 1 in `boundary` for worker 2; "
+        "worker 2 in `step 5` for worker 0, worker 1: " + UNEVEN
     )
     text = end_of_the_run({0: at_five, 1: {"pushed": 4, "needs": 4}, 2: at_five})
     assert text is not None

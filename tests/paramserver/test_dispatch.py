@@ -93,7 +93,7 @@ def test_an_epoch_goes_on_without_what_was_done_before_its_save():
     assert int(after.progress(3), 16) == 0b111111
     assert after.begin(3, 5, 1) == 11, "as it was begun first"
     assert after.progress(4) == ""
-    with pytest.raises(ControlError, match="hexadecimal digits, not as 'zz'"):
+    with pytest.raises(ControlError, match="done='zz' is not a number in hexadecimal digits"):
         after.begin(4, 4, 1, "zz")
 
 
