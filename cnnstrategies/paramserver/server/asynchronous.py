@@ -96,7 +96,7 @@ class Asynchronous:
         self.updates += 1
         return True
 
-    def pull(self, who: tuple[int, int], keys: list[int], request: int, encoding: Encoding) -> None:
+    def pull(self, who: tuple[int, int], keys: list[int], request: int, encoding: int) -> None:
         """A worker has finished `request` steps and wants slices for the next, with its own pushes in them."""
         slowest = self.clock.slowest
         self.clock.finished(who[0], request)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cnnstrategies.paramserver.compression import check_length, decode
+from cnnstrategies.paramserver.compression import PAYLOADS, check_length, decode
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
 from cnnstrategies.paramserver.server.decision import Decision
 from cnnstrategies.paramserver.server.shard import Shard
@@ -30,7 +30,7 @@ class Begin:
 
     options: Options
     weight: float
-    pulls: Encoding = Encoding.NOTHING
+    pulls: int = Encoding.NOTHING
     level: int = 0
 
 
@@ -42,20 +42,20 @@ class Pushes:
 
     def __init__(self) -> None:
         self.begun: dict[Who, Begin] = {}
-        self._pieces: dict[int, dict[Who, tuple[memoryview, Encoding]]] = {}
+        self._pieces: dict[int, dict[Who, tuple[memoryview, int]]] = {}
         self._absent: dict[int, dict[Who, int]] = {}  # where a push lacks the gradients of some parts
         self._counts: dict[Who, int] = {}
         self._means: dict[int, tuple[frozenset[Who], Tensor | None]] = {}
 
-    def add(self, worker: Who, slice_: Slice, payload: memoryview, encoding: Encoding, absent: int = 0) -> bool:
+    def add(self, worker: Who, slice_: Slice, payload: memoryview, encoding: int, absent: int = 0) -> bool:
         """Keep a push; whether it is the first of its worker for its slice."""
         check_length(len(payload), encoding, slice_.numel, slice_.dtype)
         check_absent(absent, slice_)
         pieces = self._pieces.setdefault(slice_.key, {})
         if worker in pieces:
             return False
-        if encoding == Encoding.TOPK:
-            decode(payload, encoding, slice_.numel, slice_.dtype)  # checks the indices
+        if encoding != Encoding.NOTHING:
+            PAYLOADS[encoding].check(payload, slice_.numel)
         pieces[worker] = payload, encoding
         if absent:
             self._absent.setdefault(slice_.key, {})[worker] = absent

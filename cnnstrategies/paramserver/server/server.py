@@ -6,7 +6,7 @@ Whatever finds that a message does not fit raises an ``InvalidMessageError``; th
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from cnnstrategies.paramserver.compression import CHANGES
+from cnnstrategies.paramserver.compression import PAYLOADS
 from cnnstrategies.paramserver.core.node import ControlError, End, Message
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import (
@@ -33,8 +33,6 @@ from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.specification import Options, Specification, check_options
 
 STOPPED_SECONDS = 1.0  # between two looks: then this process was stopped
-# As keys comes no value, only that it is there.
-_PULLED = {int(encoding): encoding for encoding in Encoding if encoding != Encoding.KEYS}
 
 
 class Server:
@@ -293,10 +291,14 @@ class Server:
         begin = Begin(self._options_in(header, payload), header.weight, self._pulled(header.base), header.level)
         self.mode.begin((worker, header.incarnation), header.step, begin)
 
-    def _pulled(self, number: int) -> Encoding:
-        """The encoding in which a worker pulls."""
-        encoding, changes = _PULLED.get(number), self.store.changes
-        if encoding is None or (encoding in CHANGES and (changes is None or encoding != changes.encoding)):
+    def _pulled(self, encoding: int) -> int:
+        """Return the encoding in which a worker pulls, if the server can answer in it."""
+        compression, changes = PAYLOADS.get(encoding), self.store.changes
+        if compression is not None and compression.lossy:
+            valid = changes is not None and encoding == changes.encoding
+        else:
+            valid = encoding == Encoding.NOTHING or (compression is not None and compression.for_pulls)
+        if not valid:
             raise InvalidMessageError("a pull in an encoding that parameters do not have")
         return encoding
 

@@ -19,7 +19,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
-from cnnstrategies.paramserver.specification import Compression, Mode, Specification
+from cnnstrategies.paramserver.specification import Mode, PullCompression, PushCompression, Specification
 from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.dealing import Dealing
@@ -109,9 +109,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
         servers: int = 1,
         endpoints: list[str] | None = None,
         coordinator: str | None = None,
-        compression: Compression = "none",
+        compression: PushCompression = "none",
         compression_ratio: float = 0.01,
-        pull_compression: Compression = "none",
+        pull_compression: PullCompression = "none",
         replication: int = 1,
         data_dispatch: Dispatch = "static",
         security: Security = "auto",
