@@ -16,6 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import ask_of_sigterm
+from cnnstrategies.quantities import Duration, seconds
 
 CHECK_SECONDS = 0.5
 # Where each step is logged or validated, there is no better one to wait for.
@@ -45,23 +46,23 @@ class GracefulStop(Callback):
     The exit code is 128 + the signal's number. By it a job's script tells a warned run from one that failed.
 
     Args:
-        grace: Seconds until a run that has not reached a step boundary is killed.
+        grace: Time, as seconds or ``minutes:seconds``, until a run that has not reached a step boundary is killed.
         warning_signal: The scheduler's signal.
-        warning_grace: Seconds until that happens after a warning.
+        warning_grace: Time until that happens after a warning.
         on_each_node: End with the signal's exit code on every node and not on rank 0's alone, for launchers that start
             each node's process again by itself, as Kubernetes does.
     """
 
     def __init__(
         self,
-        grace: float = 10.0,
+        grace: Duration = 10.0,
         warning_signal: Literal["USR1", "USR2"] = "USR1",
-        warning_grace: float = 60.0,
+        warning_grace: Duration = 60.0,
         on_each_node: bool = False,
     ) -> None:
-        self.grace = grace
+        self.grace = seconds(grace, "stop.grace", least=0)
         self.warning_signal = warning_signal
-        self.warning_grace = warning_grace
+        self.warning_grace = seconds(warning_grace, "stop.warning_grace", least=0)
         self.on_each_node = on_each_node
         self._warning = signal.Signals[f"SIG{warning_signal}"]
         self._trainer: Trainer | None = None

@@ -17,7 +17,7 @@ class ServerTraffic(Callback):
     in which the worker had nothing to do but wait for parameters, ``servers/staleness`` the updates that others made
     between the values that a step was computed with and its own update: means over the workers.
     ``servers/workers`` and ``servers/alive`` are the workers and servers that take part, ``servers/losses`` the
-    processes that were lost so far. With ``combine``, ``servers/dropped`` is the share of a worker's steps
+    processes that were lost so far. With ``combine_per_node``, ``servers/dropped`` is the share of a worker's steps
     that were made without it: the mean over the workers.
     """
 

@@ -9,7 +9,9 @@ from typing_extensions import override
 from cnnstrategies._lightning_private import keep_batches
 from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.paramserver.compression import COMPRESSIONS, ddp_names
+from cnnstrategies.quantities import as_timedelta
 from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
 
 if TYPE_CHECKING:
@@ -29,35 +31,38 @@ class CompressedDDPStrategy(DDPStrategy):
             each gradient matrix and adds what was lost to the next gradient; what is waiting to be added is not
             part of a checkpoint.
         powersgd_rank: Columns of the factors: more is more exact and more bytes.
-        powersgd_start: Steps with uncompressed gradients before PowerSGD begins.
+        powersgd_start_step: Steps with uncompressed gradients before PowerSGD begins.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy`.
 
     Raises:
-        ConfigurationError: ``powersgd_rank`` is below 1, ``powersgd_start`` below 2, or a hook was given as well.
+        ConfigurationError: ``powersgd_rank`` is below 1, ``powersgd_start_step`` below 2, or a hook was given as well.
     """
 
     def __init__(
         self,
         compression: DDPCompression = "fp16",
         powersgd_rank: int = 1,
-        powersgd_start: int = 1000,
+        powersgd_start_step: int = 1000,
         **kwargs: Any,
     ) -> None:
+        refuse_old_names(CompressedDDPStrategy, kwargs)
         if kwargs.get("ddp_comm_hook") is not None:
             raise ConfigurationError("ddp_comm_hook: this strategy brings its own hook; use strategy ddp with yours")
         if powersgd_rank < 1:
             raise ConfigurationError(f"powersgd_rank={powersgd_rank}: at least one column is needed; 1 to 4 is usual")
-        if powersgd_start < 2:
+        if powersgd_start_step < 2:
             raise ConfigurationError(
-                f"powersgd_start={powersgd_start}: DDP rebuilds its buckets in step 1; use 2 or more"
+                f"powersgd_start_step={powersgd_start_step}: DDP rebuilds its buckets in step 1; use 2 or more"
             )
         if compression not in ddp_names():
             raise ConfigurationError(f"compression={compression!r}: use one of {', '.join(ddp_names())}")
+        if "timeout" in kwargs:
+            kwargs["timeout"] = as_timedelta(kwargs["timeout"], "timeout")
         super().__init__(**kwargs)
         self.compression = compression
         self.strategy_name = f"ddp_{compression}"
         self.powersgd_rank = powersgd_rank
-        self.powersgd_start = powersgd_start
+        self.powersgd_start_step = powersgd_start_step
 
     @override
     def setup_environment(self) -> None:
@@ -70,11 +75,11 @@ class CompressedDDPStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
-        COMPRESSIONS[self.compression].register_ddp_hook(self.model, self.powersgd_rank, self.powersgd_start)
+        COMPRESSIONS[self.compression].register_ddp_hook(self.model, self.powersgd_rank, self.powersgd_start_step)
 
     def differences(self, batch_size: int | None) -> list[str]:
         """What is different from one device, a line each, for a panel."""
-        sent = COMPRESSIONS[self.compression].describe_ddp(self.powersgd_rank, self.powersgd_start)
+        sent = COMPRESSIONS[self.compression].describe_ddp(self.powersgd_rank, self.powersgd_start_step)
         assert self.lightning_module is not None
         own = [f"gradients are sent as {sent}"]
         return own + differences_of_replicas(self.lightning_module, self.world_size, batch_size, RANK_ZERO)

@@ -211,7 +211,7 @@ def test_a_replica_that_waits_for_the_others_gradients_reduces():
     # Means of the replica that takes 200 ms for its two backwards and of the one that waits for it.
     assert first["backward"] >= 100
     assert first["reduce"] > 50
-    assert last["reduce"] < 25
+    assert last["reduce"] < first["reduce"] / 2
     assert last["gather"] + last["other"] > 50, "for outputs of all ranks, or a callback's broadcast"
 
 
