@@ -12,7 +12,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.paramserver.compression import COMPRESSIONS, ddp_names
 from cnnstrategies.quantities import as_timedelta
-from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
+from cnnstrategies.strategies.protocol import StrategyFacts
 
 if TYPE_CHECKING:
     DDPCompression = str
@@ -20,7 +20,7 @@ else:  # The command line's help lists these names, and its parser refuses other
     DDPCompression = Literal[ddp_names()]
 
 
-class CompressedDDPStrategy(DDPStrategy):
+class CompressedDDPStrategy(StrategyFacts, DDPStrategy):
     """DDP that sends fewer bytes, through torch's own communication hooks, on every device.
 
     ``DDPStrategy(ddp_comm_hook=...)`` registers its hook on CUDA devices only and ignores it elsewhere.
@@ -77,9 +77,7 @@ class CompressedDDPStrategy(DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         COMPRESSIONS[self.compression].register_ddp_hook(self.model, self.powersgd_rank, self.powersgd_start_step)
 
+    @override
     def differences(self, batch_size: int | None) -> list[str]:
-        """What is different from one device, a line each, for a panel."""
         sent = COMPRESSIONS[self.compression].describe_ddp(self.powersgd_rank, self.powersgd_start_step)
-        assert self.lightning_module is not None
-        own = [f"gradients are sent as {sent}"]
-        return own + differences_of_replicas(self.lightning_module, self.world_size, batch_size, RANK_ZERO)
+        return [f"gradients are sent as {sent}", *super().differences(batch_size)]

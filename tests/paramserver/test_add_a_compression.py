@@ -17,22 +17,22 @@ PAGE = (ROOT / "docs/development/add-a-compression.md").read_text()
 FILE = "cnnstrategies/paramserver/compression.py"
 
 
-@pytest.fixture
-def extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Import a copy of the package in which the page's class stands at the end of the page's file."""
+def use_extended_package(folder: Path) -> None:
+    """Have this process import a copy of the package in which the page's class stands at the end of the page's file."""
     assert f"`{FILE}`" in PAGE
     (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    shutil.copytree(ROOT / "cnnstrategies", tmp_path / "cnnstrategies", ignore=shutil.ignore_patterns("__pycache__"))
-    with (tmp_path / FILE).open("a") as file:
+    shutil.copytree(ROOT / "cnnstrategies", folder / "cnnstrategies", ignore=shutil.ignore_patterns("__pycache__"))
+    with (folder / FILE).open("a") as file:
         file.write("\n\n" + block)
-    for name in list(sys.modules):  # The test has a process of its own.
+    for name in list(sys.modules):
         if name.partition(".")[0] in ("cnnstrategies", "roles", "training"):
             del sys.modules[name]
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
+    sys.path.insert(0, str(folder))
 
 
-def test_the_pages_class_in_its_one_place_is_enough(extended: Path) -> None:
+def test_the_pages_class_in_its_one_place_is_enough(tmp_path: Path) -> None:
+    """The test is not marked light: it runs in a process of its own, whose modules it replaces."""
+    use_extended_package(tmp_path)
     from roles import PlainRoles
 
     import cnnstrategies
@@ -42,7 +42,7 @@ def test_the_pages_class_in_its_one_place_is_enough(extended: Path) -> None:
     from cnnstrategies.paramserver.worker.codecs import ladder
     from cnnstrategies.strategies import CompressedDDPStrategy, ParameterServerStrategy
 
-    assert Path(cnnstrategies.__file__).is_relative_to(extended)
+    assert Path(cnnstrategies.__file__).is_relative_to(tmp_path)
     assert 7 in known_encodings()
 
     # Training: with error feedback the rounding errors do not add up.
@@ -50,7 +50,7 @@ def test_the_pages_class_in_its_one_place_is_enough(extended: Path) -> None:
     values: dict[str, Any] = {}
     for name in ("none", "int8"):
         options: dict[str, Any] = {"compression": name, "pull_compression": name}
-        directory = extended / name
+        directory = tmp_path / name
         directory.mkdir()
         with PlainRoles(directory, (400, 3), replication=2, servers=2, **options) as run:
             slices = cut(run.specification)
@@ -67,11 +67,11 @@ def test_the_pages_class_in_its_one_place_is_enough(extended: Path) -> None:
 
     # Small parameters share a slice only if nothing is left out.
     for name, parts in (("none", 3), ("fp16", 3), ("int8", 1)):
-        directory = extended / f"small-{name}"
+        directory = tmp_path / f"small-{name}"
         directory.mkdir()
         with PlainRoles(directory, (400, 3, 2, 2), compression=name) as run:
             assert max(len(slice_.parts) for slice_ in cut(run.specification)) == parts
-    with PlainRoles(extended, (40,), compression="auto") as run:
+    with PlainRoles(tmp_path, (40,), compression="auto") as run:
         assert [pushes for pushes, _ in ladder(run.specification)] == ["none", "bf16", "int8", "onebit"]
 
     # Options.
