@@ -20,7 +20,7 @@ from cnnstrategies.models.samples import count_samples
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
-from cnnstrategies.paramserver.specification import Compression, Mode, Specification
+from cnnstrategies.paramserver.specification import Mode, PullCompression, PushCompression, Specification
 from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.shares import Deals
@@ -122,9 +122,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
         servers_per_node: int = 1,
         endpoints: list[str] | None = None,
         coordinator: str | None = None,
-        compression: Compression = "none",
+        compression: PushCompression = "none",
         topk_density: float = 0.01,
-        pull_compression: Compression = "none",
+        pull_compression: PullCompression = "none",
         replication: int = 1,
         data_dispatch: Dispatch = "static",
         security: Security = "auto",
