@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.compression import COMPRESSIONS, ddp_names
 from cnnstrategies.planning.candidates import Candidate, Effect, Job
-from cnnstrategies.planning.costs import GraphCosts, format_bytes
+from cnnstrategies.planning.costs import format_bytes
 from cnnstrategies.planning.hybrid import Hybrid, hybrids
 from cnnstrategies.planning.parameter_server import ParameterServer
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, FIRST_BUCKET_BYTES, all_reduce, reduced_at, stage_costs
@@ -98,12 +99,8 @@ def data_parallel(job: Job) -> Iterator[Candidate]:
 
     Casts and the algebra of PowerSGD are not in the profile and count as free.
     """
-    sent_for_each_byte = {
-        "ddp": 1.0,
-        "ddp_fp16": 0.5,
-        "ddp_bf16": 0.5,
-        "ddp_powersgd": low_rank_share(job.profile.costs),
-    }
+    layers = [node.parameter_bytes for node in job.profile.costs.nodes]
+    sent_for_each_byte = {"ddp": 1.0} | {f"ddp_{name}": COMPRESSIONS[name].sent_share(layers) for name in ddp_names()}
     devices, effect = job.cluster.devices, Effect.LEARNING if job.profile.batch_norm else Effect.ROUNDING
     if job.samples < devices:
         return
@@ -149,13 +146,3 @@ def _priced(
         memory=job.state_copies * stage.parameter_bytes + job.profile.at(max(counts)).kept_bytes,
         bottleneck="compute" if step < 1.5 * compute else job.network,
     )
-
-
-def low_rank_share(costs: GraphCosts, rank: int = 1) -> float:
-    """Elements that PowerSGD sends for each element of the gradients: r (m + n) for a matrix of m n.
-
-    The shapes are not in the profile: each node's parameters count as a square matrix, for which that is most.
-    """
-    total = costs.parameter_bytes
-    sent = sum(min(node.parameter_bytes, 2 * rank * 4 * (node.parameter_bytes / 4) ** 0.5) for node in costs.nodes)
-    return sent / total if total else 1.0
