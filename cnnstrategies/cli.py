@@ -1,7 +1,7 @@
 """The entry point of ``cnnstrategies``, ``python -m cnnstrategies`` and ``cli.py``.
 
-From the first line of :func:`main` on, a signal ends the program without a traceback. Imports that take time are therefore
-inside the functions.
+From the first line of :func:`main` on, a signal ends the program without a traceback. Imports that take time are
+therefore inside the functions.
 """
 
 import signal

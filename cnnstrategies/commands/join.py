@@ -21,8 +21,8 @@ def main(options: JoinOptions, words: Sequence[str]) -> None:
         address = replace(address, key_file=str(options.key_file.resolve()))
     if address.key_file is not None and not Path(address.key_file).is_file():
         raise ConfigurationError(
-            f"--key_file {address.key_file} does not exist here: without a key_file of its own the run writes its keys on "
-            "the machine of rank 0; copy them from there"
+            f"--key_file {address.key_file} does not exist here: without a key_file of its own the run writes its "
+            "keys on the machine of rank 0; copy them from there"
         )
     try:
         place = find_place(address)

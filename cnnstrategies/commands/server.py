@@ -4,9 +4,9 @@ On each machine that holds parameters, start::
 
     cnnstrategies-server --config run.yaml --index 0
 
-The strategy in the configuration names ``endpoints``, one for each server, and ``coordinator``, which runs on the machine
-of rank 0. ``--index`` is the number of this server's endpoint. A server serves one run, and may be started before or after
-the run.
+The strategy in the configuration names ``endpoints``, one for each server, and ``coordinator``, which runs on the
+machine of rank 0. ``--index`` is the number of this server's endpoint. A server serves one run, and may be started
+before or after the run.
 """
 
 import ipaddress
@@ -97,8 +97,8 @@ def server_of(configs: Sequence[Path], index: int) -> ServerProcess:
 def _bound(endpoint: str, coordinator: str) -> str:
     """Return the address to listen at.
 
-    A machine's own name often resolves to its loopback address. For a name the server therefore listens at the address of
-    the interface on the route to the coordinator. The workers learn the address from the coordinator.
+    A machine's own name often resolves to its loopback address. For a name the server therefore listens at the address
+    of the interface on the route to the coordinator. The workers learn the address from the coordinator.
     """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:

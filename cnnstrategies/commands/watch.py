@@ -150,8 +150,8 @@ def _keys(path: str | None) -> KeyPair | None:
         return None if path is None else KeyPair.load(path)
     except OSError as error:
         raise ConfigurationError(
-            f"--key_file {path}: {error.strerror}; without a key_file of its own the run writes its keys on the machine of "
-            "rank 0: copy them from there"
+            f"--key_file {path}: {error.strerror}; without a key_file of its own the run writes its keys on the "
+            "machine of rank 0: copy them from there"
         ) from error
 
 

@@ -16,7 +16,7 @@ from cnnstrategies.callbacks import Pruning, SampleWeights
 from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.scaling import command, probes
 from cnnstrategies.commands.scaling.probes import load_alone, one_sample, sum_alone
-from cnnstrategies.commands.scaling.run import HostReads, ScalingControl, larger, part_of_hook, default_callbacks
+from cnnstrategies.commands.scaling.run import HostReads, ScalingControl, default_callbacks, larger, part_of_hook
 from cnnstrategies.commands.tune.step_control import run_rank
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.scaling import measuring

@@ -109,7 +109,7 @@ def _states(model: LightningModule, options: PlanOptions) -> int:
     return states_of(optimizer) if isinstance(optimizer, Optimizer) else USUAL_STATES
 
 
-def _asked(strategy: Any) -> LayoutRequest | None:
+def _request(strategy: Any) -> LayoutRequest | None:
     """Return the layout that a configuration's hybrid pipeline requests, with defaults; None for another strategy."""
     if isinstance(strategy, str):
         if strategy not in StrategyRegistry:
@@ -123,7 +123,7 @@ def _asked(strategy: Any) -> LayoutRequest | None:
     return LayoutRequest(**{name: arguments[name] for name in names}) if set(names) <= set(arguments) else None
 
 
-def _count(devices: Any) -> int:
+def _device_count(devices: Any) -> int:
     if isinstance(devices, list):
         return len(devices)
     if not str(devices).isdigit() or int(devices) < 1:

@@ -39,7 +39,8 @@ def main(options: ScalingOptions, words: Sequence[str]) -> None:
     for name in ("picture", "output"):
         if not os.access(folder := getattr(options, name).parent, os.W_OK):
             raise ConfigurationError(
-                f"{name}={getattr(options, name)}: no file can be written to {folder}: make this folder, or give another"
+                f"{name}={getattr(options, name)}: no file can be written to {folder}: make this folder, or give "
+                "another"
             )
     counts = options.devices or sorted({1, _devices(config.trainer.devices, device)})
     strategy = _name(config.trainer.strategy)

@@ -29,7 +29,8 @@ def sum_alone(module: nn.Module, accumulated: int) -> dict[str, Any]:
         accumulated: Number of batches for which the gradients are summed once.
 
     Returns:
-        ``seconds`` of the sum for each batch, None without a process group, and ``bytes`` of the gradients for each batch.
+        ``seconds`` of the sum for each batch, None without a process group, and ``bytes`` of the gradients for each
+        batch.
     """
     size = sum(
         parameter.numel() * parameter.element_size() for parameter in module.parameters() if parameter.requires_grad
@@ -54,8 +55,8 @@ def one_sample(loader: Any) -> dict[str, Any]:
     """Measure how long the dataset takes for a sample, in this process and without the loader's processes.
 
     Returns:
-        ``seconds`` for each sample, ``processor`` seconds for each sample, and ``two``, the seconds for each sample while
-        two threads make samples. Empty if the dataset has no indices, or too few samples.
+        ``seconds`` for each sample, ``processor`` seconds for each sample, and ``two``, the seconds for each sample
+        while two threads make samples. Empty if the dataset has no indices, or too few samples.
     """
     makers = _makers(loader)
     if len(makers) < 5:
@@ -109,11 +110,11 @@ def _makers(loader: Any) -> list[Callable[[], int]]:
     if dataset is None or isinstance(dataset, IterableDataset):
         return []
 
-    def one(index: Any) -> int:
+    def make_sample(index: Any) -> int:
         dataset[index]
         return 1
 
-    def batch(request: Any) -> int:
+    def make_batch(request: Any) -> int:
         return count_samples(dataset[request])
 
     if loader.batch_sampler is None:
@@ -128,7 +129,7 @@ def prefetched(loader: Any) -> int:
 
 
 def load_alone(loader: Any, seconds: float) -> dict[str, Any]:
-    """Measure a loader's samples/s without training; an iterator that the loader returned before cannot be used after."""
+    """Measure a loader's samples/s without training. Iterators that the loader returned before become invalid."""
     ready = 1 + prefetched(loader)
     samples, began = 0, None
     for number, batch in enumerate(loader):

@@ -264,7 +264,7 @@ def larger(batch: Any, times: int) -> Any:
 
 
 class ScalingCLI(TrialCLI):
-    """``fit`` with everything that runs in a step, but without progress bar, panel, and files outside a temporary folder."""
+    """``fit`` with everything that runs in a step, but without progress bar and panel, and with a temporary folder."""
 
     @override
     def before_instantiate_classes(self) -> None:

@@ -190,7 +190,7 @@ class Search:
         self._status.update(f"{text}; at most {left / 60:.1f} minutes left")
 
 
-def _tell(console: Console, search: Search, options: TuneOptions) -> None:
+def _report(console: Console, search: Search, options: TuneOptions) -> None:
     if not any(contest.default_times for contest in search.contests.values()):
         fail("the time was not enough for a single round: give more --minutes")
     for kind, contest in search.contests.items():

@@ -1,7 +1,7 @@
 """Common parts of the ranks of trials: they wait for orders before a step, and report why they fail.
 
-A rank is connected to the process that measures (`cnnstrategies.planning.tune.trial`) by a Unix socket. Orders and answers
-are lines of JSON.
+A rank is connected to the process that measures (`cnnstrategies.planning.tune.trial`) by a Unix socket. Orders and
+answers are lines of JSON.
 """
 
 import json
@@ -67,7 +67,7 @@ class StepControl(Callback):
             self.obey(order)
 
     def note_loss(self, outputs: Any) -> bool:
-        """Keep the loss of one of the first steps, or 0 if the module returns none; return whether it was the last one."""
+        """Keep the loss of one of the first steps, 0 if the module returns none; return whether this was the last."""
         if len(self._losses) == COMPARED_STEPS:
             return False
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs

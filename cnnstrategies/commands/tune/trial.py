@@ -1,6 +1,7 @@
 """The ranks of a trial: they train on one batch repeatedly, as many steps as ``tune`` orders.
 
-Only :mod:`cnnstrategies.planning.tune.trial` runs this module, as ``python -m cnnstrategies.commands.tune.trial fit ...``.
+Only :mod:`cnnstrategies.planning.tune.trial` runs this module, as ``python -m cnnstrategies.commands.tune.trial fit
+...``.
 """
 
 import itertools
@@ -45,7 +46,8 @@ class TrialControl(StepControl):
         loader = source.train_dataloader()
         if not isinstance(loader, DataLoader):
             raise ConfigurationError(
-                f"tune measures with a DataLoader, but train_dataloader returns {type(loader).__name__}: return a DataLoader"
+                f"tune measures with a DataLoader, but train_dataloader returns {type(loader).__name__}: return a "
+                "DataLoader"
             )
         batch = next(iter(loader))
         size = int(loader.batch_size or 1)
