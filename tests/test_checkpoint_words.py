@@ -72,7 +72,7 @@ class OtherOnRank1(SameCheckpoint):
 
 def test_ranks_with_different_checkpoints_do_not_start():
     run = quiet_trainer("ddp_fork", 2, max_epochs=1, callbacks=[OtherOnRank1("")])
-    with pytest.raises(Exception, match=r"rank 0 has found 0\.ckpt, another rank another file; give"):
+    with pytest.raises(Exception, match=r"rank 0 chose 0\.ckpt, and another rank chose another file; give"):
         run.fit(ImageClassifier(PlainCNN(), 10), DigitsDataModule())
 
 

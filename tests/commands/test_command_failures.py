@@ -38,7 +38,7 @@ LINES = [
     (raised(wrapped), "No space left on device: events.out; make room, and go on with --ckpt_path=last"),
     (
         raised(lambda: nn.Conv2d(3, 4, 3)(torch.zeros(2, 1, 8, 8))),
-        "the network takes images with 3 channels, and those of the data have 1",
+        "the network takes images with 3 channels, but the data's images have 1",
     ),
     (raised(lambda: nn.Conv2d(64, 4, 3)(torch.zeros(2, 32, 8, 8))), None),
     (
