@@ -234,7 +234,7 @@ def test_what_a_network_decides_by_shape_holds_for_its_images() -> None:
         other = r"images of shape \(3, 12, 8\): ByShape.forward .* was cut into stages for \(3, 8, 8\)"
         with pytest.raises(ConfigurationError, match=other):
             blueprint.build(0)(torch.randn(2, 3, 12, 8, dtype=torch.float64))
-        with pytest.raises(ConfigurationError, match=r"ByBatch\.forward branches on how many images there are"):
+        with pytest.raises(ConfigurationError, match=r"ByBatch\.forward branches on the number of images"):
             decide_by_shapes(ByBatch(), lambda size: torch.zeros(size, 3, 8, 8))
 
     run_apart(compared)
