@@ -149,7 +149,7 @@ FIXED = {
     "no_grad": "block computes under torch.no_grad or torch.enable_grad, .* use .detach()",
     "autocast": "block computes under torch.autocast",
     "checkpoint": "under torch.utils.checkpoint, which .* set the pipeline's activation_checkpointing",
-    "random": "Changing.forward draws random numbers with random to decide",
+    "random": "Changing.forward draws random numbers with random to choose",
     "numpy": "Changing.forward draws random numbers with numpy.random",
     "torch": "Changing.forward draws random numbers with torch",
     "attribute": "Changing.forward changes the attribute 'calls'",

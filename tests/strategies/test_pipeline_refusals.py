@@ -46,7 +46,7 @@ UNFIT: tuple[tuple[int, dict[str, Any], str], ...] = (
     (
         3,
         {"replicas": [2, 1], "cuts": ["2"], "microbatches": 4, "shares": [9, 1, 1]},
-        r"microbatches=4: the replicas of stage 0 have shares \[9, 1\] of them, .* none; 10 are enough",
+        r"microbatches=4: with the shares \[9, 1\] a replica of stage 0 would get no .*; use at least 10",
     ),
 )
 REFUSED_BEFORE = (
