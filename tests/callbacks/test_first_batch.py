@@ -78,11 +78,11 @@ LOADERS = {
     ),
     "a batch of another size": (
         lambda: DataLoader(samples(32), 4, collate_fn=cut),
-        "has 6 samples, and not 8 (2 processes x 4)",
+        "has 6 samples and not 8 (2 processes x 4)",
     ),
     "another order in each process": (
         lambda: DataLoader(samples(32), 4, sampler=ByRank()),
-        "has drawn another order in each process",
+        "has drawn a different order in each process",
     ),
     "one small batch": (lambda: DataLoader(samples(6), 4), ""),
 }
