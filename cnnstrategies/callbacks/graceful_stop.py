@@ -16,6 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import ask_of_sigterm
+from cnnstrategies.quantities import Duration, seconds
 
 CHECK_SECONDS = 0.5
 # A run may log or validate after every step: waiting longer would not find a better step.
@@ -46,23 +47,24 @@ class GracefulStop(Callback):
     The exit code is 128 + the signal's number, so that a job's script can tell a warned run from a failed run.
 
     Args:
-        grace: Seconds from the signal until a run that has not reached a step boundary is killed.
+        grace: Time from the signal until a run that has not reached a step boundary is killed, as seconds or
+            ``minutes:seconds``.
         warning_signal: The scheduler's signal.
-        warning_grace: Seconds from a warning until a run that has not reached a step boundary is killed.
+        warning_grace: Time from a warning until a run that has not reached a step boundary is killed.
         on_each_node: End with the signal's exit code on every node and not only on rank 0's node. This is for launchers
             that restart each node's process independently, as Kubernetes does.
     """
 
     def __init__(
         self,
-        grace: float = 10.0,
+        grace: Duration = 10.0,
         warning_signal: Literal["USR1", "USR2"] = "USR1",
-        warning_grace: float = 60.0,
+        warning_grace: Duration = 60.0,
         on_each_node: bool = False,
     ) -> None:
-        self.grace = grace
+        self.grace = seconds(grace, "stop.grace", least=0)
         self.warning_signal = warning_signal
-        self.warning_grace = warning_grace
+        self.warning_grace = seconds(warning_grace, "stop.warning_grace", least=0)
         self.on_each_node = on_each_node
         self._warning = signal.Signals[f"SIG{warning_signal}"]
         self._trainer: Trainer | None = None

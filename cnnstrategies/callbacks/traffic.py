@@ -19,7 +19,7 @@ class ServerTraffic(Callback):
     - ``servers/waited_ms``: time per step in which the worker only waited for parameters.
     - ``servers/staleness``: number of updates by other workers between the values with which a step was computed and
       the step's own update.
-    - ``servers/dropped``, with ``combine``: share of the worker's steps that the servers made without this worker.
+    - ``servers/dropped``, with ``combine_per_node``: share of the worker's steps that the servers made without this worker.
 
     Counts for the whole run:
 

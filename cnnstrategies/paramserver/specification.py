@@ -59,12 +59,12 @@ class RunOptions:
             servers make the outer step on its mean.
         staleness: For ssp; 0 is sync.
         compression: How pushed gradients are encoded; ``auto``: workers measure and choose.
-        compression_ratio: Share of a slice's elements that ``topk`` sends.
+        topk_density: Share of a slice's elements that ``topk`` sends.
         pull_compression: How pulled parameters are encoded, or ``auto``; with ``topk`` and ``onebit`` the changes of
             each common step. The servers' own keep their precision.
         replication: Servers that hold each slice.
         timeout: Seconds of silence after which a worker gives up a server.
-        elastic: Workers that may join beside these.
+        max_joiners: Workers that may join beside these.
 
     Raises:
         ConfigurationError: They contradict each other or are out of range.
@@ -73,11 +73,11 @@ class RunOptions:
     mode: Mode = "sync"
     staleness: int = 0
     compression: Compression = "none"
-    compression_ratio: float = 0.01
+    topk_density: float = 0.01
     pull_compression: Compression = "none"
     replication: int = 1
     timeout: float = 60.0
-    elastic: int = 0
+    max_joiners: int = 0
 
     def __post_init__(self) -> None:
         for wrong in self._mistakes():
@@ -98,13 +98,13 @@ class RunOptions:
     def _mistakes(self) -> Iterator[str]:
         """Each that there is, with the remedy."""
         yield from unknown_choices(self, {"mode": Mode, "compression": Compression, "pull_compression": Compression})
-        yield from too_small(self, {"staleness": 0, "replication": 1, "elastic": 0})
+        yield from too_small(self, {"staleness": 0, "replication": 1, "max_joiners": 0})
         if not 0 < self.timeout < math.inf:
             yield f"timeout={self.timeout}: use a number of seconds above 0; 10 is usual"
         if self.staleness and self.mode != "ssp":
             yield f"staleness={self.staleness} is for mode='ssp', not mode={self.mode!r}: leave it out"
-        if not 0 < self.compression_ratio <= 1:
-            yield f"compression_ratio={self.compression_ratio}: use more than 0 and at most 1"
+        if not 0 < self.topk_density <= 1:
+            yield f"topk_density={self.topk_density}: use more than 0 and at most 1"
         if self.pulls_changes and not self.aggregates:
             yield (
                 f"pull_compression={self.pull_compression!r} with mode={self.mode!r}: servers send one change to all "
@@ -152,7 +152,7 @@ class Specification(RunOptions):
     @property
     def most_workers(self) -> int:
         """How many there may be at a time."""
-        return self.workers + self.elastic
+        return self.workers + self.max_joiners
 
     @property
     def patience(self) -> float:

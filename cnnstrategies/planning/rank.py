@@ -69,7 +69,7 @@ def rank(job: Job) -> Ranking:
     changing = _in_order([row for row in best.values() if row.effect == Effect.LEARNING])
     notes += _reasons(same)
     for row in (*same, *changing):
-        if shares := row.options.get("first") or row.options.get("shares"):
+        if shares := row.options.get("initial_shares") or row.options.get("shares"):
             of = "microbatches" if isinstance(row, Hybrid) else "samples"
             notes.append(f"{row}: the devices have {', '.join(map(str, shares))} {of} of a step")
     if not job.profile.fixed:
@@ -120,7 +120,7 @@ def data_parallel(job: Job) -> Iterator[Candidate]:
     state = job.state_copies * job.profile.costs.parameter_bytes
     dealt = job.dealt(lambda counts: _priced(job, "ddp", effect, counts).step, state)
     if dealt != equal:
-        yield _priced(job, "ddp_balanced", effect, dealt, options={"first": list(dealt)})
+        yield _priced(job, "ddp_balanced", effect, dealt, options={"initial_shares": list(dealt)})
 
 
 def _priced(

@@ -12,6 +12,8 @@ from typing_extensions import override
 
 from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.old_names import refuse_old_names
+from cnnstrategies.quantities import as_timedelta
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import Rows, gather_rows
 from cnnstrategies.strategies.dealing import Dealing
@@ -28,8 +30,8 @@ class BalancedDDPStrategy(DDPStrategy):
         shares: What each rank has in proportion to the others', such as ``[3, 1]``; ``equal``; or ``auto``: equal at
             first, then by each rank's own time for a sample, dealt anew wherever that makes a step more than 3 %
             quicker.
-        max_share: Samples that a rank can hold in a batch.
-        first: The shares with which ``auto`` begins, as ``plan`` writes them by the speeds in a cluster file.
+        max_samples: Samples that a rank can hold in a batch.
+        initial_shares: The shares with which ``auto`` begins, as ``plan`` writes them by the speeds in a cluster file.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy`.
 
     Raises:
@@ -41,14 +43,17 @@ class BalancedDDPStrategy(DDPStrategy):
     def __init__(
         self,
         shares: Literal["auto", "equal"] | list[float] = "auto",
-        max_share: int | None = None,
-        first: Literal["equal"] | list[float] = "equal",
+        max_samples: int | None = None,
+        initial_shares: Literal["equal"] | list[float] = "equal",
         **kwargs: Any,
     ) -> None:
+        refuse_old_names(BalancedDDPStrategy, kwargs)
         if kwargs.get("ddp_comm_hook") is not None:
             raise ConfigurationError("ddp_comm_hook: this strategy brings its own hook; use strategy ddp with yours")
+        if "timeout" in kwargs:
+            kwargs["timeout"] = as_timedelta(kwargs["timeout"], "timeout")
         super().__init__(**kwargs)
-        self._dealing = Dealing(self, shares, max_share, first)
+        self._dealing = Dealing(self, shares, max_samples, initial_shares)
         self._group: dist.ProcessGroup | None = None
 
     @property

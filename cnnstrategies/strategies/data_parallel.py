@@ -10,6 +10,8 @@ from typing_extensions import override
 from cnnstrategies._lightning_private import keep_batches
 from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.old_names import refuse_old_names
+from cnnstrategies.quantities import as_timedelta
 from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
 
 Compression = Literal["fp16", "bf16", "powersgd"]
@@ -27,35 +29,38 @@ class CompressedDDPStrategy(DDPStrategy):
             each gradient matrix and adds what was lost to the next gradient; what is waiting to be added is not
             part of a checkpoint.
         powersgd_rank: Columns of the factors: more is more exact and more bytes.
-        powersgd_start: Steps with uncompressed gradients before PowerSGD begins.
+        powersgd_start_step: Steps with uncompressed gradients before PowerSGD begins.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy`.
 
     Raises:
-        ConfigurationError: ``powersgd_rank`` is below 1, ``powersgd_start`` below 2, or a hook was given as well.
+        ConfigurationError: ``powersgd_rank`` is below 1, ``powersgd_start_step`` below 2, or a hook was given as well.
     """
 
     def __init__(
         self,
         compression: Compression = "fp16",
         powersgd_rank: int = 1,
-        powersgd_start: int = 1000,
+        powersgd_start_step: int = 1000,
         **kwargs: Any,
     ) -> None:
+        refuse_old_names(CompressedDDPStrategy, kwargs)
         if kwargs.get("ddp_comm_hook") is not None:
             raise ConfigurationError("ddp_comm_hook: this strategy brings its own hook; use strategy ddp with yours")
         if powersgd_rank < 1:
             raise ConfigurationError(f"powersgd_rank={powersgd_rank}: at least one column is needed; 1 to 4 is usual")
-        if powersgd_start < 2:
+        if powersgd_start_step < 2:
             raise ConfigurationError(
-                f"powersgd_start={powersgd_start}: DDP rebuilds its buckets in step 1; use 2 or more"
+                f"powersgd_start_step={powersgd_start_step}: DDP rebuilds its buckets in step 1; use 2 or more"
             )
         if compression not in (*CASTS, "powersgd"):
             raise ConfigurationError(f"compression={compression!r}: accepted are fp16, bf16 and powersgd")
+        if "timeout" in kwargs:
+            kwargs["timeout"] = as_timedelta(kwargs["timeout"], "timeout")
         super().__init__(**kwargs)
         self.compression = compression
         self.strategy_name = f"ddp_{compression}"
         self.powersgd_rank = powersgd_rank
-        self.powersgd_start = powersgd_start
+        self.powersgd_start_step = powersgd_start_step
 
     @override
     def setup_environment(self) -> None:
@@ -72,7 +77,7 @@ class CompressedDDPStrategy(DDPStrategy):
             state = powerSGD_hook.PowerSGDState(
                 process_group=None,
                 matrix_approximation_rank=self.powersgd_rank,
-                start_powerSGD_iter=self.powersgd_start,
+                start_powerSGD_iter=self.powersgd_start_step,
             )
             self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         else:
@@ -81,7 +86,7 @@ class CompressedDDPStrategy(DDPStrategy):
     def differences(self, batch_size: int | None) -> list[str]:
         """What is different from one device, a line each, for a panel."""
         if self.compression == "powersgd":
-            sent = f"rank-{self.powersgd_rank} factors from step {self.powersgd_start} on"
+            sent = f"rank-{self.powersgd_rank} factors from step {self.powersgd_start_step} on"
         else:
             sent = self.compression
         assert self.lightning_module is not None

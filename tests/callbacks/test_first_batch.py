@@ -105,7 +105,7 @@ def test_what_each_has_loaded(name, monkeypatch):
 
 
 def test_another_order_in_each_process_is_refused_where_its_samples_are_dealt(monkeypatch):
-    with pytest.raises(Exception, match=r"another order in each process, .*; seed it alike in all"):
+    with pytest.raises(Exception, match=r"different order in each process, .*; seed the sampler alike in all"):
         warned(monkeypatch, BalancedDDPStrategy(start_method="fork"), DataLoader(samples(32), 4, sampler=ByRank()))
 
 

@@ -128,7 +128,7 @@ def test_images_that_chose_the_checkpoint_are_no_test_images():
     assert name == "images"
     first, second, third = text.splitlines()
     assert first == "2" or first.startswith("2, "), "without a folder"
-    assert second == "the validation images, by which best.ckpt was chosen: there are none for the test alone"
+    assert second == "the validation images, by which best.ckpt was chosen: there are no separate test images"
     assert third == "left out: 2 .gif"
     data.test_source = data.train_source
     assert "best.ckpt" not in start_panel.images(trainer)[0][1]

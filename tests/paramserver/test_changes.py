@@ -89,7 +89,7 @@ def in_one_process(optimizer_options: dict[str, Any], size: int) -> dict[str, Te
 
 def test_training_equals_one_process_that_leaves_out_the_same(tmp_path: Path) -> None:
     expected = run_apart(in_one_process, SGD, 12)
-    more: dict[str, Any] = {"servers": 2, "replication": 2, "compression_ratio": RATIO}
+    more: dict[str, Any] = {"servers": 2, "replication": 2, "topk_density": RATIO}
     specification = specify(SGD, 2, pull_compression="topk", **more)
     with Roles(tmp_path, specification) as run:
         for network, _ in run.train(train, SGD, shares_of(2, 12), 12):
@@ -159,7 +159,7 @@ def test_where_one_wants_changes_all_have_the_same_if_they_can(tmp_path: Path) -
 
 @pytest.mark.light
 def test_validation_has_the_servers_values_and_training_goes_on(tmp_path: Path) -> None:
-    with PlainRoles(tmp_path, (40,), workers=1, pull_compression="topk", compression_ratio=0.1) as run:
+    with PlainRoles(tmp_path, (40,), workers=1, pull_compression="topk", topk_density=0.1) as run:
         worker, (value,) = run.joined()
         run.step(worker)
         had = value.clone()

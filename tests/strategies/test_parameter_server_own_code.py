@@ -217,7 +217,7 @@ class StopsAlone(Callback):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param({"combine": True}, marks=pytest.mark.cluster)], ids=["sync", "combined"]
+    "options", [{}, pytest.param({"combine_per_node": True}, marks=pytest.mark.cluster)], ids=["sync", "combined"]
 )
 def test_one_that_stops_alone_is_named_and_not_waited_for(options: dict[str, Any]) -> None:
     strategy = ParameterServerStrategy(**options, timeout=0.5, start_method="fork")

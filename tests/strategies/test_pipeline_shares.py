@@ -116,7 +116,7 @@ class Deals(Callback):
     ("strategy", "said"),
     [
         (partial(piped, [3, 1, 1]), ", rank by rank"),
-        (partial(piped, "auto", first=[3, 1, 1]), " at first, then by each rank's own time"),
+        (partial(piped, "auto", initial_shares=[3, 1, 1]), " at first, then by each rank's own time"),
     ],
 )
 def test_a_loader_of_the_user_is_dealt_by_shares_too(monkeypatch, strategy, said):

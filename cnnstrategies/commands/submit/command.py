@@ -169,7 +169,7 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterS
         strategy = StrategyRegistry.get(strategy)
     loading = size.tasks
     if isinstance(strategy, Strategy) and isinstance(strategy, HybridPipelineStrategy):
-        network = network_at(cli.model, check_module(cli.model, strategy.network_path))
+        network = network_at(cli.model, check_module(cli.model, strategy.submodule))
         strategy.request.check(network, size.tasks)
         loading = strategy.request.replicas_on(size.tasks)[0]
     if isinstance(cli.datamodule, ImageDataModule) and cli.datamodule.global_batch_size is not None:

@@ -11,6 +11,7 @@ from typing_extensions import override
 from cnnstrategies.cluster.kubernetes import MAIN_PORT, OWN_KEY, SERVER_PORT, SERVERS, TRAINER, PodRun, host, text
 from cnnstrategies.commands.submit.command import Target
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.quantities import seconds
 
 SECTION = "cluster.kubernetes"
 LONGEST_NAME = 28  # Of a pod's 63 letters, the time, the role, the index and five of Kubernetes' own take the rest.
@@ -100,7 +101,7 @@ class KubernetesTarget(Target):
         changes: dict[str, Any] = {
             "stop.grace": float(options.kubernetes.grace),
             "stop.on_each_node": True,
-            "network.wait": max(config.network.wait, WAIT),
+            "interconnect.wait": max(seconds(config.interconnect.wait, "interconnect.wait"), WAIT),
         }
         strategy = "trainer.strategy.init_args"
         if options.kubernetes.key_secret is not None:

@@ -112,7 +112,7 @@ class Roster:
         self._forget = forget
         self._finish = finish
         places = [(SERVER, one) for one in range(settings.servers)]
-        places += [(WORKER, one) for one in range(settings.workers + settings.elastic)]
+        places += [(WORKER, one) for one in range(settings.workers + settings.max_joiners)]
         self._places = {place: _Place() for place in places}
         self._left_behind: set[Peer] = set()  # Members when the run was over, silent since: they are to hear why.
         self._view = View(0, (), ())
@@ -183,7 +183,7 @@ class Roster:
         """Why a process that is no member cannot become one."""
         settings, place = self._settings, self._places.get((peer.role, peer.id))
         if place is None:
-            more = f", and {settings.elastic} places for workers that join" if settings.elastic else ""
+            more = f", and {settings.max_joiners} places for workers that join" if settings.max_joiners else ""
             return (
                 f"this run has {settings.workers} workers and {settings.servers} servers{more}: no {peer} is expected"
             )
@@ -244,7 +244,7 @@ class Roster:
         if now - self.began > appear and (missing := self.missing()):
             self._finish(
                 f"{', '.join(missing)} did not appear within {appear:g} s: start the run on all "
-                "its machines, and dedicated servers; --network.wait sets how long to wait"
+                "its machines, and dedicated servers; --interconnect.wait sets how long to wait"
             )
         for place in self._places.values():
             if place.promise is not None and now > place.promise[0]:

@@ -20,7 +20,7 @@ class CoordinatorSettings:
     session: int = 0  # of those that follow one another at this endpoint; messages of others are not heard
     nodes: int = 1  # each has a supervision
     supervisor: int = field(default=0, repr=False)  # number of the one that starts the coordinator; 0 if none does
-    elastic: int = 0  # workers that may join while it trains, with the numbers after the others', never waited for
+    max_joiners: int = 0  # workers that may join while it trains, with the numbers after the others', never waited for
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def _place(settings: CoordinatorSettings, roster: Roster, goes_on: bool) -> dict
         "session": settings.session,
         "workers": settings.workers,
         "timeout": settings.timeout,
-        "elastic": settings.elastic,
+        "max_joiners": settings.max_joiners,
         **({} if place is None else {"place": place[0], "incarnation": place[1]}),
     }
 

@@ -214,7 +214,7 @@ class Store:
         self.changes: Changes | None = None
         if specification.pulls_changes:
             encoding, whole = encodings(specification)
-            self.changes = Changes(encoding, specification.compression_ratio, self.values, whole)
+            self.changes = Changes(encoding, specification.topk_density, self.values, whole)
         group_of = {index: number for number, group in enumerate(specification.groups) for index in group.parameters}
         self._group = {key: group_of[slice_.parts[0].parameter] for key, slice_ in self.slices.items()}
         self._parts = {

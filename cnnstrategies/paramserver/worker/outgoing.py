@@ -42,7 +42,7 @@ class Outgoing:
         self._specification = specification
         self._slices = slices
         self._by_parameter = keys_by_parameter(slices, len(specification.parameters))
-        self._encoders = [Encoder(specification.compression, specification.compression_ratio) for _ in slices]
+        self._encoders = [Encoder(specification.compression, specification.topk_density) for _ in slices]
         self._connections = connections
         self._counters = counters
         self._began_with = began_with

@@ -7,7 +7,6 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -35,10 +34,12 @@ from cnnstrategies.checkpoints.io import load_mapped
 from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
+from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule
 from cnnstrategies.pipeline.tracing import decide_by_shapes
 from cnnstrategies.pipeline.transport import PeerError, broadcast_value
+from cnnstrategies.quantities import Duration, Size, as_timedelta, size_in_bytes
 from cnnstrategies.runtime.processes import end_group_at_exit, failed_before, leave_group_at_exit
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import gather_rows
@@ -107,7 +108,7 @@ class HybridPipelineStrategy(DDPStrategy):
         run_ahead: Under ``1f1b`` have stages hold the activations of one microbatch more than they need, so that
             messages travel while they compute. By default where it gains time and fits into ``memory_limit``, as far as
             a profile tells; with ``cuts`` and without a limit always.
-        memory_limit: Bytes that a device may hold, for automatic cuts.
+        memory_limit: Memory that a device may hold, for automatic cuts: bytes, or a size such as ``8GiB``.
         activation_checkpointing: Recompute activations in the backward: ``never``, for all microbatches but each
             rank's last (``except_last``), or ``always``.
         placement: How ranks are numbered, and so which are on one node: ``stages`` puts the replicas of a stage
@@ -116,10 +117,10 @@ class HybridPipelineStrategy(DDPStrategy):
             ``[3, 1, 1]`` for replicas 2 and 1; ``equal``; or ``auto``: equal at first, then by each rank's own time for
             a microbatch, dealt anew wherever that makes a step more than 3 % quicker. Replicas of the first stage load
             what they run.
-        first: The shares with which ``auto`` begins, as ``plan`` writes them.
-        network: The path of the submodule that is divided, such as ``model``; by default the one that has all of the
+        initial_shares: The shares with which ``auto`` begins, as ``plan`` writes them.
+        submodule: The path of the submodule that is divided, such as ``model``; by default the one that has all of the
             module's parameters.
-        timeout: How long to wait for another rank.
+        timeout: Longest wait for another rank: seconds, ``minutes:seconds`` or a timedelta.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices and launching.
 
     Raises:
@@ -138,25 +139,27 @@ class HybridPipelineStrategy(DDPStrategy):
         microbatches: int | None = None,
         schedule: Schedule = "1f1b",
         run_ahead: bool | None = None,
-        memory_limit: int | None = None,
+        memory_limit: Size | None = None,
         activation_checkpointing: Checkpointing = "never",
         placement: Order = "stages",
         shares: Literal["auto", "equal"] | list[float] = "equal",
-        first: Literal["equal"] | list[float] = "equal",
-        network: str | None = None,
+        initial_shares: Literal["equal"] | list[float] = "equal",
+        submodule: str | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta = timedelta(minutes=10),
+        timeout: Duration = 600.0,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        given = locals()
+        limit = as_timedelta(timeout, "timeout")
+        given = {**locals(), "memory_limit": size_in_bytes(memory_limit, "memory_limit")}
+        refuse_old_names(HybridPipelineStrategy, kwargs)
         check_keywords(type(self).__name__, kwargs)
         super().__init__(
-            process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **kwargs
+            process_group_backend=process_group_backend, timeout=limit, start_method=start_method, **kwargs
         )
         self.request = LayoutRequest(**{field.name: given[field.name] for field in fields(LayoutRequest)})
-        self.network_path = network
-        self.time_limit = timeout
+        self.submodule = submodule
+        self.time_limit = limit
         self.pipeline: Pipeline | None = None
         self.deals: Deals | None = None
         self._checked: LightningModule | None = None
@@ -196,7 +199,7 @@ class HybridPipelineStrategy(DDPStrategy):
         if self._plan is not None:
             check_plan(self.request, self._start_method)
             module = self._plan.module
-        path = check_module(module, self.network_path)
+        path = check_module(module, self.submodule)
         compile_backend_of(module)
         network = network_at(module, path)
         if self._plan is None:
@@ -294,7 +297,7 @@ class HybridPipelineStrategy(DDPStrategy):
         if plan is None:
             yield
             return
-        path = check_module(plan.module, self.network_path)
+        path = check_module(plan.module, self.submodule)
         stage = self.placement.place(self.global_rank).stage
         with own_stage_alone(plan, self.lightning_module, path, self.request, stage) as built:
             yield
@@ -312,7 +315,7 @@ class HybridPipelineStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
-        path = check_module(self.lightning_module, self.network_path)
+        path = check_module(self.lightning_module, self.submodule)
         network = network_at(self.lightning_module, path)
         whole = self._is_whole
         if whole:
