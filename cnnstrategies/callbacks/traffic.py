@@ -19,7 +19,8 @@ class ServerTraffic(Callback):
     - ``servers/waited_ms``: time per step in which the worker only waited for parameters.
     - ``servers/staleness``: number of updates by other workers between the values with which a step was computed and
       the step's own update.
-    - ``servers/dropped``, with ``combine_per_node``: share of the worker's steps that the servers made without this worker.
+    - ``servers/dropped``, with ``combine_per_node``: share of the worker's steps that the servers made without the
+      worker.
 
     Counts for the whole run:
 

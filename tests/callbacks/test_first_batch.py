@@ -140,4 +140,4 @@ def test_other_strategies(strategy, monkeypatch):
     assert not warned(monkeypatch, STRATEGIES[strategy](), DataLoader(samples(32), batch_sampler=batches))
     own = DistributedSampler(samples(32), num_replicas=2, rank=0)  # Also on the other one.
     said = warned(monkeypatch, STRATEGIES[strategy](), DataLoader(samples(32), 4, sampler=own, collate_fn=cut))
-    assert ("0 and 1 have loaded" if strategy == "parameter_server" else "has 6 samples, and not 8") in said
+    assert ("0 and 1 have loaded" if strategy == "parameter_server" else "has 6 samples and not 8") in said
