@@ -18,15 +18,16 @@ from typing import Any
 
 import yaml
 
-from cnnstrategies.cluster.hosts import Network
+from cnnstrategies.cluster.hosts import Interconnect
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.old_names import ROOT, is_now, renamed
 from cnnstrategies.paramserver.coordinator.settings import SERVER, Address
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import ServerProcess, serve_and_exit
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.run import key_file_of, own_address
 
-APPEAR = 600.0  # seconds to wait for the run where `network.wait` says nothing
+APPEAR = 600.0  # seconds to wait for the run where `interconnect.wait` says nothing
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -58,7 +59,10 @@ def server_of(configs: Sequence[Path], index: int) -> ServerProcess:
     wait = APPEAR
     for path in configs:
         configuration = yaml.safe_load(path.read_text()) or {}
-        wait = Network(wait=(configuration.get("network") or {}).get("wait", wait)).wait
+        for name in configuration:
+            if (new := renamed(ROOT, name)) is not None:
+                raise ConfigurationError(f"{path}: {is_now(name, new)}")
+        wait = Interconnect(wait=(configuration.get("interconnect") or {}).get("wait", wait)).wait
         strategy = (configuration.get("trainer") or {}).get("strategy")
         if isinstance(strategy, dict):
             arguments |= strategy.get("init_args") or {}

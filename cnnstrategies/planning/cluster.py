@@ -3,7 +3,6 @@
 import difflib
 import functools
 import itertools
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,13 +12,14 @@ from typing import Any, NoReturn
 import yaml
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.old_names import HOST, is_now, renamed
 from cnnstrategies.planning.costs import Link
+from cnnstrategies.quantities import size_in_bytes
 
 SERVER_RATE = 1e9  # Bytes of gradients per second that a server adds up and applies, on a processor core of about 2020.
 SERVER_MESSAGE = 5e-5  # Processor seconds for one message of a parameter server, independent of its size.
 GBIT = 1e9 / 8  # bytes per second
-DEFAULT_US = {"inside": 10.0, "network": 50.0}  # Latency in microseconds.
-SIZES = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+DEFAULT_US = {"inside": 10.0, "interconnect": 50.0}  # Latency in microseconds.
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Host:
 
     Attributes:
         devices: Number of its devices.
-        network: Connection to the other machines, which all devices of the machine share.
+        interconnect: Connection to the other machines, which all devices of the machine share.
         inside: Connection between two devices of the machine.
         speed: Speed of a device, as a multiple of the speed of the device on which the profile was measured.
         memory: Bytes of memory of a device; None if unlimited.
@@ -36,7 +36,7 @@ class Host:
     """
 
     devices: int
-    network: Link
+    interconnect: Link
     inside: Link
     speed: float = 1.0
     memory: int | None = None
@@ -84,7 +84,9 @@ class Cluster:
     def link(self, device: int, peer: int) -> Link:
         """Return the connection between two devices."""
         first, second = self.hosts[self.host_of[device]], self.hosts[self.host_of[peer]]
-        return first.inside if self.host_of[device] == self.host_of[peer] else slower(first.network, second.network)
+        if self.host_of[device] == self.host_of[peer]:
+            return first.inside
+        return slower(first.interconnect, second.interconnect)
 
     def ring(self, first: int, count: int) -> Link:
         """Return the slowest connection between neighbours among ``count`` consecutive devices, at least two."""
@@ -119,7 +121,7 @@ def read_cluster(file: Path, devices: int | None = None) -> Cluster:
     if "nodes" not in settings:
         _refuse(
             f"{file}: ",
-            "nodes is missing; it is a list of machines such as {count: 4, devices: 4, network: {gbit: 10}}",
+            "nodes is missing; it is a list of machines such as {count: 4, devices: 4, interconnect: {gbit: 10}}",
         )
     cluster = Cluster(tuple(settings["nodes"]), **settings.get("server", {}))
     if devices is not None and cluster.devices != devices:
@@ -168,19 +170,22 @@ def _hosts(where: str, content: Any) -> list[Host]:
         "memory": _size,
         "price": _number(least=0.0),
         "inside": functools.partial(_link, DEFAULT_US["inside"]),
-        "network": functools.partial(_link, DEFAULT_US["network"]),
+        "interconnect": functools.partial(_link, DEFAULT_US["interconnect"]),
     }
+    for name in content if isinstance(content, dict) else ():
+        if (new := renamed(HOST, name)) is not None:
+            _refuse(where, is_now(name, new))
     settings = {"devices": 1, **_mapping(where, content, known)}
-    if "network" not in settings and "inside" not in settings:
-        _refuse(where, "network is missing; give the connection between the machines, such as {gbit: 10, us: 50}")
+    if "interconnect" not in settings and "inside" not in settings:
+        _refuse(where, "interconnect is missing; give the connection between the machines, such as {gbit: 10, us: 50}")
     if settings["devices"] > 1 and "inside" not in settings:
         _refuse(
             where,
             f"inside is missing; give the connection between the machine's {settings['devices']} devices, "
             "such as {gbit: 96}",
         )
-    settings.setdefault("network", settings.get("inside"))
-    settings.setdefault("inside", settings["network"])
+    settings.setdefault("interconnect", settings.get("inside"))
+    settings.setdefault("inside", settings["interconnect"])
     count = settings.pop("count", 1)
     return [Host(**settings)] * count
 
@@ -228,13 +233,6 @@ def _count(where: str, value: Any) -> int:
 
 
 def _size(where: str, value: Any) -> int:
-    """Return a size as a number of bytes above 0."""
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([A-Za-z]*)", str(value))
-    try:
-        size = int(float(match[1]) * SIZES[match[2]]) if match else 0
-    except (KeyError, ValueError):
-        size = 0
-    if size <= 0:
-        expected = "a size above 0 such as 16GiB, 500MB or a number of bytes"
-        _refuse(where, f"{value!r} is not accepted; it must be {expected}")
+    """Return a size in bytes."""
+    size: int = size_in_bytes(value, where.removesuffix(": "))
     return size

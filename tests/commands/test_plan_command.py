@@ -14,7 +14,7 @@ from cnnstrategies.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
-CLUSTER = "nodes: [{count: 2, devices: 2, price: 1, inside: {gbit: 80}, network: {gbit: 1}}]\n"
+CLUSTER = "nodes: [{count: 2, devices: 2, price: 1, inside: {gbit: 80}, interconnect: {gbit: 1}}]\n"
 PROFILE = """node,operation,forward_ms,backward_ms,activation_bytes,parameter_bytes,inputs
 data,Input,5,0,100000,0,
 conv1,Conv2d,20,40,800000,9000,data

@@ -105,7 +105,7 @@ def test_what_a_target_cannot_run_is_refused():
     refused(KubernetesTarget, "kubectl create secret generic run-key --from-file=run.key")
     refused(KubernetesTarget, "cluster.kubernetes.image: name the container image", kubernetes={"image": None})
     refused(KubernetesTarget, "small letters", job_name="My_Run")
-    base = replace(base, parameter_server=None)
+    base = replace(base, server_options=None)
     refused(KubernetesTarget, "is for a ParameterServerStrategy", base, {"key_secret": "run-key"})
     no_volume = r"finds its checkpoints only in a volume; add one .* cluster.kubernetes.volumes: {/runs: CLAIM}"
     refused(KubernetesTarget, no_volume, base, {"volumes": {}})

@@ -24,7 +24,7 @@ HUNDRED_RUNS = test_simulation.test_workers_and_servers_violate_nothing
 
 @replaces(Shard.pull, killed_by=HUNDRED_RUNS)
 def a_worker_gets_values_without_its_own_push(right, self, worker, keys, pull):
-    right(self, worker, keys, replace(pull, version=0, who=None))
+    right(self, worker, keys, replace(pull, version=0, member=None))
 
 
 @replaces(Server.on_message, killed_by=HUNDRED_RUNS)
@@ -41,8 +41,8 @@ def a_worker_runs_one_step_further_ahead_than_the_staleness(right, self, clock):
 
 
 @replaces(Synchronous.begin, killed_by=test_sync.test_accumulated_gradients_and_ssp_of_staleness_0_are_sync)
-def workers_count_alike_whatever_their_number_of_samples(right, self, who, step, begin):
-    right(self, who, step, replace(begin, weight=1.0))
+def workers_count_alike_whatever_their_number_of_samples(right, self, member, step, begin):
+    right(self, member, step, replace(begin, weight=1.0))
 
 
 removes(
@@ -56,7 +56,9 @@ removes(
     killed_by=test_shard.test_a_worker_sees_an_update_when_every_copy_has_it,
     gives=True,
 )
-removes(Senders.asked, "what one server has missed of another is not told again", killed_by=HUNDRED_RUNS, gives=False)
+removes(
+    Senders.must_repeat, "what one server has missed of another is not told again", killed_by=HUNDRED_RUNS, gives=False
+)
 removes(Backlog.forget_before, "pushes are kept for every step", killed_by=HUNDRED_RUNS)
 removes(
     Changes.apply,

@@ -62,7 +62,7 @@ def test_who_is_called_is_waited_for_but_not_for_ever() -> None:
     assert roll.complete
     roll.call({1, 2, 3})
     assert not roll.expire(5.0)
-    roll.here(2)
+    roll.note_position(2)
     assert roll.follow(dict.fromkeys(range(3), 0)) == [3]
     assert not roll.complete
     roll.call({1})

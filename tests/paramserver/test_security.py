@@ -71,7 +71,7 @@ def test_a_key_that_is_not_the_members_own_gets_nowhere(tmp_path: Path) -> None:
     with Roles(tmp_path, specify(SGD, 2), encrypted=True) as run:
         impatient = replace(run.specification, timeout=0.3)
         worker, values = run.worker()
-        for keys, dropped in ((KeyPair.create(), set()), (run.keys["worker-1"], {"a key that is not its sender's"})):
+        for keys, dropped in ((KeyPair.create(), set()), (run.keys["worker-1"], {"the key is not the sender's"})):
             intruder = Worker(impatient, values, run.views("worker-0"), 0, keys=keys)
             with pytest.raises(ServersUnreachableError, match="no answer from server 0"):
                 intruder.join()
@@ -226,7 +226,7 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
         until(lambda: service.dropped == len(said) + 1 or role.ended is not None or len(role.roster.members) > 1)
         assert not liar.poll(0), "nobody is told anything"
         liar.close(0)
-        assert role.roster.at("worker", 0) is victim
+        assert role.roster.member_at("worker", 0) is victim
         assert len(role.roster.members) == 1
         assert role.ended is None
         assert role.specification is None

@@ -9,7 +9,7 @@ import torch
 from data_world import MEMBER, Servers, fresh
 from training import specify
 
-from cnnstrategies.paramserver.compression import as_bytes
+from cnnstrategies.paramserver.compression import BF16, FP16, OneBit, TopK, as_bytes
 from cnnstrategies.paramserver.core.view import ServerInfo, View
 from cnnstrategies.paramserver.messages import NO_STEP, SERVER, Encoding, Header, Kind, Parcel, pack_json, pack_keys
 from cnnstrategies.paramserver.server.clocks import PATIENCE_SECONDS
@@ -65,7 +65,7 @@ def test_a_server_says_when_it_has_filled_another_that_came_late() -> None:
     for _ in range(3):
         run.look(1.0)
     assert run.versions(1) == {0, -1}
-    filled = "server 0 has filled server 1: its slices have all their copies again"
+    filled = "server 0 has copied its slices to server 1: every slice has all its copies again"
     assert filled not in run.said
     run.lost = lambda sender, header: False
     for _ in range(3):
@@ -102,7 +102,7 @@ def test_a_push_waits_for_those_before_it(mode: dict[str, Any]) -> None:
     """Those of a start, of a server that was started again: the worker has said, or will, what it has."""
     run = fresh(specify(PLAIN, 1, **mode), workers=())
     dropped = run.roles[0].dropped
-    reason = "a push of a worker that has not said yet what must be here"
+    reason = "a push of a worker that has not reported its first step"
     run.push(0)
     assert run.versions(0) == {0}
     assert dropped[reason] == len(run.slices)
@@ -121,14 +121,14 @@ def test_values_come_in_the_encoding_that_the_worker_asks_for(mode: Any) -> None
     """Its lowest bit left out, the pull's base names it; none for the specification's, and others are refused."""
     run = fresh(specify(PLAIN, 1, mode=mode, pull_compression="bf16"))
     whole, got = 1, []
-    for base in (0, Encoding.DENSE << 1, Encoding.FP16 << 1, Encoding.BF16 << 1, whole):
+    for base in (0, Encoding.DENSE << 1, FP16.encoding << 1, BF16.encoding << 1, whole):
         run.told.clear()
         pull(run, 0, base, keys=[0])
         got += [header.encoding for header, _, _ in run.told if header.kind == Kind.PULLED]
-    assert got == [Encoding.BF16, Encoding.DENSE, Encoding.FP16, Encoding.BF16, Encoding.DENSE]
-    for base in (Encoding.TOPK << 1, Encoding.ONEBIT << 1, Encoding.KEYS << 1, 1 << 20):
+    assert got == [BF16.encoding, Encoding.DENSE, FP16.encoding, BF16.encoding, Encoding.DENSE]
+    for base in (TopK.encoding << 1, OneBit.encoding << 1, Encoding.KEYS << 1, 1 << 20):
         pull(run, 0, base, keys=[0])
-    assert run.roles[0].dropped["a pull in an encoding that parameters do not have"] == 4
+    assert run.roles[0].dropped["a pull in an encoding that is not used for parameters"] == 4
 
 
 def test_numbers_outlive_a_connection_and_end_with_a_life() -> None:

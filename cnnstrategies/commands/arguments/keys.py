@@ -22,7 +22,7 @@ ROOTS: dict[str, str | None] = {
     "predictions": "cnnstrategies.callbacks.PredictionWriter",
     "stop": "cnnstrategies.callbacks.GracefulStop",
     "cluster": "cnnstrategies.cluster.options.ClusterOptions",
-    "network": "cnnstrategies.cluster.hosts.Network",
+    "interconnect": "cnnstrategies.cluster.hosts.Interconnect",
     "seed_everything": None,
     "ckpt_path": None,
     "run_name": None,

@@ -40,7 +40,7 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
     """Measure the model's network on this machine."""
     if options.profile is not None:
         raise ConfigurationError("profile: the network of a configuration is measured: leave one of the two out")
-    named = getattr(getattr(trainer.strategy, "init_args", None), "network", None)
+    named = getattr(getattr(trainer.strategy, "init_args", None), "submodule", None)
     network = network_at(model, find_network(model, named))
     device = device_of(trainer.accelerator)
     devices = _count(trainer.devices) * int(trainer.num_nodes)

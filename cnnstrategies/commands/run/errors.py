@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from cnnstrategies.commands.arguments.keys import OF_CLASS, ROOTS, ConfiguredKey, accepted, configured_keys, misspelt
 from cnnstrategies.commands.arguments.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.old_names import ROOT, is_now, renamed
 
 # What jsonargparse says of the other types that a key may have had, null as a rule.
 _OTHER_TYPES = re.compile(r"\n\s*-? ?(?:Expected an? <class|Given value)")
@@ -41,7 +42,12 @@ def check_trainer_names(trainer: Any) -> None:
 
 
 def located(name: Any) -> Any:
-    """What a configuration names by its import path or, where it is well known, by its name; None if there is none."""
+    """Return what a configuration names: by import path, as a well-known class, or as a registered strategy.
+
+    Returns None if there is nothing of this name.
+    """
+    if isinstance(name, str) and name in StrategyRegistry:
+        return StrategyRegistry[name]["strategy"]
     paths = [] if not isinstance(name, str) else [name] if "." in name else [f"{home}.{name}" for home in HOMES]
     with contextlib.suppress(pydoc.ErrorDuringImport):
         return next((found for path in paths if (found := pydoc.locate(path)) is not None), None)
@@ -64,6 +70,17 @@ def parameters_of(kind: Any) -> dict[str, inspect.Parameter]:
             break
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {name: one for name, one in found.items() if name != "self" and one.kind not in variable}
+
+
+def check_names(keys: Sequence[ConfiguredKey]) -> None:
+    """Refuse keys that have been renamed; the error gives the new name."""
+    for key in keys:
+        root, _, name = key.path.rpartition(".")
+        owner = located(key.owner) if root else ROOT
+        if not isinstance(owner, type | str) or name in parameters_of(owner):
+            continue
+        if (new := renamed(owner, name)) is not None:
+            raise ConfigurationError(f"{key.path}: {is_now(name, new)}")
 
 
 def check_nulls(keys: Sequence[ConfiguredKey]) -> None:

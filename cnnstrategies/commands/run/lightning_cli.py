@@ -27,6 +27,7 @@ from cnnstrategies.commands.run.errors import (
     CHECKPOINT_WORDS,
     check_checkpoint,
     check_functions,
+    check_names,
     check_nulls,
     check_trainer_names,
     located,
@@ -40,7 +41,7 @@ from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.run.start_from import WORDS, check_trained, checkpoint_of
 from cnnstrategies.commands.run.trainer import Trainer, add_sections, all_callbacks, all_plugins
 from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
-from cnnstrategies.data.image_folder import own_images
+from cnnstrategies.data.image_folder import images_of_folder
 from cnnstrategies.deploy.inference import give_predict_step
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.network_module import NetworkModule
@@ -113,6 +114,7 @@ class CLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         words = sys.argv[1:]
+        check_names(configured_keys(words))
         check_nulls(configured_keys(words))
         if leaves_out_classes(words):
             # Some number at first, which others may refer to: only what is parsed can be built.
@@ -222,7 +224,7 @@ class CLI(LightningCLI):
         """Predict; the rows go to a file, and not into memory as well."""
         give_predict_step(self.model)
         if (folder := self.config_init[self.subcommand].predictions.images) is not None:
-            own_images(self.datamodule, folder)  # Each rank looks again; here no process has been started yet.
+            images_of_folder(self.datamodule, folder)  # Each rank looks again; here no process has been started yet.
         self._run(self.trainer.predict, **{**kwargs, "return_predictions": False})
 
     def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:
@@ -241,7 +243,7 @@ class CLI(LightningCLI):
         if local_rank() == 0 and self.datamodule is not None:
             # Missing data is found before any process starts; Lightning calls it again, when nothing is left to do.
             self.datamodule.prepare_data()
-        with ends_together(self.trainer, self.config_init[self.subcommand].network):
+        with ends_together(self.trainer, self.config_init[self.subcommand].interconnect):
             function(**kwargs)
 
 

@@ -28,7 +28,7 @@ from cnnstrategies.callbacks import (
 from cnnstrategies.checkpoints.check import check_weights
 from cnnstrategies.checkpoints.io import AtomicCheckpointIO
 from cnnstrategies.cluster.environment import environment_plugins
-from cnnstrategies.cluster.hosts import Network
+from cnnstrategies.cluster.hosts import Interconnect
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.commands.arguments.refuse import write_anywhere
 from cnnstrategies.commands.run.quiet import quieten
@@ -126,7 +126,7 @@ def add_sections(parser: LightningArgumentParser) -> None:
     parser.add_class_arguments(GracefulStop, "stop")
     # What `submit` reads, so that one file serves both.
     parser.add_class_arguments(ClusterOptions, "cluster")
-    parser.add_class_arguments(Network, "network")
+    parser.add_class_arguments(Interconnect, "interconnect")
     parser.add_argument(
         "--run_name",
         type=str | None,

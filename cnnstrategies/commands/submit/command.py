@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from lightning.pytorch.cli import LightningArgumentParser
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
 from cnnstrategies.cluster.job import Size, job_size
@@ -23,10 +23,8 @@ from cnnstrategies.commands.run.lightning_cli import ModelAndData
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.module import share
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.models.own_forward import network_at
-from cnnstrategies.strategies.hybrid_pipeline import HybridPipelineStrategy
-from cnnstrategies.strategies.hybrid_pipeline.contract import check_module
-from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
+from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
+from cnnstrategies.strategies.protocol import facts_of
 
 # By the word after --to: the module of this package whose `target` makes it.
 TARGETS = ("slurm", "kubernetes", "ray")  # Each has a module here.
@@ -51,12 +49,12 @@ class SubmitCLI(ModelAndData):
 
 @dataclass(frozen=True)
 class Submission:
-    """One configuration that can run; ``parameter_server`` is its strategy, if it is that one."""
+    """One configuration that can run; ``server_options`` are those of its parameter servers, if it has some."""
 
     cli: SubmitCLI
     options: ClusterOptions
     size: Size
-    parameter_server: ParameterServerStrategy | None
+    server_options: ParameterServerOptions | None
 
     @property
     def checkpoints(self) -> str | None:
@@ -75,8 +73,8 @@ class Submission:
 
     def run_folder(self, below: Path) -> Path:
         """The run's folder on a disk that all nodes see: its own by name, or a new one."""
-        if self.parameter_server is not None and self.size.nodes + self.options.server_nodes > 1:
-            self.parameter_server.options.encrypted("tcp://first-node:15000")  # It says what is missing.
+        if self.server_options is not None and self.size.nodes + self.options.server_nodes > 1:
+            self.server_options.encrypted("tcp://first-node:15000")  # It says what is missing.
         folder = below.resolve()
         name: str | None = self.cli.config.run_name
         if name is None:
@@ -146,12 +144,12 @@ def check(args: Sequence[str]) -> Submission:
     options: ClusterOptions = cli.config_init.cluster
     trainer = cli.config.trainer
     size = job_size(trainer.num_nodes, trainer.devices, trainer.accelerator)
-    parameter_server = _check_strategy(cli, size, options.server_nodes)
-    return Submission(cli, options, size, parameter_server)
+    server_options = _check_strategy(cli, size, options.server_nodes)
+    return Submission(cli, options, size, server_options)
 
 
-def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterServerStrategy | None:
-    """Refuse a strategy that cannot run as the job; a parameter server that can is returned."""
+def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterServerOptions | None:
+    """Refuse a strategy that cannot run as the job; return the options of its parameter servers, if it has some."""
     asked = cli.config.trainer.strategy
     if isinstance(asked, str):
         arguments = StrategyRegistry[asked]["init_params"] if asked in StrategyRegistry else {}
@@ -167,27 +165,24 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterS
     strategy = cli.config_init.trainer.strategy
     if isinstance(strategy, str) and strategy in StrategyRegistry:
         strategy = StrategyRegistry.get(strategy)
-    loading = size.tasks
-    if isinstance(strategy, Strategy) and isinstance(strategy, HybridPipelineStrategy):
-        network = network_at(cli.model, check_module(cli.model, strategy.network_path))
-        strategy.request.check(network, size.tasks)
-        loading = strategy.request.replicas_on(size.tasks)[0]
+    facts = facts_of(strategy)
+    facts.check_job(cli.model, size.tasks)
+    loading = facts.loading_processes(size.tasks)
     if isinstance(cli.datamodule, ImageDataModule) and cli.datamodule.global_batch_size is not None:
         share(cli.datamodule.global_batch_size, loading, cli.config.trainer.accumulate_grad_batches)
-    if server_nodes and (isinstance(asked, str) or not isinstance(strategy, ParameterServerStrategy)):
+    servers = facts.server_options
+    if server_nodes and (isinstance(asked, str) or servers is None):
         name = asked if isinstance(asked, str) else asked.class_path.rpartition(".")[2]
         raise ConfigurationError(
             f"cluster.server_nodes={server_nodes} with trainer.strategy={name}: they are for a strategy that is "
             "written as class_path: ParameterServerStrategy"
         )
-    if not isinstance(strategy, ParameterServerStrategy):
-        return None
-    if server_nodes and strategy.options.endpoints:
+    if server_nodes and servers is not None and servers.endpoints:
         raise ConfigurationError(
-            f"cluster.server_nodes={server_nodes} and endpoints={list(strategy.options.endpoints)}: the servers of "
+            f"cluster.server_nodes={server_nodes} and endpoints={list(servers.endpoints)}: the servers of "
             "a job listen on the nodes that it is given; leave out endpoints"
         )
-    return strategy
+    return servers
 
 
 def main(args: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from cnnstrategies.cluster.ray.driver import Driver
 from cnnstrategies.cluster.ray.node import PYTHON
 from cnnstrategies.commands.submit.command import Target
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.quantities import seconds
 
 FOLDER = "ray"  # Where run folders are made by default.
 
@@ -53,9 +54,9 @@ class RayTarget(Target):
             # Ray gives each process as many threads as its actor has CPUs, which all processes of the node share.
             variables={"OMP_NUM_THREADS": str(options.cpus_per_task or 1)},
             max_restarts=options.ray.max_restarts,
-            wait=options.ray.wait,
-            grace=self.base.cli.config.stop.grace,
-            goes_on=self.base.parameter_server is not None,
+            wait=options.ray.wait_seconds,
+            grace=seconds(self.base.cli.config.stop.grace, "stop.grace", least=0),
+            goes_on=self.base.server_options is not None,
         )
 
     @override

@@ -1,21 +1,26 @@
-"""Who may go on when: the state machines of the modes, without sockets.
+"""State machines that say which worker may go on, one for each kind of mode; they use no sockets.
 
-Each clock counts on some workers of the run's start (`expected`): until they have come, or have died, nobody goes on.
+Each clock expects a number of workers at the run's start (`expected`): nobody goes on until all of them have joined or
+died.
 """
 
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-PATIENCE_SECONDS = 2.0  # for workers that do not say where they are: those that have left do not
+PATIENCE_SECONDS = 2.0  # how long a server waits for workers' reports of their steps: workers that have left send none
 
 
 class SyncClock:
-    """Steps that all members make together.
-
-    The present one, `step`, is not decided yet.
+    """Clock of steps that all members make together.
 
     Args:
-        per_node: Workers of a node, of which one speaks for all: it has come with the first, and is gone with the last.
+        expected: Number of nodes at the run's start.
+        per_node: Number of workers on a node where one worker pushes for all of them. The node has joined once its
+            first worker has joined, and is gone once all its workers are gone.
+
+    Attributes:
+        step: The present step, which is not decided yet.
+        members: Ids of the workers that take part in the present step.
     """
 
     def __init__(self, expected: int, per_node: int = 1) -> None:
@@ -28,42 +33,50 @@ class SyncClock:
 
     @property
     def known(self) -> frozenset[int]:
-        """All workers that have joined."""
+        """The ids of all workers that have joined."""
         return frozenset(self._first)
 
     def _count(self) -> None:
         self.members = frozenset(worker for worker, first in self._first.items() if first <= self.step)
 
     def join(self, worker: int, first: int | None = None) -> int:
-        """Count a worker from a step on; by default from the present one. The same again changes nothing."""
+        """Count a worker from step `first` on, by default from the present step. Return the step with which it begins.
+
+        A second call with the same arguments changes nothing.
+        """
         if worker not in self._first or (first is not None and first > self._first[worker]):
             self._first[worker] = self.step if first is None else first
             self._count()
         return max(self._first[worker], self.step)
 
     def all_after(self, step: int) -> bool:
-        """Whether all workers are past a step, or begin after it."""
+        """Whether every worker begins after a step."""
         return all(first > step for first in self._first.values())
 
     def any_after(self, step: int) -> bool:
-        """Whether a worker begins after a step."""
+        """Whether at least one worker begins after a step."""
         return any(first > step for first in self._first.values())
 
     def leave(self, worker: int) -> None:
-        """Count a worker no longer."""
+        """Stop counting a worker."""
         self._gone.add(worker)
         self._first.pop(worker, None)
         self._count()
 
     def ready(self, complete: Collection[int]) -> frozenset[int] | None:
-        """The workers that make up the present step, if all their pushes have come; else None."""
+        """Return the members of the present step, if the pushes of all of them are complete; else None.
+
+        Args:
+            complete: Ids of the workers whose pushes of the present step are complete.
+        """
         members = self.members
-        if not members or len(complete) < len(members):  # Asked for each vote: the common answer costs nothing.
+        # This runs for each vote, so the most frequent case comes first.
+        if not members or len(complete) < len(members):
             return None
-        return members if (self.step > 0 or self._all_have_come) and members.issubset(complete) else None
+        return members if (self.step > 0 or self._all_have_joined) and members.issubset(complete) else None
 
     @property
-    def _all_have_come(self) -> bool:
+    def _all_have_joined(self) -> bool:
         gone = Counter(worker // self._per_node for worker in self._gone)
         nodes = {worker // self._per_node for worker in self._first}
         nodes |= {node for node, workers in gone.items() if workers == self._per_node}
@@ -77,9 +90,9 @@ class SyncClock:
 
 
 class StaleClock:
-    """Clocks of workers that run on their own: async, or stale synchronous parallel (Ho et al., NeurIPS 2013).
+    """Clock of workers that make steps independently: async, or stale synchronous parallel (Ho et al., NeurIPS 2013).
 
-    Nobody may be ahead of the slowest by more steps than the staleness, if there is one.
+    A worker may be ahead of the slowest worker by at most `staleness` steps, without limit if `staleness` is None.
     """
 
     def __init__(self, staleness: int | None, expected: int = 0) -> None:
@@ -91,25 +104,29 @@ class StaleClock:
 
     @property
     def known(self) -> frozenset[int]:
-        """All workers that have joined."""
+        """The ids of all workers that have joined."""
         return frozenset(self._clocks)
 
     @property
     def expects(self) -> bool:
-        """Whether some of the run's start have not come."""
+        """Whether some workers of the run's start have not joined."""
         return len(self._seen) < self._expected
 
     @property
     def slowest(self) -> int:
-        """The smallest clock; without workers that of the last one to leave."""
+        """The smallest clock; without workers, the largest clock of the workers that have left."""
         if self.expects:
             return 0
         return min(self._clocks.values(), default=self._last)
 
     def join(self, worker: int, clock: int | None = None) -> int:
-        """Count a worker, by default from where the slowest is; a clock only ever moves forward."""
+        """Count a worker, by default with the clock of the slowest one; a clock never goes back.
+
+        Returns the worker's clock.
+        """
         if clock:
-            self._expected = 0  # The run has begun: a server that replaces another need not meet all who began it.
+            # The run has begun. A server that replaces another one may never hear of some workers of the run's start.
+            self._expected = 0
         if worker not in self._clocks:
             self._clocks[worker] = self.slowest if clock is None else clock
             self._note(worker)
@@ -118,31 +135,34 @@ class StaleClock:
         return self._clocks[worker]
 
     def finished(self, worker: int, clock: int) -> None:
-        """A worker has finished `clock` steps."""
+        """Note that a worker has finished `clock` steps."""
         if worker in self._clocks:
             self._clocks[worker] = max(clock, self._clocks[worker])
 
     def leave(self, worker: int) -> None:
-        """Wait for a worker no longer, even if it has not come yet."""
+        """Stop counting a worker, and do not wait for it if it has not joined yet."""
         self._note(worker)
         clock = self._clocks.pop(worker, None)
         if clock is not None:
             self._last = max(self._last, clock)
 
     def _note(self, worker: int) -> None:
-        if worker < self._expected:  # Others join the run, and stand for none of its own.
+        if worker < self._expected:  # Joiners are additional members; they do not replace a worker of the original set.
             self._seen.add(worker)
 
     def may_start(self, clock: int) -> bool:
-        """Whether a worker that has finished `clock` steps may begin the next."""
+        """Whether a worker that has finished `clock` steps may begin the next step."""
         return self._staleness is None or clock - self.slowest <= self._staleness
 
 
 class RollCall:
-    """Held by a server that does not know who is at which step: nobody may go on before all have said it.
+    """Roll call at a server that does not know the steps of all workers: all must report before any may go on.
+
+    Args:
+        expected: Number of workers at the run's start.
 
     Attributes:
-        lives: The incarnation of each worker of the view.
+        incarnations: The incarnation of each worker of the view.
     """
 
     def __init__(self, expected: int = 0) -> None:
@@ -152,26 +172,30 @@ class RollCall:
         self._until: float | None = None
 
     def call(self, workers: Collection[int]) -> None:
-        """Wait for some workers, and for nobody else."""
+        """Wait for the given workers, and for no others."""
         self._absent = set(workers)
         self._until = None
 
     def follow(self, incarnations: Mapping[int, int]) -> list[int]:
-        """Go on with another view's workers: those that are waited for no longer."""
+        """Follow another view. Return the workers that are gone, and are therefore not waited for."""
         gone = [worker for worker, incarnation in self.incarnations.items() if incarnations.get(worker) != incarnation]
-        if incarnations:  # Those of the start that are not in the first of these views have died before.
+        # Workers of the run's start that are missing in the first view with workers have died before it.
+        if incarnations:
             gone += set(range(self._expected)) - incarnations.keys()
             self._expected = 0
         self.incarnations = incarnations
         self._absent &= incarnations.keys()
         return gone
 
-    def here(self, worker: int) -> None:
-        """A worker has said where it is."""
+    def note_position(self, worker: int) -> None:
+        """Note that a worker has reported its step."""
         self._absent.discard(worker)
 
     def expire(self, now: float) -> bool:
-        """Whether those who have not said it have just had time enough."""
+        """Whether the time for missing reports has just run out. Nobody is waited for then.
+
+        The time begins with the first call after :meth:`call`.
+        """
         if not self._absent:
             return False
         if self._until is None:
@@ -181,12 +205,16 @@ class RollCall:
         self._absent.clear()
         return True
 
-    def stopped(self, seconds: float) -> None:
-        """This process was stopped for so long, and maybe all others: that was no time to say it."""
+    def extend(self, seconds: float) -> None:
+        """Give missing workers more time after this process was stopped: the others may have been stopped with it.
+
+        Args:
+            seconds: How long this process was stopped.
+        """
         if self._until is not None:
             self._until += seconds
 
     @property
     def complete(self) -> bool:
-        """Whether nobody is waited for."""
+        """Whether no report is missing."""
         return not self._absent

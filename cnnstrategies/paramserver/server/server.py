@@ -1,12 +1,12 @@
-"""A server: holds slices of the parameters, applies the optimizer to them, and answers pulls.
+"""The role of a server: it holds slices of the parameters, applies the optimizer to them, and answers pulls.
 
-Whatever finds that a message does not fit raises an ``InvalidMessageError``; the message is dropped then, as a whole.
+Code that finds a fault in a message raises an ``InvalidMessageError``, and the server then drops the whole message.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from cnnstrategies.paramserver.compression import CHANGES
+from cnnstrategies.paramserver.compression import PAYLOADS
 from cnnstrategies.paramserver.core.node import ControlError, End, Message
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import (
@@ -28,27 +28,27 @@ from cnnstrategies.paramserver.server.decision import Decision
 from cnnstrategies.paramserver.server.pushes import Begin
 from cnnstrategies.paramserver.server.senders import PING_SECONDS, Outbox, Senders
 from cnnstrategies.paramserver.server.shard import Pull, Shard
-from cnnstrategies.paramserver.server.store import Store, Who
+from cnnstrategies.paramserver.server.store import MemberKey, Store
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.specification import Options, Specification, check_options
 
-STOPPED_SECONDS = 1.0  # between two looks: then this process was stopped
-# As keys comes no value, only that it is there.
-_PULLED = {int(encoding): encoding for encoding in Encoding if encoding != Encoding.KEYS}
+STOPPED_SECONDS = 1.0  # A longer time between two calls shows that this process was stopped.
 
 
 class Server:
-    """One server of a run, without sockets, threads, clocks and files: all methods return what is to be done.
+    """One server of a run, without sockets, threads, clocks and files: every method returns the effects to carry out.
 
-    Its driver calls :meth:`follow` before it hands over messages, for those of members of a newer view are dropped;
-    :meth:`on_time` several times a second; :meth:`flush` when it has read what was waiting; and :meth:`work` as long as
-    :attr:`busy`.
+    The driver calls :meth:`follow` before it hands over messages, because messages from members of a newer view are
+    dropped. It calls :meth:`on_time` several times a second, :meth:`flush` after it has read all waiting messages, and
+    :meth:`work` as long as :attr:`busy` is true.
 
     Attributes:
-        id: This server's place.
-        mode: Applies the updates.
-        shard: What the server knows of its slices, the pushes and the workers.
-        dropped: How many messages were dropped, by reason.
+        id: Number of this server's place.
+        view: The view that this server follows.
+        mode: The state machine that applies the updates.
+        shard: The slices, with their copies and the pulls that wait for them.
+        store: The slices' values.
+        dropped: Number of dropped messages by reason.
     """
 
     def __init__(self, specification: Specification, id: int, store: Store, encrypted: bool = False) -> None:
@@ -59,17 +59,17 @@ class Server:
         self._specification = specification
         self._outbox = Outbox(id, specification.session)
         shard = self.shard = Shard(specification, id, self._outbox, store)
-        self._common = Synchronous(specification, shard, id, self._outbox) if specification.aggregates else None
-        self._own = None if specification.aggregates else Asynchronous(specification, shard)
-        mode = self._common or self._own
+        self._synchronous = Synchronous(specification, shard, id, self._outbox) if specification.aggregates else None
+        self._asynchronous = None if specification.aggregates else Asynchronous(specification, shard)
+        mode = self._synchronous or self._asynchronous
         assert mode is not None
         self.mode: Synchronous | Asynchronous = mode
         self._senders = Senders(encrypted)
-        self._sign_seconds = min(1.0, specification.timeout / 4)
+        self._heartbeat_seconds = min(1.0, specification.timeout / 4)
         self._stopped_seconds = min(STOPPED_SECONDS, specification.timeout / 2)
         self._now = 0.0
-        self._pinged = self._gave_sign = 0.0
-        self._heard: dict[int, float] = {}  # when each other server was
+        self._pinged = self._sent_heartbeats = 0.0
+        self._heard: dict[int, float] = {}  # time of the last message of each other server
         self._heard_workers: set[int] = set()
         self._text = b""
         self._options: Options = []
@@ -79,84 +79,92 @@ class Server:
             Kind.BEGIN: self._begin,
             Kind.PUSH: self._push,
             Kind.PULL: self._pull,
-            Kind.RELAY: self._relayed,
+            Kind.RELAY: self._take_relay,
             Kind.ACKNOWLEDGE: lambda server, header, payload: shard.acknowledged(server, header.key, header.base),
-            Kind.COPY: self._copied,
-            Kind.PING: self._asked,
+            Kind.COPY: self._take_copy,
+            Kind.PING: self._take_ping,
         }
 
     @property
     def busy(self) -> bool:
         """Whether :meth:`work` has something to do."""
-        return self._common is not None and self._common.busy
+        return self._synchronous is not None and self._synchronous.busy
 
     @property
     def routes(self) -> Mapping[int, bytes]:
-        """Of each worker, the route on which something may be sent."""
+        """The route to each worker that can be reached."""
         return self._outbox.routes
 
     def admits(self, key: str) -> bool:
-        """Whether a key belongs to a member."""
-        return self._senders.have(key)
+        """Whether a public key belongs to a member."""
+        return self._senders.has_key(key)
 
-    # What happens
+    # Events
 
     def follow(self, now: float, view: View) -> Effects:
-        """Go on with a view, if it is newer."""
-        self._goes_on(now)
+        """Follow a view, if it is newer than the present one."""
+        self._note_time(now)
         if view.number <= self.view.number:
             return []
-        before, since = ({server.id: server.since for server in one.servers} for one in (self.view, view))
+        before, since = ({server.id: server.since for server in shown.servers} for shown in (self.view, view))
         if self.id in before and self.id not in since:
             reason = (
-                f"server {self.id} is no longer in the view (number {view.number}): it was taken for dead and another "
-                "takes its place"
+                f"server {self.id} is no longer in the view (number {view.number}): the coordinator took it for dead, "
+                "and another process takes its place"
             )
             return [End(reason, False)]
         self.view = view
         if self.id not in before and self.id in since and self.store.changes is not None:
-            self.store.changes.begin_with(since[self.id])
+            self.store.changes.set_origin(since[self.id])
         self._senders.follow(view)
         self._outbox.follow(view)
-        owned = self.shard.owned
+        owned = self.shard.own_key_set
         self.shard.place(view)
         self.mode.follow(view)
-        if self.shard.owned - owned:
+        if self.shard.own_key_set - owned:
             for worker in list(self._outbox.routes):
-                self._outbox.ask_again(worker)  # What it has sent here before this view was dropped.
+                self._outbox.ask_again(worker)  # Messages that it sent here before this view were dropped.
         self._heard = {
-            server: self._heard.get(server, now) if before.get(server) == number else now
-            for server, number in since.items()
+            server: self._heard.get(server, now) if before.get(server) == first_view else now
+            for server, first_view in since.items()
             if server != self.id
         }
         return self._outbox.take()
 
     def on_message(self, now: float, route: bytes, user: str, header: Header, payload: memoryview) -> Effects:
-        """Act on a message, not checked against the view yet, that came by a route from who has a key, if encrypted."""
-        self._goes_on(now)
+        """Act on a message that is not yet checked against the view.
+
+        Args:
+            route: The connection on which the message arrived.
+            user: Public key of that connection, if it is encrypted.
+            header: Header of the message.
+            payload: Payload of the message.
+        """
+        self._note_time(now)
         try:
-            peer = self._take(route, user, header)
+            peer = self._check_sender(route, user, header)
             self.handle(peer, header, payload)
-        except InvalidMessageError as error:  # What else is raised is no message's fault, but this package's.
+        except InvalidMessageError as error:  # Any other exception is a fault of this package.
             self.drop(str(error))
-        except ControlError:  # Its text holds what has come.
-            self.drop(f"a {header.kind.name} with other fields")
+        except ControlError:  # The error's text may contain received data.
+            self.drop(f"a {header.kind.name} message has wrong fields")
         return self._outbox.take()
 
     def on_time(self, now: float) -> Effects:
-        """Do what is due.
+        """Do what is due at this time.
 
-        Now and then other servers are told what has been missed of theirs; it also shows them what they missed.
+        Regular pings report the gaps in other servers' messages. They also show the receivers which messages they
+        missed.
         """
-        self._goes_on(now)
-        if now - self._gave_sign > self._sign_seconds:
-            self._gave_sign = now
-            for worker in self._heard_workers:  # A sign of life: who sends much is answered late.
+        self._note_time(now)
+        if now - self._sent_heartbeats > self._heartbeat_seconds:
+            self._sent_heartbeats = now
+            for worker in self._heard_workers:  # A heartbeat: a worker that sends much data gets its answers late.
                 self._outbox.to_worker(worker, Kind.PING)
             self._heard_workers.clear()
         if now - self._pinged > PING_SECONDS:
             self._pinged = now
-            self._senders.pinged()
+            self._senders.reset_repeats()
             for server in self._heard:
                 self._outbox.to_server(server, Kind.PING, base=self._senders.gaps(server))
         if self.mode.roll.expire(now):
@@ -164,144 +172,176 @@ class Server:
         return self._outbox.take()
 
     def flush(self) -> Effects:
-        """All that was waiting has been read."""
-        if self._common is not None:
-            self._common.flush()
+        """Act on the end of the waiting messages: all have been read."""
+        if self._synchronous is not None:
+            self._synchronous.flush()
         return self._outbox.take()
 
     def work(self) -> Effects:
-        """Do one of the things that are left to be done."""
-        if self._common is not None:
-            self._common.work()
+        """Do one piece of the waiting work."""
+        if self._synchronous is not None:
+            self._synchronous.work()
         return self._outbox.take()
 
     def drop(self, reason: str) -> None:
-        """Count a message that was of no use."""
+        """Count a dropped message, and report the first one of each reason."""
         self.dropped[reason] += 1
         if self.dropped[reason] == 1:
-            text = f"server {self.id} dropped a message: {reason}; further ones are only counted"
+            text = f"server {self.id} dropped a message: {reason}; further ones of this kind are only counted"
             self._outbox.effects.append(Say(text, False))
 
-    def _take(self, route: bytes, user: str, header: Header) -> int:
-        """Check who has sent a message, and note that it was heard; its sender's number."""
+    def _check_sender(self, route: bytes, user: str, header: Header) -> int:
+        """Check a message's sender, and note that the sender lives.
+
+        Returns the sender's number among the workers or servers.
+
+        Raises:
+            InvalidMessageError: The sender may not send this message.
+        """
         peer = header.sender & ~SERVER
-        if header.sender >= SERVER and self._senders.are_joined(header, user):
-            self._heard[peer] = self._now  # Also while it follows a view that this server has not heard of yet.
-        missed = self._senders.check(header, user)
+        if header.sender >= SERVER and self._senders.shows_connection(header, user):
+            # This also counts when the sender follows a view that this server does not have yet.
+            self._heard[peer] = self._now
+        has_gap = self._senders.check(header, user)
         if header.sender >= SERVER:
-            if missed:
+            if has_gap:
                 self._outbox.to_server(peer, Kind.PING, base=self._senders.gaps(peer))
             return peer
         self._heard_workers.add(peer)
         before = self._outbox.routes.get(peer, route)
         self._outbox.routes[peer] = route
         if before != route:
-            # Answers on the old connection may be lost: have the worker send again what is not answered.
+            # Answers on the old connection may be lost, so the worker has to send again what was not answered.
             self._outbox.ask_again(peer)
         return peer
 
     def handle(self, peer: int, header: Header, payload: memoryview) -> None:
-        """Act on a message of a worker or a server, by its number, that was checked."""
+        """Act on a checked message of the worker or server with the number `peer`."""
         handler = self._handlers.get(header.kind)
         if handler is not None:
             handler(peer, header, payload)
-        elif self._common is not None:
-            self._common.from_server(peer, header, fields_of(payload, header))
+        elif self._synchronous is not None:
+            self._synchronous.on_server_message(peer, header, fields_of(payload, header))
 
-    def _goes_on(self, now: float) -> None:
-        """Note the time. It is looked at several times a second, unless this process is stopped."""
+    def _note_time(self, now: float) -> None:
+        """Note the time, and recognise that this process was stopped.
+
+        The time is noted several times a second, unless the process is stopped.
+        """
         passed = now - self._now
         self._now = now
-        if passed > self._stopped_seconds:  # Then the others were not silent.
+        if passed > self._stopped_seconds:  # The other servers were not silent during this time.
             self._heard = {server: min(heard + passed, now) for server, heard in self._heard.items()}
-            self.mode.roll.stopped(passed)
+            self.mode.roll.extend(passed)
 
-    # Of workers
+    # Messages from workers
 
     def _hello(self, worker: int, header: Header, payload: memoryview) -> None:
         if header.base > self.view.number:
-            return  # It knows a newer view, and asks again until this server does too.
-        said, answered = fields_of(payload, header), frozenset(unpack_keys(payload[header.meta :]))
-        who, step = (worker, header.incarnation), None if header.step == NO_STEP else header.step
-        joins, first, given = said.flag("joins"), said.integer("first"), said.flag("given")
-        request, has = (None if said.fields.get(one) is None else said.integer(one) for one in ("request", "has"))
-        if said.flag("leaves"):
+            return  # The worker has a newer view, and asks again until this server has that view.
+        message, answered = fields_of(payload, header), frozenset(unpack_keys(payload[header.meta :]))
+        member, step = (worker, header.incarnation), None if header.step == NO_STEP else header.step
+        joins, first, has_parameters = message.flag("joins"), message.integer("first"), message.flag("given")
+        request, gradients_step = (
+            None if message.fields.get(name) is None else message.integer(name) for name in ("request", "has")
+        )
+        if message.flag("leaves"):
             self.mode.leave(worker)
         lacks = False
         if step is not None:
-            if not given and self._common is not None and self._common.is_missed(step - 1):
-                answered = self.shard.owned  # As if it were there: a newcomer cannot push it, and would wait for ever.
-            # A newcomer waits for the step before its first: that one is decided, and maybe not applied yet.
-            lacks = self._lacks(who, step if given else step - 1, answered, first)
-            if self._own is not None:
-                self._own.met(who, first)
-        # Only a question, at first: a newcomer becomes a member when it says from which step on.
+            if not has_parameters and self._synchronous is not None and self._synchronous.cannot_make(step - 1):
+                # The step counts as present: a newcomer cannot push it and would wait forever.
+                answered = self.shard.own_key_set
+            # A newcomer waits for the step before its first one, which is decided but perhaps not applied yet.
+            lacks = self._lacks_updates(member, step if has_parameters else step - 1, answered, first)
+            if self._asynchronous is not None:
+                self._asynchronous.note_first_step(member, first)
+        # A newcomer first only asks where to begin. It counts as a member once it names its first step.
         begins: int | None = 0
         if joins:
-            begins = self._common.join(worker, step, has) if self._common is not None else self.mode.join(worker, step)
-        self.mode.here(worker)
+            begins = (
+                self._synchronous.join(worker, step, gradients_step)
+                if self._synchronous is not None
+                else self.mode.join(worker, step)
+            )
+        self.mode.note_position(worker)
         if begins is None:
-            return  # It asks again until this server knows where the others are.
+            return  # The worker asks again until this server knows the other workers' steps.
         answer = {
             "ready": self.shard.ready and not lacks,
             "lost": self._values_lost,
-            "leader": self._common is None or self._common.leader == self.id,
+            "leader": self._synchronous is None or self._synchronous.leader == self.id,
             "asked": header.sequence,
-            "deaf": self._deaf(),
+            "deaf": self._silent_servers(),
             "held": request is not None,
         }
-        # What it will get without asking again: its pull and the push before it are here.
-        held = [] if request is None else [key for key in self.shard.own if self.mode.holds(key, who, request)]
+        # These slices will be answered without a further request: the pull, and the push before it, are here.
+        held = (
+            []
+            if request is None
+            else [key for key in self.shard.own_keys if self.mode.will_answer(key, member, request)]
+        )
         self._outbox.to_worker(worker, Kind.WELCOME, pack_keys(held), step=begins, json=answer, encoding=Encoding.KEYS)
 
-    def _deaf(self) -> list[int]:
-        """The servers of the view of which nothing has come for too long: a dead one is out of the view by then."""
+    def _silent_servers(self) -> list[int]:
+        """Return the view's servers that were silent for too long. A dead server has left the view by then."""
         limit = self._now - self._specification.deaf_after
         return [server for server, heard in self._heard.items() if heard < limit]
 
     @property
     def _values_lost(self) -> bool:
-        """Whether all who had values of own slices have died: steps are known to be made."""
-        return self._common is not None and self._common.clock.step > 0 and not self.shard.ready
+        """Whether every server with values of the own slices has died: steps were made, and this server has none."""
+        return self._synchronous is not None and self._synchronous.clock.step > 0 and not self.shard.ready
 
-    def _lacks(self, who: Who, step: int, answered: frozenset[int], first: int) -> bool:
+    def _lacks_updates(self, member: MemberKey, step: int, answered: frozenset[int], first: int) -> bool:
         """Whether own slices lack updates that a worker knows of.
 
-        It works on a step, or waits for its answers, of which some slices are answered: it pushes and pulls them no
-        more. `first` is the step that it has begun with.
+        Args:
+            member: Id and incarnation of the worker.
+            step: The step that the worker works on, or whose answers it waits for.
+            answered: Keys of slices already answered for that step; the worker does not push or pull them again.
+            first: The step that the worker began with.
         """
-        for key in self.shard.own:
+        for key in self.shard.own_keys:
             last = step if key in answered else step - 1
-            if self._common is not None:
+            if self._synchronous is not None:
                 lacks = last + 1 > max(0, self.store.versions[key])
             else:
-                lacks = last > max(self.store.seen[key].get(who, -1), first - 1)
+                lacks = last > max(self.store.seen[key].get(member, -1), first - 1)
             if lacks:
                 return True
         return False
 
     def _initialise(self, worker: int, header: Header, payload: memoryview) -> None:
-        if self._values_lost and header.key in self.shard.owned:
-            raise InvalidMessageError("a first value although steps were made")  # With it the run would begin anew.
+        if self._values_lost and header.key in self.shard.own_key_set:
+            raise InvalidMessageError("a first value although steps were made")  # With it the run would start again.
         before = self.shard.ready
         self.shard.initialise(header, payload)
         if self.shard.ready and not before:
-            for known in list(self._outbox.routes):
-                self._outbox.ask_again(known)  # What came too early was dropped.
+            for known_worker in list(self._outbox.routes):
+                self._outbox.ask_again(known_worker)  # Messages that arrived too early were dropped.
 
     def _begin(self, worker: int, header: Header, payload: memoryview) -> None:
-        begin = Begin(self._options_in(header, payload), header.weight, self._pulled(header.base), header.level)
+        begin = Begin(self._options_in(header, payload), header.weight, self._pull_encoding(header.base), header.level)
         self.mode.begin((worker, header.incarnation), header.step, begin)
 
-    def _pulled(self, number: int) -> Encoding:
-        """The encoding in which a worker pulls."""
-        encoding, changes = _PULLED.get(number), self.store.changes
-        if encoding is None or (encoding in CHANGES and (changes is None or encoding != changes.encoding)):
-            raise InvalidMessageError("a pull in an encoding that parameters do not have")
+    def _pull_encoding(self, encoding: int) -> int:
+        """Return the encoding in which a worker pulls.
+
+        Raises:
+            InvalidMessageError: Values are never sent in that encoding.
+        """
+        compression, changes = PAYLOADS.get(encoding), self.store.changes
+        if compression is not None and compression.lossy:
+            valid = changes is not None and encoding == changes.encoding
+        else:
+            valid = encoding == Encoding.NOTHING or (compression is not None and compression.for_pulls)
+        if not valid:
+            raise InvalidMessageError("a pull in an encoding that is not used for parameters")
         return encoding
 
     def _options_in(self, header: Header, payload: memoryview) -> Options:
-        """A message's hyper-parameters: mostly those of the last one, since all workers have the same."""
+        """Return a message's hyper-parameters; they are parsed only if they differ from the last message's."""
         text = bytes(payload[: header.meta])
         if text != self._text:
             self._options = check_options(unpack_json(payload, header).get("options"), self._specification.groups)
@@ -309,51 +349,51 @@ class Server:
         return self._options
 
     def _push(self, worker: int, header: Header, payload: memoryview) -> None:
-        if header.key not in self.shard.owned:
-            raise InvalidMessageError("a push of a slice that another server is the primary of")
+        if header.key not in self.shard.own_key_set:
+            raise InvalidMessageError("a push of a slice whose primary is another server")
         if not self.mode.push((worker, header.incarnation), header, payload):
-            self.dropped["a push that is here already"] += 1
-        if self._specification.pipelined:  # It asks for its answer, too.
+            self.dropped["a push that has arrived before"] += 1
+        if self._specification.pipelined:  # The push is also a pull.
             self.shard.pull(worker, (header.key,), Pull(header.step + 1, header.step + 1))
 
     def _pull(self, worker: int, header: Header, payload: memoryview) -> None:
         if header.encoding != Encoding.KEYS or len(payload) % 4:
             raise InvalidMessageError("a pull without keys")
         keys = unpack_keys(payload)
-        if len(set(keys)) != len(keys) or not self.shard.owned.issuperset(keys):
-            raise InvalidMessageError("a pull of slices that another server is the primary of")
-        encoding = self._pulled(header.base >> 1)
-        self.shard.use(keys)
+        if len(set(keys)) != len(keys) or not self.shard.own_key_set.issuperset(keys):
+            raise InvalidMessageError("a pull of slices whose primary is another server")
+        encoding = self._pull_encoding(header.base >> 1)
+        self.shard.order_by_use(keys)
         if header.base & 1:
-            # A newcomer to common steps begins with what the others have.
-            version = 0 if self._common is None else header.step
+            # A newcomer to common steps begins with the values that the other workers have.
+            version = 0 if self._synchronous is None else header.step
             pull = Pull(header.step, version, whole=True, state=header.level > 0, question=header.question)
             self.shard.pull(worker, keys, pull)
-        elif self._own is not None:
-            self._own.pull((worker, header.incarnation), keys, header.step, encoding)
+        elif self._asynchronous is not None:
+            self._asynchronous.pull((worker, header.incarnation), keys, header.step, encoding)
         else:
             self.shard.pull(worker, keys, Pull(header.step, header.step, encoding=encoding, mark=header.weight))
 
-    # Of other servers
+    # Messages from other servers
 
-    def _relayed(self, server: int, header: Header, payload: memoryview) -> None:
-        said, update = fields_of(payload, header), payload[header.meta :]
-        decision = None if self._common is None else Decision.of(said, self._specification)
+    def _take_relay(self, server: int, header: Header, payload: memoryview) -> None:
+        message, update = fields_of(payload, header), payload[header.meta :]
+        decision = None if self._synchronous is None else Decision.from_message(message, self._specification)
         options = self._options_in(header, payload) if decision is None else decision.options
-        self.shard.copies.relayed(server, header, update, options, said.integer("absent"))
-        if self._common is not None and decision is not None:
-            self._common.adopt(decision)
+        self.shard.copies.relayed(server, header, update, options, message.integer("absent"))
+        if self._synchronous is not None and decision is not None:
+            self._synchronous.adopt(decision)
 
-    def _copied(self, server: int, header: Header, payload: memoryview) -> None:
-        said: Message = fields_of(payload, header)
-        decided = said.part("decided")
-        decision = None if decided is None else Decision.of(decided, self._specification)
-        self.shard.copies.copied(server, header, said, payload[header.meta :])
-        if self._common is not None and decision is not None:
-            self._common.adopt(decision)
+    def _take_copy(self, server: int, header: Header, payload: memoryview) -> None:
+        message: Message = fields_of(payload, header)
+        decided = message.part("decided")
+        decision = None if decided is None else Decision.from_message(decided, self._specification)
+        self.shard.copies.copied(server, header, message, payload[header.meta :])
+        if self._synchronous is not None and decision is not None:
+            self._synchronous.adopt(decision)
 
-    def _asked(self, server: int, header: Header, payload: memoryview) -> None:
-        if self._senders.asked(server, header.base):
-            self.shard.copies.tell_again(server)
-            if self._common is not None:
-                self._common.tell_again(server)
+    def _take_ping(self, server: int, header: Header, payload: memoryview) -> None:
+        if self._senders.must_repeat(server, header.base):
+            self.shard.copies.repeat_for(server)
+            if self._synchronous is not None:
+                self._synchronous.repeat_for(server)
