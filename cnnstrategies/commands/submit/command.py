@@ -9,15 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any
 
-from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
 from cnnstrategies.cluster.job import Size, job_size
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_folder import CHECKPOINTS, checked, checkpoint_arguments, keep_version, refuse_anothers
+from cnnstrategies.commands.arguments.options import SubmitOptions
 from cnnstrategies.commands.run.errors import check_checkpoint
 from cnnstrategies.commands.run.lightning_cli import ModelAndData
 from cnnstrategies.data import ImageDataModule
@@ -33,12 +33,6 @@ EVERYWHERE = ("job_name", "setup", "python", "folder")  # Keys of `cluster` that
 
 class SubmitCLI(ModelAndData):
     """A configuration whose devices are elsewhere."""
-
-    @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        super().add_arguments_to_parser(parser)
-        parser.add_argument("--dry_run", "--dry-run", action="store_true", help="Print the job and submit nothing.")
-        parser.add_argument("--to", type=Literal[*TARGETS], default="slurm", help="Where the run is sent.")
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -93,8 +87,7 @@ class Submission:
         ``changes`` is what the target decides, by key.
         """
         config = self.cli.config.clone()
-        for name in ("config", "dry_run", "to"):
-            config.pop(name, None)
+        config.pop("config", None)
         for arguments in checkpoint_arguments(config):
             if arguments.dirpath is None:
                 arguments.dirpath = str(folder / CHECKPOINTS)
@@ -185,20 +178,19 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterS
     return servers
 
 
-def main(args: Sequence[str]) -> None:
+def main(options: SubmitOptions, words: Sequence[str]) -> None:
     """Check a configuration and submit it; print what was queued and where its logs will be."""
-    if args[1:2] != ["fit"]:
+    if options.command != "fit":
         raise ConfigurationError(
-            f"submit {' '.join(args[1:2])}: submit takes fit, as in: cnnstrategies submit fit --config ..."
+            f"submit {options.command}: submit takes fit, as in: cnnstrategies submit fit --config ..."
         )
-    base = check(args[2:])
-    module = importlib.import_module(f"cnnstrategies.commands.submit.{base.cli.config.to}")
-    target: Target = module.target(base, shlex.join(["cnnstrategies", *args]))
+    call = shlex.join(["cnnstrategies", *sys.argv[1:]])
+    base = check(words)
+    module = importlib.import_module(f"cnnstrategies.commands.submit.{options.to}")
+    target: Target = module.target(base, call)
     if target.unread:
-        print(
-            f"Note: with --to {base.cli.config.to} these keys do not count: {', '.join(target.unread)}", file=sys.stderr
-        )
-    if base.cli.config.dry_run:
+        print(f"Note: with --to {options.to} these keys do not count: {', '.join(target.unread)}", file=sys.stderr)
+    if options.dry_run:
         print(target.show(), end="")
         return
     print(target.submit())
