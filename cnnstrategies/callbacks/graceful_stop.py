@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from typing_extensions import override
 
 from cnnstrategies._lightning_private import ask_of_sigterm
 from cnnstrategies.quantities import Duration, seconds
+from cnnstrategies.strategies.protocol import facts_of
 
 CHECK_SECONDS = 0.5
 # A run may log or validate after every step: waiting longer would not find a better step.
@@ -106,9 +106,10 @@ class GracefulStop(Callback):
         # Without an optimizer step in this batch, accumulated gradients exist that no checkpoint holds.
         if step == self._step_at_start or step < self._next_check:
             return
-        if not getattr(trainer.strategy, "steps_together", True):
+        facts = facts_of(trainer.strategy)
+        if not facts.steps_in_lockstep:
             # Ranks that take their steps independently must not wait for each other here.
-            stop = trainer.strategy.stop_signal(self._received)  # type: ignore[attr-defined]
+            stop = facts.agree_on_stop(self._received)
             if stop is not None:
                 self._stop(trainer, stop)
             return
@@ -116,7 +117,7 @@ class GracefulStop(Callback):
         pace = max(now - self._checked_at, 1e-6) / (step - self._checked_step)
         self._checked_at, self._checked_step = now, step
         announced = step + max(1, min(1000, int(CHECK_SECONDS / pace))) if trainer.is_global_zero else 0
-        received = self._received or _asked(trainer) or 0
+        received = self._received or facts.requested_stop() or 0
         flags = torch.tensor([received, announced], device=trainer.strategy.root_device)
         stop, self._next_check = trainer.strategy.reduce(flags, reduce_op="max").tolist()
         if not stop:
@@ -178,12 +179,6 @@ class GracefulStop(Callback):
         if launcher is not None:
             launcher.kill(signal.SIGKILL)
         os._exit(128 + (self._received or signal.SIGKILL))
-
-
-def _asked(trainer: Trainer) -> int | None:
-    """The signal that a process beside the ranks has received, where the strategy has such processes."""
-    asked: Callable[[], int | None] | None = getattr(trainer.strategy, "stop_asked", None)
-    return None if asked is None else asked()
 
 
 def _more_follows(trainer: Trainer, batch_idx: int) -> bool:

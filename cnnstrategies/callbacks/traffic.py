@@ -6,8 +6,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.worker.connections import Counters
+from cnnstrategies.strategies.protocol import facts_of
 
 
 class ServerTraffic(Callback):
@@ -37,8 +37,9 @@ class ServerTraffic(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        now, last = getattr(trainer.strategy, "counters", None), self._last
-        if not isinstance(now, Counters):
+        facts, last = facts_of(trainer.strategy), self._last
+        now = facts.traffic
+        if now is None:
             return
         sums = {
             "sent_mb": (now.bytes_sent - last.bytes_sent) / 1e6,
@@ -46,7 +47,7 @@ class ServerTraffic(Callback):
             "waited_ms": (now.seconds_waited - last.seconds_waited) * 1e3,
             "staleness": now.staleness - last.staleness,
         }
-        if getattr(trainer.strategy, "leaves_out_steps", False):
+        if facts.may_skip_steps:
             sums["dropped"] = now.dropped - last.dropped
         figures = torch.tensor([*sums.values()], dtype=torch.float64) / max(now.steps - last.steps, 1)
         self._last = replace(now)
@@ -57,8 +58,8 @@ class ServerTraffic(Callback):
 
     @staticmethod
     def _members(trainer: Trainer) -> dict[str, int]:
-        membership = getattr(trainer.strategy, "membership", None)
-        if not isinstance(membership, Membership):
+        membership = facts_of(trainer.strategy).membership
+        if membership is None:
             return {}
         workers, servers = membership.members
         return {"workers": workers, "alive": servers, "losses": membership.losses}

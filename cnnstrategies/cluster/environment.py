@@ -18,6 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.protocol import facts_of
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # From here on SLURM numbers what srun has not started: a job's script, its shell.
 FIRST_PORT, PORTS = 20000, 10000
@@ -228,7 +229,7 @@ def check_world(trainer: Trainer) -> None:
 
     Each would train on its share of the data, and nobody on the rest.
     """
-    environment = getattr(trainer.strategy, "cluster_environment", None) or launcher()
+    environment = facts_of(trainer.strategy).environment or launcher()
     # With Lightning's own, its processes are told how many they are by the trainer.
     if environment is None or isinstance(environment, LightningEnvironment):
         return

@@ -13,7 +13,8 @@ from conftest import ROOT
 from cnnstrategies import cli
 from cnnstrategies.cluster.options import KubernetesOptions
 from cnnstrategies.cluster.run_folder import write_record
-from cnnstrategies.commands.submit.command import check, main
+from cnnstrategies.commands.arguments.options import COMMANDS
+from cnnstrategies.commands.submit.command import check
 from cnnstrategies.commands.submit.kubernetes import KubernetesTarget
 from cnnstrategies.commands.submit.ray import RayTarget
 from cnnstrategies.commands.submit.slurm import SlurmTarget, write
@@ -78,7 +79,7 @@ def test_what_cannot_run_is_refused(capsys):
     for name, (args, message) in REFUSED.items():
         assert re.search(message, refusal([*args, "--dry_run"], capsys)), name
     with pytest.raises(ConfigurationError, match="submit takes fit"):
-        main(["submit", "train", QUICKSTART])
+        COMMANDS["submit"].run(["train", QUICKSTART])
 
 
 def refusal(args, capsys):
@@ -105,7 +106,7 @@ def test_what_a_target_cannot_run_is_refused():
     refused(KubernetesTarget, "kubectl create secret generic run-key --from-file=run.key")
     refused(KubernetesTarget, "cluster.kubernetes.image: name the container image", kubernetes={"image": None})
     refused(KubernetesTarget, "small letters", job_name="My_Run")
-    base = replace(base, parameter_server=None)
+    base = replace(base, server_options=None)
     refused(KubernetesTarget, "is for a ParameterServerStrategy", base, {"key_secret": "run-key"})
     no_volume = r"finds its checkpoints only in a volume; add one .* cluster.kubernetes.volumes: {/runs: CLAIM}"
     refused(KubernetesTarget, no_volume, base, {"volumes": {}})
@@ -133,7 +134,7 @@ KUBERNETES = [
 
 def test_what_does_not_count_for_pods_is_said_and_a_grace_ends_before_theirs(capsys):
     slurms = ["--cluster.partition=short", "--cluster.memory=64G", "--cluster.python=python3"]
-    main(["submit", "fit", *KUBERNETES, *slurms, "--dry_run"])
+    COMMANDS["submit"].run(["fit", *KUBERNETES, *slurms, "--dry_run"])
     said = capsys.readouterr()
     assert said.err == "Note: with --to kubernetes these keys do not count: cluster.partition, cluster.memory\n"
     configuration, _, job = yaml.safe_load_all(said.out)
@@ -143,7 +144,7 @@ def test_what_does_not_count_for_pods_is_said_and_a_grace_ends_before_theirs(cap
 
 def test_a_ray_nodes_request_is_shown(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)  # As if it were not installed.
-    base = check([QUICKSTART, *TWO_NODES, "--trainer.devices=2", "--cluster.cpus_per_task=3", "--to=ray"])
+    base = check([QUICKSTART, *TWO_NODES, "--trainer.devices=2", "--cluster.cpus_per_task=3"])
     options = replace(base.options, setup=["ulimit -n 4096"], venv=Path("/home/me/venv"))
     shown = RayTarget(replace(base, options=options), "submit").show()
     assert "(STRICT_SPREAD) of 2 nodes with 6 CPUs each" in shown

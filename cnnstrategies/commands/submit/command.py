@@ -9,24 +9,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any
 
-from lightning.pytorch.cli import LightningArgumentParser
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
 from cnnstrategies.cluster.job import Size, job_size
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_folder import CHECKPOINTS, checked, checkpoint_arguments, keep_version, refuse_anothers
+from cnnstrategies.commands.arguments.options import SubmitOptions
 from cnnstrategies.commands.run.errors import check_checkpoint
 from cnnstrategies.commands.run.lightning_cli import ModelAndData
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.module import share
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.models.own_forward import network_at
-from cnnstrategies.strategies.hybrid_pipeline import HybridPipelineStrategy
-from cnnstrategies.strategies.hybrid_pipeline.contract import check_module
-from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
+from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
+from cnnstrategies.strategies.protocol import facts_of
 
 # By the word after --to: the module of this package whose `target` makes it.
 TARGETS = ("slurm", "kubernetes", "ray")  # Each has a module here.
@@ -37,12 +35,6 @@ class SubmitCLI(ModelAndData):
     """A configuration whose devices are elsewhere."""
 
     @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        super().add_arguments_to_parser(parser)
-        parser.add_argument("--dry_run", "--dry-run", action="store_true", help="Print the job and submit nothing.")
-        parser.add_argument("--to", type=Literal[*TARGETS], default="slurm", help="Where the run is sent.")
-
-    @override
     def before_instantiate_classes(self) -> None:
         check_checkpoint(self.config.ckpt_path, words=())
         if self.config.run_name is not None:
@@ -51,12 +43,12 @@ class SubmitCLI(ModelAndData):
 
 @dataclass(frozen=True)
 class Submission:
-    """One configuration that can run; ``parameter_server`` is its strategy, if it is that one."""
+    """One configuration that can run; ``server_options`` are those of its parameter servers, if it has some."""
 
     cli: SubmitCLI
     options: ClusterOptions
     size: Size
-    parameter_server: ParameterServerStrategy | None
+    server_options: ParameterServerOptions | None
 
     @property
     def checkpoints(self) -> str | None:
@@ -75,8 +67,8 @@ class Submission:
 
     def run_folder(self, below: Path) -> Path:
         """The run's folder on a disk that all nodes see: its own by name, or a new one."""
-        if self.parameter_server is not None and self.size.nodes + self.options.server_nodes > 1:
-            self.parameter_server.options.encrypted("tcp://first-node:15000")  # It says what is missing.
+        if self.server_options is not None and self.size.nodes + self.options.server_nodes > 1:
+            self.server_options.encrypted("tcp://first-node:15000")  # It says what is missing.
         folder = below.resolve()
         name: str | None = self.cli.config.run_name
         if name is None:
@@ -95,8 +87,7 @@ class Submission:
         ``changes`` is what the target decides, by key.
         """
         config = self.cli.config.clone()
-        for name in ("config", "dry_run", "to"):
-            config.pop(name, None)
+        config.pop("config", None)
         for arguments in checkpoint_arguments(config):
             if arguments.dirpath is None:
                 arguments.dirpath = str(folder / CHECKPOINTS)
@@ -146,12 +137,12 @@ def check(args: Sequence[str]) -> Submission:
     options: ClusterOptions = cli.config_init.cluster
     trainer = cli.config.trainer
     size = job_size(trainer.num_nodes, trainer.devices, trainer.accelerator)
-    parameter_server = _check_strategy(cli, size, options.server_nodes)
-    return Submission(cli, options, size, parameter_server)
+    server_options = _check_strategy(cli, size, options.server_nodes)
+    return Submission(cli, options, size, server_options)
 
 
-def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterServerStrategy | None:
-    """Refuse a strategy that cannot run as the job; a parameter server that can is returned."""
+def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterServerOptions | None:
+    """Refuse a strategy that cannot run as the job; return the options of its parameter servers, if it has some."""
     asked = cli.config.trainer.strategy
     if isinstance(asked, str):
         arguments = StrategyRegistry[asked]["init_params"] if asked in StrategyRegistry else {}
@@ -167,43 +158,39 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterS
     strategy = cli.config_init.trainer.strategy
     if isinstance(strategy, str) and strategy in StrategyRegistry:
         strategy = StrategyRegistry.get(strategy)
-    loading = size.tasks
-    if isinstance(strategy, Strategy) and isinstance(strategy, HybridPipelineStrategy):
-        network = network_at(cli.model, check_module(cli.model, strategy.submodule))
-        strategy.request.check(network, size.tasks)
-        loading = strategy.request.replicas_on(size.tasks)[0]
+    facts = facts_of(strategy)
+    facts.check_job(cli.model, size.tasks)
+    loading = facts.loading_processes(size.tasks)
     if isinstance(cli.datamodule, ImageDataModule) and cli.datamodule.global_batch_size is not None:
         share(cli.datamodule.global_batch_size, loading, cli.config.trainer.accumulate_grad_batches)
-    if server_nodes and (isinstance(asked, str) or not isinstance(strategy, ParameterServerStrategy)):
+    servers = facts.server_options
+    if server_nodes and (isinstance(asked, str) or servers is None):
         name = asked if isinstance(asked, str) else asked.class_path.rpartition(".")[2]
         raise ConfigurationError(
             f"cluster.server_nodes={server_nodes} with trainer.strategy={name}: they are for a strategy that is "
             "written as class_path: ParameterServerStrategy"
         )
-    if not isinstance(strategy, ParameterServerStrategy):
-        return None
-    if server_nodes and strategy.options.endpoints:
+    if server_nodes and servers is not None and servers.endpoints:
         raise ConfigurationError(
-            f"cluster.server_nodes={server_nodes} and endpoints={list(strategy.options.endpoints)}: the servers of "
+            f"cluster.server_nodes={server_nodes} and endpoints={list(servers.endpoints)}: the servers of "
             "a job listen on the nodes that it is given; leave out endpoints"
         )
-    return strategy
+    return servers
 
 
-def main(args: Sequence[str]) -> None:
+def main(options: SubmitOptions, words: Sequence[str]) -> None:
     """Check a configuration and submit it; print what was queued and where its logs will be."""
-    if args[1:2] != ["fit"]:
+    if options.command != "fit":
         raise ConfigurationError(
-            f"submit {' '.join(args[1:2])}: submit takes fit, as in: cnnstrategies submit fit --config ..."
+            f"submit {options.command}: submit takes fit, as in: cnnstrategies submit fit --config ..."
         )
-    base = check(args[2:])
-    module = importlib.import_module(f"cnnstrategies.commands.submit.{base.cli.config.to}")
-    target: Target = module.target(base, shlex.join(["cnnstrategies", *args]))
+    call = shlex.join(["cnnstrategies", *sys.argv[1:]])
+    base = check(words)
+    module = importlib.import_module(f"cnnstrategies.commands.submit.{options.to}")
+    target: Target = module.target(base, call)
     if target.unread:
-        print(
-            f"Note: with --to {base.cli.config.to} these keys do not count: {', '.join(target.unread)}", file=sys.stderr
-        )
-    if base.cli.config.dry_run:
+        print(f"Note: with --to {options.to} these keys do not count: {', '.join(target.unread)}", file=sys.stderr)
+    if options.dry_run:
         print(target.show(), end="")
         return
     print(target.submit())

@@ -53,7 +53,7 @@ class KubernetesTarget(Target):
             options=options.kubernetes,
             size=self.base.size,
             servers=options.server_nodes,
-            goes_on=self.base.parameter_server is not None,
+            goes_on=self.base.server_options is not None,
             folder=str(run_folder),
             configuration=self.base.text(run_folder, self._changes(name)),
             python=options.python or "python",
@@ -62,11 +62,11 @@ class KubernetesTarget(Target):
         )
 
     def _check_keys(self) -> None:
-        strategy, secret = self.base.parameter_server, self.base.options.kubernetes.key_secret
-        if strategy is None and secret is not None:
+        servers, secret = self.base.server_options, self.base.options.kubernetes.key_secret
+        if servers is None and secret is not None:
             raise ConfigurationError(f"{SECTION}.key_secret={secret} is for a ParameterServerStrategy; leave it out")
         apart = self.base.size.nodes + self.base.options.server_nodes > 1
-        if strategy is None or not apart or secret is not None or strategy.options.security == "none":
+        if servers is None or not apart or secret is not None or servers.security == "none":
             return
         raise ConfigurationError(
             f"{SECTION}.key_secret: the connections between the pods are encrypted: cnnstrategies-server --make-keys "

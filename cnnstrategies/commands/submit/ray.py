@@ -56,7 +56,7 @@ class RayTarget(Target):
             max_restarts=options.ray.max_restarts,
             wait=options.ray.wait_seconds,
             grace=seconds(self.base.cli.config.stop.grace, "stop.grace", least=0),
-            goes_on=self.base.parameter_server is not None,
+            goes_on=self.base.server_options is not None,
         )
 
     @override

@@ -30,7 +30,7 @@ class SlurmTarget(Target):
     @override
     def show(self) -> str:
         base = self.base
-        goes_on = base.parameter_server is not None
+        goes_on = base.server_options is not None
         return sbatch_script(base.options, base.size, self.folder, sys.executable, self.command, goes_on)
 
     @override
