@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from cnnstrategies.cluster.hosts import Network
+from cnnstrategies.cluster.launchers import process_number
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import SERVER, Address
 from cnnstrategies.paramserver.security import KeyPair
@@ -33,9 +34,9 @@ def main(args: Sequence[str] | None = None) -> None:
     """Entry point; exits with 2 and one line for a mistake in the configuration."""
     parser = argparse.ArgumentParser(prog="cnnstrategies-server", description="A dedicated parameter server.")
     parser.add_argument("--config", type=Path, action="append", help="the run's configuration; later ones add to it")
-    # One task of srun is one server.
-    task = int(os.environ.get("SLURM_PROCID", "0"))
-    help = f"which of the strategy's endpoints this server is (default: number of the SLURM task, here {task})"
+    # A launcher, such as srun, starts each server as one of its processes.
+    task = process_number(os.environ)
+    help = f"which of the strategy's endpoints this server is (default: its number among srun's tasks, here {task})"
     parser.add_argument("--index", type=int, default=task, help=help)
     parser.add_argument("--make-keys", type=Path, help="write a new pair of keys for a run to this file, and end")
     options = parser.parse_args(args)

@@ -11,10 +11,12 @@ from cnnstrategies.errors import ConfigurationError
 
 def doctor_parser() -> argparse.ArgumentParser:
     """The parser of ``doctor``."""
+    from cnnstrategies.cluster.launchers import start_programs
+
     result = argparse.ArgumentParser(
         prog="cnnstrategies doctor",
         description="Check a cluster before training: versions, connections, shared directory. Start it as the "
-        "training will be, with srun, torchrun or mpirun, one process on each machine.",
+        f"training will be, with {start_programs()}, one process on each machine.",
         allow_abbrev=False,
     )
     result.add_argument(
