@@ -80,7 +80,7 @@ def test_fit_validate_test_predict_and_quantize(run_cli, quick):
 
     code, output = run_cli("predict", *quick, best, "--predictions.images=nowhere")
     assert (code, len(output.splitlines())) == (2, 1), "before any process starts"
-    assert "predictions.images=nowhere: no images there" in output
+    assert "predictions.images=nowhere: no images found" in output
 
 
 def _test_targets() -> list[str]:

@@ -17,7 +17,7 @@ from torch import nn
 from cnnstrategies import ConfigurationError, ImageClassifier, ImageSegmenter
 from cnnstrategies.callbacks.predictions import write_masks
 from cnnstrategies.data import SegmentationFolderDataModule, SyntheticDataModule
-from cnnstrategies.data.image_folder import own_images
+from cnnstrategies.data.image_folder import images_of_folder
 from cnnstrategies.deploy import export, quantize
 from cnnstrategies.networks import UNet
 
@@ -155,7 +155,7 @@ def test_own_images_are_fitted_whole_and_masks_named():
     data = folder(val_split=0.5)
     Path("mine/a").mkdir(parents=True)
     shutil.copy(Path("data") / data.val_source.name(0), "mine/a/x.png")
-    own = own_images(data, Path("mine"))
+    own = images_of_folder(data, Path("mine"))
     data.predict_source = own
     assert torch.equal(own.fetch([0])[0], data.val_source.fetch([0])[0])
     write_masks(Path("masks"), data, [0], torch.ones(1, 16, 16))
@@ -163,7 +163,7 @@ def test_own_images_are_fitted_whole_and_masks_named():
         assert picture.size == (24, 20)
     shutil.copy("data/train/images/1.png", "mine/a/x.jpg")
     with pytest.raises(ConfigurationError, match=r"the masks of a/x.jpg and a/x.png would be the same file"):
-        own_images(data, Path("mine"))
+        images_of_folder(data, Path("mine"))
 
 
 @pytest.mark.light
@@ -200,12 +200,12 @@ def read_all():
 MASK = Path("data/train/masks/3.png")
 MISTAKES = (
     (MASK.unlink, r"images/3.png has no mask: put 3.png into .*masks"),
-    (lambda: Image.new("L", (9, 9)).save(MASK), r"mask .*3.png is of \(9, 9\) pixels and its image of \(20, 24\)"),
-    (lambda: Image.new("L", (24, 20), 7).save(MASK), r"mask .*3.png has the class 7, and num_classes=2 has 0 to 1"),
+    (lambda: Image.new("L", (9, 9)).save(MASK), r"mask .*3.png has \(9, 9\) pixels, and its image has \(20, 24\)"),
+    (lambda: Image.new("L", (24, 20), 7).save(MASK), r"mask .*3.png has the class 7, and num_classes=2 allows 0 to 1"),
     (lambda: MASK.write_text("nothing"), r"broken mask .*3.png"),
     (
         lambda: shutil.copy("data/train/images/3.png", "data/train/images/3.jpg"),
-        r"images/3.jpg and .*images/3.png would have one mask: rename one",
+        r"images/3.jpg and .*images/3.png would have the same mask: rename one",
     ),
 )
 

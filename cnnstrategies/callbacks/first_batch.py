@@ -18,6 +18,7 @@ from cnnstrategies.callbacks.start_panel import loading
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples, samples_of
+from cnnstrategies.strategies.protocol import facts_of
 
 BYTES = 1 << 16  # of each tensor that are looked at
 DRAWN = 1000  # of an epoch's samples, that are looked at
@@ -46,7 +47,7 @@ class FirstBatch(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if not self._compared and not getattr(trainer.strategy, "came_later", False):  # Who came later has missed it.
+        if not self._compared and not facts_of(trainer.strategy).joined_late:
             self._compare(trainer, batch, batch_idx)
         self._compared = True
         if self._limited:

@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -16,6 +15,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import ask_of_sigterm
+from cnnstrategies.quantities import Duration, seconds
+from cnnstrategies.strategies.protocol import facts_of
 
 CHECK_SECONDS = 0.5
 # Where each step is logged or validated, there is no better one to wait for.
@@ -45,23 +46,23 @@ class GracefulStop(Callback):
     The exit code is 128 + the signal's number. By it a job's script tells a warned run from one that failed.
 
     Args:
-        grace: Seconds until a run that has not reached a step boundary is killed.
+        grace: Time, as seconds or ``minutes:seconds``, until a run that has not reached a step boundary is killed.
         warning_signal: The scheduler's signal.
-        warning_grace: Seconds until that happens after a warning.
+        warning_grace: Time until that happens after a warning.
         on_each_node: End with the signal's exit code on every node and not on rank 0's alone, for launchers that start
             each node's process again by itself, as Kubernetes does.
     """
 
     def __init__(
         self,
-        grace: float = 10.0,
+        grace: Duration = 10.0,
         warning_signal: Literal["USR1", "USR2"] = "USR1",
-        warning_grace: float = 60.0,
+        warning_grace: Duration = 60.0,
         on_each_node: bool = False,
     ) -> None:
-        self.grace = grace
+        self.grace = seconds(grace, "stop.grace", least=0)
         self.warning_signal = warning_signal
-        self.warning_grace = warning_grace
+        self.warning_grace = seconds(warning_grace, "stop.warning_grace", least=0)
         self.on_each_node = on_each_node
         self._warning = signal.Signals[f"SIG{warning_signal}"]
         self._trainer: Trainer | None = None
@@ -103,9 +104,10 @@ class GracefulStop(Callback):
         # After a batch in which no optimizer has stepped, gradients are accumulated that no checkpoint holds.
         if step == self._step_at_start or step < self._next_check:
             return
-        if not getattr(trainer.strategy, "steps_together", True):
+        facts = facts_of(trainer.strategy)
+        if not facts.steps_in_lockstep:
             # Ranks that take their steps independently must not wait for each other here.
-            stop = trainer.strategy.stop_signal(self._received)  # type: ignore[attr-defined]
+            stop = facts.agree_on_stop(self._received)
             if stop is not None:
                 self._stop(trainer, stop)
             return
@@ -113,7 +115,7 @@ class GracefulStop(Callback):
         pace = max(now - self._checked_at, 1e-6) / (step - self._checked_step)
         self._checked_at, self._checked_step = now, step
         announced = step + max(1, min(1000, int(CHECK_SECONDS / pace))) if trainer.is_global_zero else 0
-        received = self._received or _asked(trainer) or 0
+        received = self._received or facts.requested_stop() or 0
         flags = torch.tensor([received, announced], device=trainer.strategy.root_device)
         stop, self._next_check = trainer.strategy.reduce(flags, reduce_op="max").tolist()
         if not stop:
@@ -174,12 +176,6 @@ class GracefulStop(Callback):
         if launcher is not None:
             launcher.kill(signal.SIGKILL)
         os._exit(128 + (self._received or signal.SIGKILL))
-
-
-def _asked(trainer: Trainer) -> int | None:
-    """The signal that a process beside the ranks has received, where the strategy has such processes."""
-    asked: Callable[[], int | None] | None = getattr(trainer.strategy, "stop_asked", None)
-    return None if asked is None else asked()
 
 
 def _more_follows(trainer: Trainer, batch_idx: int) -> bool:

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from typing_extensions import override
 
-from cnnstrategies.data.image_folder import own_images
+from cnnstrategies.data.image_folder import images_of_folder
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.whole_file import whole_file
@@ -64,7 +64,7 @@ class PredictionWriter(Callback):
         if stage == "predict" and self.images is not None:
             datamodule = getattr(trainer, "datamodule", None)
             left_out: Counter[str] = Counter()
-            source = own_images(datamodule, self.images, left_out)
+            source = images_of_folder(datamodule, self.images, left_out)
             assert isinstance(datamodule, ImageDataModule)
             datamodule.predict_source = source
             datamodule.places, datamodule.left_out = {"predict": str(self.images)}, left_out

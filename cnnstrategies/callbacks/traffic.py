@@ -6,8 +6,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.worker.connections import Counters
+from cnnstrategies.strategies.protocol import facts_of
 
 
 class ServerTraffic(Callback):
@@ -17,7 +17,7 @@ class ServerTraffic(Callback):
     in which the worker had nothing to do but wait for parameters, ``servers/staleness`` the updates that others made
     between the values that a step was computed with and its own update: means over the workers.
     ``servers/workers`` and ``servers/alive`` are the workers and servers that take part, ``servers/losses`` the
-    processes that were lost so far. With ``combine``, ``servers/dropped`` is the share of a worker's steps
+    processes that were lost so far. With ``combine_per_node``, ``servers/dropped`` is the share of a worker's steps
     that were made without it: the mean over the workers.
     """
 
@@ -30,8 +30,9 @@ class ServerTraffic(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        now, last = getattr(trainer.strategy, "counters", None), self._last
-        if not isinstance(now, Counters):
+        facts, last = facts_of(trainer.strategy), self._last
+        now = facts.traffic
+        if now is None:
             return
         sums = {
             "sent_mb": (now.bytes_sent - last.bytes_sent) / 1e6,
@@ -39,7 +40,7 @@ class ServerTraffic(Callback):
             "waited_ms": (now.seconds_waited - last.seconds_waited) * 1e3,
             "staleness": now.staleness - last.staleness,
         }
-        if getattr(trainer.strategy, "leaves_out_steps", False):
+        if facts.may_skip_steps:
             sums["dropped"] = now.dropped - last.dropped
         figures = torch.tensor([*sums.values()], dtype=torch.float64) / max(now.steps - last.steps, 1)
         self._last = replace(now)
@@ -50,8 +51,8 @@ class ServerTraffic(Callback):
 
     @staticmethod
     def _members(trainer: Trainer) -> dict[str, int]:
-        membership = getattr(trainer.strategy, "membership", None)
-        if not isinstance(membership, Membership):
+        membership = facts_of(trainer.strategy).membership
+        if membership is None:
             return {}
         workers, servers = membership.members
         return {"workers": workers, "alive": servers, "losses": membership.losses}

@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 
 from cnnstrategies.cluster import launchers
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.protocol import facts_of
 
 
 def local_rank() -> int:
@@ -70,7 +71,7 @@ def check_world(trainer: Trainer) -> None:
         ConfigurationError: The numbers of processes differ.
     """
     launcher = launchers.rank_launcher(os.environ)
-    environment = getattr(trainer.strategy, "cluster_environment", None)
+    environment = facts_of(trainer.strategy).environment
     if environment is None and launcher is not None:
         environment = launcher.environment()
     # With Lightning's own environment the trainer decides how many processes there are.

@@ -102,7 +102,7 @@ def _header(options: ClusterOptions, size: Size, folder: Path, command: str) -> 
         "--time": options.time,
         "--output": str(folder).replace("%", "%%") + "/%j.log",
         "--open-mode": "append",
-        "--signal": f"{options.signal}@{options.signal_seconds}" if options.requeue else None,
+        "--signal": f"{options.signal}@{options.warning}" if options.requeue else None,
     }
     given = [f"#SBATCH {name}={shlex.quote(str(value))}" for name, value in lines.items() if value is not None]
     given.append("#SBATCH --requeue" if options.requeue else "#SBATCH --no-requeue")

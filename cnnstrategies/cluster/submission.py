@@ -20,10 +20,9 @@ from cnnstrategies.errors import ConfigurationError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
+    from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
 ALWAYS_READ = frozenset({"job_name", "setup", "python", "folder"})  # Keys of `cluster` that every launcher reads.
-NOT_FOR_FIT = ("config", "dry_run", "to")  # Options of `submit` that are not part of the job's configuration.
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Submission:
         datamodule: The run's data; None if the module has loaders of its own.
         options: The section ``cluster``.
         size: Number of nodes, processes and GPUs.
-        parameter_server: The strategy, if it is a parameter server.
+        server_options: Options of the run's parameter servers; None without parameter servers.
     """
 
     config: Namespace
@@ -44,7 +43,7 @@ class Submission:
     datamodule: LightningDataModule | None
     options: ClusterOptions
     size: Size
-    parameter_server: "ParameterServerStrategy | None"
+    server_options: "ParameterServerOptions | None"
 
     def job(self, launcher: Launcher, command: str) -> ClusterJob:
         """Return the job of this run on a launcher.
@@ -91,8 +90,8 @@ class Submission:
             ConfigurationError: The checkpoints' directory belongs to another run, or the nodes need keys and the
                 configuration names no file with keys.
         """
-        if self.parameter_server is not None and self.size.nodes + self.options.server_nodes > 1:
-            self.parameter_server.options.encrypted("tcp://first-node:15000")  # Refuses a run without its key file.
+        if self.server_options is not None and self.size.nodes + self.options.server_nodes > 1:
+            self.server_options.encrypted("tcp://first-node:15000")  # Refuses a run without its key file.
         parent = parent.resolve()
         name: str | None = self.config.run_name
         if name is None:
@@ -126,8 +125,7 @@ class Submission:
             changes: Values that the launcher decides, by key.
         """
         config = self.config.clone()
-        for name in NOT_FOR_FIT:
-            config.pop(name, None)
+        config.pop("config", None)
         for arguments in checkpoint_arguments(config):
             if arguments.dirpath is None:
                 arguments.dirpath = str(folder / CHECKPOINTS)

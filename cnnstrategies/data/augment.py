@@ -1,7 +1,7 @@
 """Transforms of whole batches.
 
-The random transforms of torchvision v2 work on batches too, but draw once per call: every image of a batch would be
-shifted alike. Those here draw for each image.
+The random transforms of torchvision v2 also work on batches, but they draw once per call, so every image of a batch
+would be shifted alike. The transforms of this module draw for each image.
 """
 
 from collections.abc import Sequence
@@ -15,18 +15,19 @@ from cnnstrategies.errors import ConfigurationError
 
 
 def to_normalised(mean: Sequence[float], std: Sequence[float]) -> nn.Module:
-    """Maps uint8 to float32 in [0, 1], minus ``mean``, over ``std``, each per channel.
+    """Return a transform from uint8 to float32 in [0, 1], minus ``mean``, divided by ``std``, each per channel.
 
-    In place after the first step: at 32 images of 224 x 224 pixels a second batch in memory costs seven times as much
-    as the arithmetic.
+    The normalisation works in place: for 32 images of 224 x 224 pixels, writing a second batch to memory takes seven
+    times as long as the arithmetic.
     """
     return nn.Sequential(v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(mean), list(std), inplace=True))
 
 
 class RandomShift(nn.Module):
-    """Moves each image by up to ``pixels`` in both directions; what comes in from outside is zero.
+    """Transform that shifts each image by up to ``pixels`` in both directions and fills the border with zeros.
 
-    The same as padding by ``pixels`` and cropping at random (He et al. 2016, section 4.2), for all images at once.
+    The result is that of padding by ``pixels`` and cropping at random (He et al. 2016, section 4.2), for all images at
+    once.
 
     Args:
         pixels: Largest shift.
@@ -40,14 +41,14 @@ class RandomShift(nn.Module):
         """Map (N, C, H, W) to (N, C, H, W)."""
         count, _, height, width = images.shape
         top, left = torch.randint(0, 2 * self.pixels + 1, (2, count))
-        # (N, C, rows of places, columns of places, H, W), a view: only the chosen places are copied.
-        places = tvf.pad(images, [self.pixels]).unfold(2, height, 1).unfold(3, width, 1)
-        shifted: Tensor = places[torch.arange(count), :, top, left]
+        # A view (N, C, vertical shifts, horizontal shifts, H, W): only the chosen windows are copied.
+        windows = tvf.pad(images, [self.pixels]).unfold(2, height, 1).unfold(3, width, 1)
+        shifted: Tensor = windows[torch.arange(count), :, top, left]
         return shifted
 
 
 class RandomFlip(nn.Module):
-    """Mirrors each image left to right with probability 1/2."""
+    """Transform that mirrors each image left to right with probability 1/2."""
 
     def forward(self, images: Tensor) -> Tensor:
         """Map (N, C, H, W) to (N, C, H, W)."""
@@ -56,10 +57,10 @@ class RandomFlip(nn.Module):
 
 
 class EachImage(nn.Module):
-    """Applies transforms of one image to each image of a batch, so that random ones draw for each.
+    """Transform of a batch that applies transforms to each image, so that random transforms draw for each image.
 
     Args:
-        transforms: Those of torchvision v2, for example.
+        transforms: Transforms of one image, for example of torchvision v2.
     """
 
     def __init__(self, transforms: Sequence[nn.Module]) -> None:
@@ -72,26 +73,31 @@ class EachImage(nn.Module):
 
 
 def each_image(transforms: Sequence[nn.Module] | None, image_shape: Sequence[int]) -> list[nn.Module]:
-    """The user's transforms as one of batches; an empty list where there are none.
+    """Return the user's transforms as a list with one transform of batches, or an empty list if there are none.
+
+    Args:
+        transforms: Transforms of one image, uint8 (C, H, W).
+        image_shape: (C, H, W).
 
     Raises:
-        ConfigurationError: They fail for an image of this shape, or make something else of it.
+        ConfigurationError: The transforms fail for an image of this shape, or change its shape or type.
     """
     if not transforms:
         return []
-    made = EachImage(transforms)
-    names = ", ".join(type(one).__name__ for one in transforms)
+    batch_transform = EachImage(transforms)
+    names = ", ".join(type(transform).__name__ for transform in transforms)
     image = torch.zeros((1, *image_shape), dtype=torch.uint8)
     try:
         with torch.random.fork_rng(devices=[]):
-            after = made(image)
+            result = batch_transform(image)
     except Exception as error:
         raise ConfigurationError(
             f"data.init_args.transforms ({names}) fails for a uint8 image of shape {tuple(image_shape)}: {error}"
         ) from error
-    if after.shape != image.shape or after.dtype != image.dtype:
+    if result.shape != image.shape or result.dtype != image.dtype:
         raise ConfigurationError(
-            f"data.init_args.transforms ({names}) makes {after.dtype} {tuple(after.shape[1:])} of a uint8 image of "
-            f"shape {tuple(image_shape)}: shape and type must stay, normalising comes after them"
+            f"data.init_args.transforms ({names}) turns a uint8 image of shape {tuple(image_shape)} into "
+            f"{result.dtype} {tuple(result.shape[1:])}: use transforms that keep the shape and the type; the data "
+            "module normalises afterwards"
         )
-    return [made]
+    return [batch_transform]

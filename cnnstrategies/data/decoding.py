@@ -1,4 +1,4 @@
-"""Image files to tensors; a damaged file is an error, whatever its damage."""
+"""Decoding of image files to tensors. Every kind of damage to a file raises the same error."""
 
 from pathlib import Path
 from typing import BinaryIO
@@ -9,46 +9,48 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor
 
-MOST = "are the most (PIL.Image.MAX_IMAGE_PIXELS)"
+LIMIT = "is the limit (PIL.Image.MAX_IMAGE_PIXELS)"
 
 
 class BrokenImageError(Exception):
-    """A file that is not an image, a damaged or too large one; the message says why."""
+    """A file is not an image, is damaged or is too large; the message gives the reason."""
 
 
 def decode(file: Path | BinaryIO) -> Tensor:
-    """Decode an image file, whatever its extension, and turn it as its EXIF orientation says.
+    """Decode an image file, whatever its extension, and rotate it by its EXIF orientation.
 
-    By Pillow: torchvision 0.29 announces the end of its own decoders, and its PNG decoder ends the process by a
-    segmentation fault where image data is damaged.
+    Pillow decodes the file: torchvision 0.29 announces the end of its own decoders, and its PNG decoder ends the
+    process with a segmentation fault if image data is damaged.
 
     Args:
-        file: Its path, or what is in it.
+        file: Path of the file, or the open file.
 
     Returns:
-        uint8 (3, H, W); grey is repeated, transparency is dropped, 16 bits become 8.
+        uint8 (3, H, W). Grey values are repeated for each channel, transparency is dropped, and 16 bits become 8.
 
     Raises:
-        BrokenImageError: The file cannot be read or decoded.
+        BrokenImageError: The file cannot be read or decoded, or has too many pixels.
     """
     try:
         with Image.open(file) as opened:
-            count, most = opened.width * opened.height, Image.MAX_IMAGE_PIXELS
-            if most is not None and count > most:
-                # It may be made to fill the memory. Pillow itself decodes twice as many pixels, for which a PNG of
-                # 0.4 MB takes 3 GB.
-                raise ValueError(f"it has {count / 1e6:.0f} megapixels, and {most / 1e6:.0f} {MOST}")
+            count, limit = opened.width * opened.height, Image.MAX_IMAGE_PIXELS
+            if limit is not None and count > limit:
+                # Such a file may be made to fill the memory: Pillow itself allows twice as many pixels, for which a PNG
+                # file of 0.4 MB takes 3 GB.
+                raise ValueError(f"the image has {count / 1e6:.0f} megapixels, and {limit / 1e6:.0f} {LIMIT}")
             image = ImageOps.exif_transpose(opened)
             if image.mode.startswith("I;16"):
                 # Pillow's own conversion clips at 255 instead of scaling: all but the darkest pixels become white.
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             if image.mode in ("I", "F"):
-                raise ValueError(f"pixels of 32 bits ({image.mode}), whose range is unknown: give it 8 or 16")
+                raise ValueError(
+                    f"pixels have 32 bits ({image.mode}) and an unknown range: convert them to 8 or 16 bits"
+                )
             pixels = np.array(image.convert("RGB"))
-    except Image.DecompressionBombError as error:  # Of `open`, which itself refuses twice as many.
-        limit = (Image.MAX_IMAGE_PIXELS or 0) / 1e6
-        raise BrokenImageError(f"it has too many pixels: {limit:.0f} megapixels {MOST}") from error
-    # Pillow's formats raise OSError, ValueError, SyntaxError, struct.error and others for damaged data.
+    except Image.DecompressionBombError as error:  # `open` refuses images of more than twice the limit.
+        megapixels = (Image.MAX_IMAGE_PIXELS or 0) / 1e6
+        raise BrokenImageError(f"the image has too many pixels: {megapixels:.0f} megapixels {LIMIT}") from error
+    # For damaged data Pillow's formats raise OSError, ValueError, SyntaxError, struct.error and other errors.
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise BrokenImageError(" ".join((reason or str(error) or type(error).__name__).split())) from error
@@ -56,13 +58,19 @@ def decode(file: Path | BinaryIO) -> Tensor:
 
 
 def fitted(height: int, width: int, size: int) -> tuple[int, int]:
-    """Height and width of an image that is scaled so that its longer side is ``size``."""
+    """Return height and width of an image after scaling its longer side to ``size``."""
     longer = max(height, width)
     return max(1, round(height * size / longer)), max(1, round(width * size / longer))
 
 
 def of_image(mask: Tensor, height: int, width: int) -> Tensor:
-    """A square mask in the size of the image that was fitted into it, without what was filled up."""
+    """Return a square mask in the size of the image that was fitted into the square, without the padding.
+
+    Args:
+        mask: (S, S).
+        height: Height of the image.
+        width: Width of the image.
+    """
     rows, columns = fitted(height, width, mask.shape[-1])
     inner = mask[None, None, :rows, :columns].float()
     return F.interpolate(inner, (height, width), mode="nearest-exact")[0, 0].to(mask.dtype)

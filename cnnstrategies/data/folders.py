@@ -1,4 +1,4 @@
-"""What a data set's folder has: its parts, the images in them, and what is no image."""
+"""Contents of a data set's folder: its parts, their images, and files that are not images."""
 
 import os
 from collections import Counter
@@ -9,7 +9,7 @@ from cnnstrategies.errors import ConfigurationError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 FILES_END_IN = f"files must end in {', '.join(EXTENSIONS)}"
-# What data sets call their parts, in any case.
+# Folder names of each part, in lower case; folders may be in any case.
 PARTS = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation", "validate", "dev"),
@@ -21,13 +21,17 @@ MOST_NAMED = 3
 
 
 def readable(name: str) -> str:
-    """The name of a file as text in UTF-8 can hold it, with the number of each byte that is not of that."""
+    """Return a file's name as UTF-8 text, in which hexadecimal numbers replace bytes that are not UTF-8."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def part_folders(root: Path) -> dict[str, Path]:
-    """The folders of a data set's parts, by ``train``, ``val``, ``test`` and ``predict``."""
-    found: dict[str, Path] = {}
+    """Return the folders of a data set's parts, by ``train``, ``val``, ``test`` and ``predict``.
+
+    Raises:
+        ConfigurationError: Two folders are for one part, or the part of a folder is ambiguous.
+    """
+    folders: dict[str, Path] = {}
     for name in folders_in(root):
         if name.lower() in EITHER:
             raise ConfigurationError(
@@ -36,16 +40,16 @@ def part_folders(root: Path) -> dict[str, Path]:
             )
         for part, names in PARTS.items():
             if name.lower() in names:
-                if part in found:
+                if part in folders:
                     raise ConfigurationError(
-                        f"{found[part]} and {root / name} are both folders for {part}: rename or remove one of them"
+                        f"{folders[part]} and {root / name} are both folders for {part}: rename or remove one of them"
                     )
-                found[part] = root / name
-    return {part: found[part] for part in PARTS if part in found}
+                folders[part] = root / name
+    return {part: folders[part] for part in PARTS if part in folders}
 
 
 def folders_in(directory: Path) -> list[str]:
-    """The names of the folders in a directory, links to folders included, without those that begin with a dot."""
+    """Return the names of the folders in a directory, including links to folders, without hidden folders."""
     if not directory.is_dir():
         return []
     with os.scandir(directory) as entries:
@@ -53,24 +57,29 @@ def folders_in(directory: Path) -> list[str]:
 
 
 def beside(root: Path, folders: dict[str, Path]) -> Counter[str]:
-    """The folders beside those of the parts, which are read for nothing, as a reason to count."""
+    """Return the number of folders beside the folders of the parts, which are not used, by the reason."""
     others = [name for name in folders_in(root) if root / name not in folders.values()]
     if "train" not in folders or not others:
         return Counter()
-    named = ", ".join(others[:MOST_NAMED]) + ", ..." * (len(others) > MOST_NAMED)
-    return Counter({f"folders beside {folders['train'].name} ({named})": len(others)})
+    names = ", ".join(others[:MOST_NAMED]) + ", ..." * (len(others) > MOST_NAMED)
+    return Counter({f"folders beside {folders['train'].name} ({names})": len(others)})
 
 
 def has_images(directory: Path) -> bool:
-    """Whether there is an image in a directory, at any depth; no more of it is read than that takes."""
+    """Whether a directory contains an image at any depth. Reading stops at the first image."""
     return directory.is_dir() and next(_files(directory, ".", Counter()), None) is not None
 
 
 def image_files(directory: Path, root: Path, left_out: Counter[str]) -> list[str]:
-    """The paths from ``root`` of all images in a directory, at any depth; links are followed.
+    """Return the paths from ``root`` of all images in a directory, at any depth; links are followed.
 
     Args:
-        left_out: Here the other files are counted, by the reason.
+        directory: The directory.
+        root: The directory at which the returned paths begin.
+        left_out: Counter to which the numbers of other files are added, by reason.
+
+    Raises:
+        ConfigurationError: A folder cannot be read.
     """
     if not directory.is_dir():
         return []
@@ -81,8 +90,8 @@ def _files(root: Path, at: str, left_out: Counter[str], above: tuple[tuple[int, 
     folder = root / at
     try:
         status = folder.stat()
-        this = status.st_dev, status.st_ino
-        if this in above:  # A link to a folder that it is in.
+        identity = status.st_dev, status.st_ino
+        if identity in above:  # The folder is a link to a folder that contains the link.
             return
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -93,10 +102,10 @@ def _files(root: Path, at: str, left_out: Counter[str], above: tuple[tuple[int, 
                 elif is_image:
                     yield os.path.join(at, entry.name)
                 elif is_folder:
-                    yield from _files(root, os.path.join(at, entry.name), left_out, (*above, this))
+                    yield from _files(root, os.path.join(at, entry.name), left_out, (*above, identity))
                 else:
-                    left_out[Path(entry.name).suffix.lower() or "without an ending"] += 1
+                    left_out[Path(entry.name).suffix.lower() or "without an extension"] += 1
     except OSError as error:
         raise ConfigurationError(
-            f"{folder} cannot be read ({error.strerror}): give the right to, or remove it"
+            f"{folder} cannot be read ({error.strerror}): grant the right to read it, or remove it"
         ) from error

@@ -1,4 +1,4 @@
-"""A directory of image files in the layout of ImageNet, and a folder of images that are prepared as those are."""
+"""Data module for image files in the layout of ImageNet, and images of a user's folder for predict."""
 
 import os
 from collections import Counter
@@ -35,7 +35,7 @@ Files = tuple[list[str], list[Any]]
 
 
 class ImageFolderDataModule(ImageDataModule):
-    """JPEG, PNG, WebP, BMP, TIFF and PNM files, one directory per class.
+    """Data module for JPEG, PNG, WebP, BMP, TIFF and PNM files, with one directory per class.
 
     ::
 
@@ -44,21 +44,21 @@ class ImageFolderDataModule(ImageDataModule):
         root/test/<class>/*.jpg      without test/, the validation images
         root/predict/**/*.jpg        without predict/, the test images
 
-    ``training``, ``valid``, ``validation``, ``dev`` and ``testing`` serve as well, in any case. Links are followed.
-    Training images are cropped at random and mirrored; the others are resized and cropped in the centre. What is left
-    out, as files and directories whose name begins with a dot, is counted in the start panel.
+    ``training``, ``valid``, ``validation``, ``dev`` and ``testing`` are also accepted, in any case. Links are followed.
+    Training images are cropped at random and mirrored; all other images are resized and cropped in the centre. The
+    start panel shows how many files are not used, such as files and directories whose name begins with a dot.
 
     Args:
         root: Directory of the data set.
-        image_size: Height and width of the images that the network gets; by default 224. For a network with trained
-            weights, the command line takes those sizes that are left out, the interpolation, mean and deviation from
-            what the weights were trained with; in Python ``prepare_as`` does.
-        resize: Shorter side before the centre crop; by default 8/7 of ``image_size``, for 224 the usual 256.
-        val_split: Share of the training images that is held out for validation where there is no ``val``.
+        image_size: Height and width of the images that the network receives; by default 224. For a network with trained
+            weights the command line takes sizes that are not set, the interpolation, the mean and the deviation from
+            the weights' own preprocessing. In Python ``prepare_as`` does so.
+        resize: Shorter side before the centre crop; by default 8/7 of ``image_size``, which for 224 is the usual 256.
+        val_split: Fraction of the training images that is held out for validation if there is no ``val``.
         augment: Crop training images at random and mirror them.
-        transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
-        num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
-        **options: Those of :class:`~cnnstrategies.data.ImageDataModule`.
+        transforms: Further transforms of training images, applied last to one uint8 (C, H, W) image at a time.
+        num_workers: Worker processes per process that load batches; 0 loads in the process itself.
+        **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
         ConfigurationError: The directory does not exist, a part or a class has no images, two parts disagree about the
@@ -95,8 +95,8 @@ class ImageFolderDataModule(ImageDataModule):
         self.class_names = self._class_folders(self.training_root)
         if len(self.class_names) < 2:
             raise ConfigurationError(
-                f"{self.training_root.resolve()} has {len(self.class_names)} class directories: one per class is "
-                "needed, at least 2"
+                f"{self.training_root.resolve()} has {len(self.class_names)} class directories: at least 2 are needed, "
+                "one for each class"
             )
         self._check_folders()
 
@@ -108,7 +108,7 @@ class ImageFolderDataModule(ImageDataModule):
         self.centre = v2.Compose([v2.Resize(self.resize, trained.mode), v2.CenterCrop(image_size)])
         crop = v2.RandomResizedCrop(image_size, interpolation=trained.mode)
         self.crop = v2.Compose([crop, v2.RandomHorizontalFlip()]) if self.augment else self.centre
-        # Decoding and cropping work on one image at a time; this is faster on the batch.
+        # Decoding and cropping work on one image at a time; normalising a whole batch is faster.
         self.eval_transform = to_normalised(trained.mean, trained.std)
         self.train_transform = nn.Sequential(*each_image(self.transforms, self.image_shape), self.eval_transform)
 
@@ -125,7 +125,7 @@ class ImageFolderDataModule(ImageDataModule):
         self.set_sources({part: FolderSource(self.root, *files, crops[part]) for part, files in parts.items()})
 
     def parts(self) -> dict[str, Files]:
-        """The files of each part that is there, and their classes; what is left out of them is counted."""
+        """Return the files and classes of each existing part, and count the files that are not used."""
         self.left_out = beside(self.root, self.folders)
         parts = {"train": self._labelled(self.training_root)}
         for part, folder in self.folders.items():
@@ -140,11 +140,11 @@ class ImageFolderDataModule(ImageDataModule):
         names: list[str] = []
         targets: list[int] = []
         for target, name in enumerate(self.class_names):
-            found = image_files(directory / name, self.root, self.left_out)
-            names += found
-            targets += [target] * len(found)
+            class_files = image_files(directory / name, self.root, self.left_out)
+            names += class_files
+            targets += [target] * len(class_files)
         with os.scandir(directory) as entries:
-            outside = sum(one.name.lower().endswith(EXTENSIONS) and one.name[0] != "." for one in entries)
+            outside = sum(entry.name.lower().endswith(EXTENSIONS) and entry.name[0] != "." for entry in entries)
         self.left_out["outside of the classes' folders"] += outside
         return names, targets
 
@@ -152,40 +152,44 @@ class ImageFolderDataModule(ImageDataModule):
         return [name for name in folders_in(directory) if directory / name not in self.folders.values()]
 
     def _check_folders(self) -> None:
-        """Refuse a class without images, which nothing could be learned of, and a part without any."""
+        """Refuse a class without training images, and a part without images."""
         for name in self.class_names:
             if readable(name) != name:
                 raise ConfigurationError(
-                    f"{self.training_root / readable(name)}: a class is named by its folder, and this name is not in "
-                    "UTF-8: rename the folder"
+                    f"{self.training_root / readable(name)}: the name of this class's folder is not UTF-8: rename the "
+                    "folder"
                 )
             if not has_images(folder := self.training_root / name):
                 raise ConfigurationError(
                     f"no images for the class {name} in {folder.resolve()}: {FILES_END_IN}; remove the folder if it is "
-                    "no class"
+                    "not a class"
                 )
         for part, folder in self.folders.items():
             classes = [] if part == "predict" else self._class_folders(folder)
             if unknown := sorted(set(classes) - set(self.class_names)):
                 raise ConfigurationError(
-                    f"{folder} has classes that {self.training_root} has not: {', '.join(unknown)}; rename them"
+                    f"{folder} has classes that {self.training_root} does not have: {', '.join(unknown)}; rename them"
                 )
-            if not any(has_images(one) for one in ([folder] if part == "predict" else [folder / c for c in classes])):
+            class_folders = [folder] if part == "predict" else [folder / name for name in classes]
+            if not any(map(has_images, class_folders)):
                 layout = "" if part == "predict" else " in a directory for each class"
                 raise ConfigurationError(f"no images for {part}{layout} in {folder.resolve()}: {FILES_END_IN}")
 
 
 class FolderSource:
-    """Images that are decoded from files when they are asked for.
+    """Source of images that are decoded from files on request.
 
     Args:
-        targets: Their classes, or several numbers for each.
-        transform: Applied to each decoded image, uint8 (3, H, W); the results must have equal shapes.
+        root: Directory at which the names begin.
+        names: Paths of the files from ``root``.
+        targets: Class of each image, or a list of numbers for each image.
+        transform: Transform of each decoded image, uint8 (3, H, W); the results must have equal shapes.
     """
 
     def __init__(self, root: Path, names: Sequence[str], targets: list[Any], transform: Transform) -> None:
         self.root = root
-        # One array: workers are forked, and counting references to a million strings would copy them into each.
+        # One array instead of a list: counting references to a million strings would copy their memory into each forked
+        # worker.
         self.names = np.array([os.fsencode(name) for name in names])
         self.targets = torch.tensor(targets)
         self.transform = transform
@@ -194,11 +198,11 @@ class FolderSource:
         return len(self.names)
 
     def name(self, index: int) -> str:
-        """Path from the root of the file at ``index``, to be read."""
+        """Return the path from the root of the file at ``index``, as readable text."""
         return readable(os.fsdecode(self.names[index]))
 
     def fetch(self, indices: list[int]) -> Batch:
-        """Decode and transform the images at ``indices``."""
+        """Decode and transform the images at ``indices``, and return them with their targets."""
         return torch.stack([self.transform(self._decode(index)) for index in indices]), self.targets[indices]
 
     def _decode(self, index: int) -> Tensor:
@@ -207,31 +211,36 @@ class FolderSource:
             return decode(path)
         except BrokenImageError as error:
             raise ConfigurationError(
-                f"broken image {path} ({error}): repair or remove it; `cnnstrategies pack` leaves such files out"
+                f"broken image {path} ({error}): repair or remove it; `cnnstrategies pack` leaves out broken images"
             ) from None
 
 
-def own_images(
+def images_of_folder(
     datamodule: LightningDataModule | None, folder: Path, left_out: Counter[str] | None = None
 ) -> FolderSource | MaskedSource:
-    """All images of a folder, at any depth, by their paths.
+    """Return a source of all images of a folder, at any depth, in the order of their paths.
 
-    Where the data module has masks, whole images are fitted, as those of its validation are.
+    If the data module has masks, whole images are fitted into the square, as for validation.
 
     Args:
-        datamodule: Whose shape, resizing and normalisation are those that the network was trained with.
-        left_out: Here the folder's other files are counted, by the reason.
+        datamodule: Data module that gives the shape, resizing and normalisation with which the network was trained.
+        folder: Folder of the images.
+        left_out: Counter to which the numbers of the folder's other files are added, by reason.
+
+    Raises:
+        ConfigurationError: The data module does not prepare images, the folder has no images, or two images would have
+            the same mask file.
     """
     if not isinstance(datamodule, ImageDataModule):
         raise ConfigurationError(
-            f"predictions.images={folder}: {type(datamodule).__name__} does not say how images are prepared: give an "
+            f"predictions.images={folder}: {type(datamodule).__name__} does not define how images are prepared: use an "
             "ImageDataModule, or put the folder's images into its predict_dataloader"
         )
-    found = image_files(folder, folder, Counter() if left_out is None else left_out)
-    names = sorted(os.path.normpath(name) for name in found)
+    files = image_files(folder, folder, Counter() if left_out is None else left_out)
+    names = sorted(os.path.normpath(name) for name in files)
     if not names:
         raise ConfigurationError(
-            f"predictions.images={folder}: no images there; it must be a folder, and {FILES_END_IN}"
+            f"predictions.images={folder}: no images found; it must be a folder, and {FILES_END_IN}"
         )
     channels, height, width = datamodule.image_shape
     if datamodule.ignore_index is not None:
@@ -250,11 +259,14 @@ def own_images(
 
 
 def shorter_side(datamodule: ImageDataModule) -> int:
-    """To what the shorter side of an image is resized before the centre is cut out of it."""
+    """Return the length of an image's shorter side before the centre crop, in pixels."""
     return getattr(datamodule, "resize", None) or max(datamodule.image_shape[1:])
 
 
 def grey_of(image: Tensor) -> Tensor:
-    """The brightness of an image uint8 (3, H, W), as (1, H, W); torchvision's makes grey ones darker."""
+    """Return the brightness of an image uint8 (3, H, W), as (1, H, W).
+
+    torchvision's own conversion makes grey images darker.
+    """
     weights = torch.tensor([0.299, 0.587, 0.114]).reshape(3, 1, 1)
     return (image * weights).sum(dim=0, keepdim=True).round().to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Images that a CSV file names, with the class, labels or numbers of each."""
+"""Data module for images that a CSV file lists with their class, labels or numbers."""
 
 import csv
 from collections import Counter
@@ -17,22 +17,23 @@ SPLIT = "split"
 
 
 class ImageTableDataModule(ImageFolderDataModule):
-    """Image files and a CSV file that says what each shows.
+    """Data module for image files and a CSV file with the target of each image.
 
-    The first column is an image's path from ``root``. A column ``split`` says of which part it is, by the names that
-    :class:`~cnnstrategies.data.ImageFolderDataModule` knows; without one, and without validation images, ``val_split``
-    of the training images are held out. The other columns are the targets: for ``classes`` one, with the class's name;
-    for ``multilabel`` one for each label, with 0 or 1; for ``regression`` numbers.
+    The first column is an image's path from ``root``. A column ``split`` names the image's part, by the names that
+    :class:`~cnnstrategies.data.ImageFolderDataModule` accepts; without this column all images are training images. If
+    no image is for validation, ``val_split`` of the training images are held out. The other columns are the targets:
+    for ``classes`` one column with the class's name; for ``multilabel`` one column with 0 or 1 for each label; for
+    ``regression`` columns of numbers.
 
     Args:
         root: Directory of the images.
-        labels: The CSV file, from ``root``.
-        task: As that of :class:`~cnnstrategies.ImageClassifier`.
-        columns: The targets' columns; all others than the first and ``split`` when left out.
-        **options: Those of :class:`~cnnstrategies.data.ImageFolderDataModule`.
+        labels: Path of the CSV file from ``root``.
+        task: Task as in :class:`~cnnstrategies.ImageClassifier`.
+        columns: Columns of the targets; by default all columns except the first and ``split``.
+        **options: Arguments of :class:`~cnnstrategies.data.ImageFolderDataModule`.
 
     Raises:
-        ConfigurationError: There is no such file, column or image, or a value is none of the task's.
+        ConfigurationError: The file, a column or an image does not exist, or a value does not fit the task.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class ImageTableDataModule(ImageFolderDataModule):
             files.append(row[names[0]])
             numbers.append(0 if part == "predict" else self._target(row[names[0]], value, classes))
         if "train" not in self.table:
-            raise ConfigurationError(f"{self.labels} has no images for training: give some the {SPLIT} train")
+            raise ConfigurationError(f"{self.labels} has no images for training: set {SPLIT} to train for some images")
         first = self.root / self.table["train"][0][0]
         if not first.is_file():
             raise ConfigurationError(
-                f"{self.labels} names {first}, which is not there: paths begin at data.init_args.root"
+                f"{self.labels} names {first}, which does not exist: write paths from data.init_args.root"
             )
         self.training_root = self.labels
         self.folders = dict.fromkeys(self.table, self.labels)
@@ -97,11 +98,11 @@ class ImageTableDataModule(ImageFolderDataModule):
             ) from None
 
     def _part(self, row: dict[str, str]) -> str:
-        given = next((value for name, value in row.items() if name.lower() == SPLIT), "train")
+        part_name = next((value for name, value in row.items() if name.lower() == SPLIT), "train")
         for part, names in PARTS.items():
-            if given.lower() in names:
+            if part_name.lower() in names:
                 return part
-        raise ConfigurationError(f"{self.labels} has the {SPLIT} {given!r}: take {', '.join(PARTS)}")
+        raise ConfigurationError(f"{self.labels} has the {SPLIT} {part_name!r}: use {', '.join(PARTS)}")
 
     def _target(self, image: str, values: list[str], classes: Mapping[str, int]) -> Any:
         if self.task == "classes":

@@ -1,4 +1,4 @@
-"""Whole batches from a dataset, reproducible and resumable."""
+"""Loaders of whole batches that are reproducible and resumable."""
 
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -15,13 +15,13 @@ Transform = Callable[[Tensor], Tensor]
 
 
 class Source(Protocol):
-    """Samples that are fetched many at a time."""
+    """Samples that are fetched several at a time."""
 
     def __len__(self) -> int:
         """Number of samples."""
 
     def fetch(self, indices: list[int]) -> Batch:
-        """The samples at ``indices``: images (n, C, H, W) and targets (n,) int64.
+        """Return the samples at ``indices``: images (n, C, H, W) and targets (n,) int64.
 
         Raises:
             ConfigurationError: A sample cannot be read.
@@ -29,7 +29,7 @@ class Source(Protocol):
 
 
 class TensorSource:
-    """Samples that lie in memory.
+    """Samples in memory.
 
     Args:
         images: uint8 (N, C, H, W).
@@ -44,22 +44,25 @@ class TensorSource:
         return len(self.images)
 
     def fetch(self, indices: list[int]) -> Batch:
-        """The samples at ``indices``, by one indexing operation."""
+        """Return the samples at ``indices``, by one indexing operation."""
         chosen = torch.tensor(indices)
         return self.images[chosen], self.targets[chosen]
 
 
 class BatchDataset(Dataset[Batch | ConfigurationError]):
-    """Maps a :class:`BatchRequest` to a finished batch, in the worker process.
+    """Dataset that maps a :class:`BatchRequest` to a finished batch, in the loader's worker process.
 
-    Random transforms are seeded by the request, so augmentation depends neither on the number of workers nor on
-    where a resumed run began.
-
-    Attributes:
-        ready: Batches that each of the workers which are started now has ready; 0 leaves it to torch how to hand over.
+    The request seeds the random transforms, so augmentation depends neither on the number of workers nor on the place
+    where a resumed run begins.
 
     Args:
-        give_indices: In place of targets, for predict.
+        source: The samples.
+        transform: Transform of a batch of images.
+        give_indices: Whether a batch has the samples' indices in place of targets, for predict.
+
+    Attributes:
+        ready: Number of batches that each worker prepares ahead, which must be set when the workers start. 0 leaves the
+            transfer of batches to torch.
     """
 
     ready = 0
@@ -75,9 +78,12 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
         return len(self.source)
 
     def __getitem__(self, request: BatchRequest) -> Batch | ConfigurationError:
-        """The batch, or the error that kept it from being read; raised here, a worker would add its traceback to it."""
+        """Return the batch, or the error that prevented reading it.
+
+        The error is returned because a worker would add its own traceback to an error that is raised here.
+        """
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(request.seed)  # `torch.manual_seed` would look for accelerators, too.
+            torch.default_generator.manual_seed(request.seed)  # `torch.manual_seed` would also look for accelerators.
             try:
                 images, targets = self.source.fetch(request.indices)
             except ConfigurationError as error:
@@ -87,34 +93,35 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
         return self._in_shared_memory(batch) if self.ready and get_worker_info() else batch
 
     def _in_shared_memory(self, batch: Batch) -> Batch:
-        """A copy in memory of this worker that is taken in turn: with new memory a batch costs a fifth more.
+        """Return a copy of the batch in shared memory, which this worker uses in rotation.
 
-        A loader asks for another batch when it has taken one, and has copied all before that: so that of one is in use
-        beside those that are ready.
+        New shared memory for each batch would cost a fifth more time. A loader requests the next batch after it has
+        copied the previous one, so at most one batch is in use beside the `ready` batches.
         """
-        place = self._handed_over % (self.ready + 1)
+        slot = self._handed_over % (self.ready + 1)
         self._handed_over += 1
-        shapes = [(one.shape, one.dtype) for one in batch]
-        if place not in self._memory or shapes != [(one.shape, one.dtype) for one in self._memory[place]]:
-            images, targets = (torch.empty_like(one).share_memory_() for one in batch)  # type: ignore[no-untyped-call]
-            self._memory[place] = images, targets
-        for mine, made in zip(self._memory[place], batch, strict=True):
-            mine.copy_(made)
-        return self._memory[place]
+        shapes = [(tensor.shape, tensor.dtype) for tensor in batch]
+        if slot not in self._memory or shapes != [(tensor.shape, tensor.dtype) for tensor in self._memory[slot]]:
+            images, targets = (torch.empty_like(tensor).share_memory_() for tensor in batch)  # type: ignore[no-untyped-call]
+            self._memory[slot] = images, targets
+        for shared, tensor in zip(self._memory[slot], batch, strict=True):
+            shared.copy_(tensor)
+        return self._memory[slot]
 
 
-def taken(batch: Batch) -> Batch:
-    """A batch as the training process keeps it; what lies in pinned memory is a copy already."""
-    images, targets = (one.clone() if one.is_shared() else one for one in batch)  # type: ignore[no-untyped-call]
+def unshared(batch: Batch) -> Batch:
+    """Return a batch outside shared memory. Tensors in pinned memory are copies already and stay as they are."""
+    images, targets = (tensor.clone() if tensor.is_shared() else tensor for tensor in batch)  # type: ignore[no-untyped-call]
     return images, targets
 
 
 class BatchLoader(DataLoader[Batch | ConfigurationError]):
-    """A DataLoader over batch requests that can go on in the middle of an epoch.
+    """DataLoader over batch requests that can resume in the middle of an epoch.
 
-    Lightning stores :meth:`state_dict` in its checkpoints and hands it back on resume. The batches already served
-    are then skipped in the sampler; nothing is loaded for them. Its arguments are ``DataLoader``'s, because Lightning
-    builds it anew for predict; ``sampler`` gives whole batches and ``batch_size`` is None, so there is no collation.
+    Lightning stores :meth:`state_dict` in its checkpoints and passes it to :meth:`load_state_dict` on resume. The
+    sampler then skips the batches that were served, so nothing is loaded for them. The arguments are those of
+    ``DataLoader``, because Lightning builds the loader again for predict. ``sampler`` yields requests of whole batches
+    and ``batch_size`` is None, so nothing is collated.
     """
 
     dataset: BatchDataset
@@ -123,41 +130,45 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
     _resume: dict[str, int] | None = None
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        """Serve the epoch's batches, after a resume those that are left.
+        """Yield the epoch's batches; after a resume the remaining ones.
 
-        A generator, so that nothing happens before the first batch is asked for: in the first epoch and in a resumed
-        one, Lightning calls ``iter`` before ``set_epoch``.
+        This method is a generator, so that nothing happens before the first batch is requested: in the first epoch and
+        in a resumed epoch, Lightning calls ``iter`` before ``set_epoch``.
         """
         sampler = self.sampler
         if isinstance(sampler, ShuffledBatches):
             sampler.skip = self._already_served(sampler)
             self._served, self._epoch = sampler.skip, sampler.epoch
-        # Counted here, not in the sampler, which is ahead of the training loop by what the workers prefetch.
-        for batch in self._begun():
+        # Batches are counted here because the sampler is ahead of the training loop by the workers' prefetched batches.
+        for batch in self._start_iterator():
             if isinstance(batch, ConfigurationError):
-                # Another exception: this one's traceback would hold the frame that holds it, and an iterator that the
-                # garbage collector finds in such a cycle waits 5 s for each of its workers.
+                # A new exception is raised because the traceback of `batch` would refer to this frame, which refers to
+                # `batch`. If the garbage collector finds the iterator in such a cycle, it waits 5 s for each worker.
                 raise ConfigurationError(str(batch))
             self._served += 1
-            yield taken(batch)
+            yield unshared(batch)
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, the number of its batches that were served, and what the batches depend on."""
+        """Return the epoch, the number of its batches that were served, and the sampler's identity."""
         if self._resume is not None:
             return dict(self._resume)
         identity = self.sampler.identity() if isinstance(self.sampler, ShuffledBatches) else {}
         return {"epoch": self._epoch, "served": self._served, **identity}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on after the batches that ``state_dict`` counts, if the next epoch iterated is the same."""
+        """Continue after the batches that ``state_dict`` counts, if the next iterated epoch is the same epoch.
+
+        Raises:
+            ConfigurationError: The state is from within an epoch with dynamic dispatch.
+        """
         if "served" not in state_dict:
             raise ConfigurationError(
-                "the checkpoint is from within an epoch whose batches were given out one by one, and this run divides "
-                "them among the ranks: go on with data_dispatch: dynamic, or from the end of an epoch"
+                "the checkpoint was saved within an epoch with data_dispatch: dynamic, and this run divides the "
+                "batches among the ranks: resume with data_dispatch: dynamic, or from a checkpoint of an epoch's end"
             )
         self._resume = dict(state_dict)
 
-    def _begun(self) -> Iterator[Batch | ConfigurationError]:
+    def _start_iterator(self) -> Iterator[Batch | ConfigurationError]:
         self.dataset.ready = self.prefetch_factor or 0
         try:
             return super().__iter__()
@@ -166,7 +177,7 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
 
     def _already_served(self, sampler: ShuffledBatches) -> int:
         resume, self._resume = self._resume, None
-        # Saved at the end of an epoch, the state is that epoch's, and this is the next.
+        # A state that was saved at the end of an epoch belongs to that epoch: the next epoch starts at its beginning.
         if resume is None or resume["epoch"] != sampler.epoch or resume["served"] == 0:
             return 0
         before = {name: value for name, value in resume.items() if name not in ("epoch", "served")}
@@ -178,8 +189,8 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
         ]
         if changed:
             raise ConfigurationError(
-                f"the checkpoint is from within epoch {resume['epoch']}, after {resume['served']} batches, and this "
-                f"run makes other batches ({', '.join(changed)}): restore them (samples_of_a_step is over all "
-                "processes) or resume from a checkpoint of an epoch's end"
+                f"the checkpoint was saved within epoch {resume['epoch']}, after {resume['served']} batches, and this "
+                f"run has different batches ({', '.join(changed)}): restore these settings (samples_of_a_step counts "
+                "all processes) or resume from a checkpoint of an epoch's end"
             )
         return resume["served"]

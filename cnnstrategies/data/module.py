@@ -1,4 +1,4 @@
-"""What the data modules share: loaders, sharding and the attributes that the rest of the package reads."""
+"""Base of the data modules: loaders, sharding and the attributes that the rest of the package reads."""
 
 from abc import abstractmethod
 from collections import Counter
@@ -18,6 +18,7 @@ from cnnstrategies.data.preprocessing import Preprocessing
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.shares import Deals
+from cnnstrategies.strategies.protocol import facts_of
 
 TaskName = Literal["classes", "multilabel", "regression"]
 
@@ -25,35 +26,38 @@ TaskName = Literal["classes", "multilabel", "regression"]
 class ImageDataModule(LightningDataModule):
     """Base of the data modules.
 
-    A subclass fills ``train_source``, ``val_source``, ``test_source`` and ``predict_source`` in ``setup``, and
-    ``train_transform`` and ``eval_transform``. Each batch is ``(images, targets)``: float32 (N, C, H, W) and int64
-    (N,), or masks (N, H, W); for predict the samples' indices take the targets' place.
+    A subclass sets ``train_transform`` and ``eval_transform``, and sets ``train_source``, ``val_source``,
+    ``test_source`` and ``predict_source`` in ``setup``. Each batch is ``(images, targets)``: float32 (N, C, H, W) and
+    int64 (N,), or masks (N, H, W). For predict the targets are replaced by the samples' indices.
 
     Attributes:
         num_classes: Number of classes.
         class_names: Name of each class.
         image_shape: (C, H, W) of one image.
-        default_batch_size: ``batch_size`` where neither that nor ``global_batch_size`` is given.
-        ignore_index: The value of pixels in masks that count nowhere; None where targets are classes of images.
-        prefetch: Batches that each worker process has ready.
-        task: What the targets are for: ``classes``, ``multilabel`` or ``regression``.
-        preprocessing: How images are resized and normalised, where that can follow a network's trained weights.
-        not_prepared_as: How those were that such weights were trained on, where it cannot.
-        places: Where the samples of each part are; what has no place is held out of the training samples.
-        left_out: How many files are read for nothing, by the reason.
+        default_batch_size: ``batch_size`` if neither ``batch_size`` nor ``global_batch_size`` is set.
+        ignore_index: Value of mask pixels that count neither in the loss nor in metrics; None if targets are classes of
+            images.
+        prefetch: Batches that each worker process prepares ahead.
+        task: Task that the targets are for: ``classes``, ``multilabel`` or ``regression``.
+        preprocessing: Resizing and normalisation of images, if the module can adapt them to a network's trained
+            weights; else None.
+        not_prepared_as: Preprocessing that a network's trained weights expect and that the module cannot apply, or
+            None.
+        places: Where the samples of each part are. A part without a place is held out of the training samples.
+        left_out: Number of files that are not used, by reason.
 
     Args:
-        batch_size: Samples per batch and process; by default 32, or what the subclass says.
-        num_workers: Worker processes that load batches, per process, and stay from epoch to epoch; 0 loads in the
+        batch_size: Samples per batch and process; by default 32, or the subclass's default.
+        num_workers: Worker processes per process that load batches; they stay from epoch to epoch. 0 loads in the
             process itself.
         seed: Seed of the split, the shuffling and the augmentation.
         drop_last: Leave out a last, partial training batch.
-        pin_memory: Copy batches to pinned memory first, which speeds up the transfer to a GPU; by default where the
-            accelerator is not the CPU.
-        global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``: it stays the
-            same whatever the strategy and the number of devices. Each process that loads (under a pipeline those of the
-            first stage) takes its share of each of ``trainer.accumulate_grad_batches``, to within one sample; in
-            evaluation too.
+        pin_memory: Copy batches to pinned memory first, which speeds up the transfer to a GPU. By default the module
+            does so if the accelerator is not the CPU.
+        global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``. This number
+            stays the same whatever the strategy and the number of devices. Each process that loads (under a pipeline
+            the processes of the first stage) takes its share, to within one sample, of each of the
+            ``trainer.accumulate_grad_batches`` batches. Evaluation uses the same division.
 
     Raises:
         ConfigurationError: A number is out of its range, or both sizes are given.
@@ -89,8 +93,8 @@ class ImageDataModule(LightningDataModule):
         super().__init__()
         if batch_size is not None and global_batch_size is not None:
             raise ConfigurationError(
-                f"batch_size={batch_size} (per process) and global_batch_size={global_batch_size} (of all processes): "
-                "give one of them, and set the other to null"
+                f"batch_size={batch_size} (per process) and global_batch_size={global_batch_size} (over all processes) "
+                "are both set: set one of them to null"
             )
         for name, size in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
             if size is not None and size < 1:
@@ -109,7 +113,7 @@ class ImageDataModule(LightningDataModule):
 
     @property
     def batch_size(self) -> int:
-        """Samples per batch and process; the most, where not all have as many."""
+        """Samples per batch and process: the largest number if it differs between processes."""
         return self._share_under(self.trainer)
 
     @batch_size.setter
@@ -117,13 +121,13 @@ class ImageDataModule(LightningDataModule):
         # Lightning's BatchSizeFinder sets it.
         if self.global_batch_size is not None:
             raise ConfigurationError(
-                f"batch_size={size} is to be set, but global_batch_size={self.global_batch_size} says what it is: "
-                "leave that out to have a batch size found"
+                f"batch_size={size} cannot be set because global_batch_size={self.global_batch_size} determines it: "
+                "leave out global_batch_size to have a batch size searched for"
             )
         self._batch_size = size
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Refuse a trainer with more processes than the global batch has samples; before they are started."""
+        """Refuse a trainer with more processes than the global batch has samples, before the processes start."""
         self._share_under(trainer)
 
     def _share_under(self, trainer: Trainer | None) -> int:
@@ -132,7 +136,10 @@ class ImageDataModule(LightningDataModule):
         return share(self.global_batch_size, *division(trainer))
 
     def _step_under(self, trainer: Trainer | None, replicas: int) -> tuple[int, int]:
-        """Samples of a step over all processes, and the batches that make it, as far as that is the same in each."""
+        """Return the samples of a step over all processes, and the number of batches in a step.
+
+        With a schedule of accumulation the number of batches changes as training goes on: it then counts as 1.
+        """
         if self.global_batch_size is not None:
             return self.global_batch_size, division(trainer)[1]
         accumulated = 1
@@ -142,23 +149,27 @@ class ImageDataModule(LightningDataModule):
 
     @abstractmethod
     def setup(self, stage: str) -> None:
-        """Make the sources."""
+        """Create the sources."""
 
     def set_sources(self, parts: Mapping[str, Source]) -> None:
-        """Take the parts' sources; without one for the test validation's, without one for predict the test's."""
+        """Set the sources of all parts.
+
+        The source of ``test`` is by default the source of ``val``, and the source of ``predict`` that of ``test``.
+        """
         self.train_source, self.val_source = parts["train"], parts["val"]
         self.test_source = parts.get("test", self.val_source)
         self.predict_source = parts.get("predict", self.test_source)
 
     def prepare_as(self, trained: Preprocessing) -> None:
-        """Prepare images as those were that a network's weights were trained on; before ``setup``.
+        """Prepare images as a network's trained weights expect them; to be called before ``setup``.
 
-        Data modules that cannot, as those of small images, keep to their own way, and the start panel says so.
+        A data module that cannot do so, such as one of small images, keeps its own preparation, and the start panel
+        reports the difference.
         """
         self.not_prepared_as = trained
 
     def describe(self, part: str) -> str:
-        """How many images a part has, where they are and of how many classes, after ``setup``."""
+        """Return a text with the number of a part's images, their place and their classes, after ``setup``."""
         source = getattr(self, f"{part}_source")
         text, place = f"{len(source):,}", part
         for other in ("test", "val"):
@@ -170,36 +181,39 @@ class ImageDataModule(LightningDataModule):
             text += f" held out of {self.places['train']}"
         targets = getattr(source, "targets", None)
         if part != "predict" and isinstance(targets, Tensor) and targets.ndim == 1:
-            there = len(set(targets.tolist()))
-            text += f", {there} classes" if there == self.num_classes else f", {there} of {self.num_classes} classes"
+            count = len(set(targets.tolist()))
+            text += f", {count} classes" if count == self.num_classes else f", {count} of {self.num_classes} classes"
         if part == "test" and source is getattr(self, "val_source", None):
-            text += "\nthe validation images, by which best.ckpt was chosen: there are none for the test alone"
+            text += "\nthe validation images, by which best.ckpt was chosen: there are no separate test images"
         return text
 
     def sample_name(self, index: int) -> str:
-        """What a row of the predictions is called: the path of an image that is a file."""
+        """Return the name of a row of the predictions: the path of an image file, or else the index."""
         return str(getattr(self.predict_source, "name", str)(index))
 
     def mask_of_image(self, index: int, mask: Tensor) -> Tensor:
-        """A predicted mask in the size of its image, without what was filled up."""
+        """Return a predicted mask in the size of its image, without the padding."""
         image_size = getattr(self.predict_source, "image_size", None)
         return mask if image_size is None else of_image(mask, *image_size(index))
 
     def sharding(self) -> tuple[int, int]:
-        """Among how many the samples are divided, and which of them this process is.
+        """Return the number of processes that the samples are divided among, and the index of this process.
 
-        The strategy's word, not torch.distributed's: with pipeline stages not every rank has a share of its own.
+        The strategy is asked and not torch.distributed: with pipeline stages not every rank loads samples.
         """
         kwargs = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
         return (1, 0) if kwargs is None else (kwargs["num_replicas"], kwargs["rank"])
 
     @property
     def on_accelerator(self) -> bool:
-        """Whether a trainer brings the batches to another device than the CPU."""
+        """Whether a trainer moves the batches to a device other than the CPU."""
         return self.trainer is not None and not isinstance(self.trainer.accelerator, CPUAccelerator)
 
     def train_dataloader(self) -> BatchLoader:
-        """Shuffled anew in each epoch, over all processes; in order under ``overfit_batches``."""
+        """Return the training loader, which shuffles over all processes in each epoch.
+
+        Under ``overfit_batches`` the samples come in order.
+        """
         replicas, rank = self.sharding()
         deals = deals_of(self.trainer)
         size = len(self.train_source)
@@ -213,15 +227,15 @@ class ImageDataModule(LightningDataModule):
         return self._loader(BatchDataset(self.train_source, self.train_transform), sampler)
 
     def val_dataloader(self) -> BatchLoader:
-        """Every sample once over all processes."""
+        """Return the validation loader: every sample once over all processes."""
         return self._evaluation_loader(self.val_source)
 
     def test_dataloader(self) -> BatchLoader:
-        """Every sample once over all processes."""
+        """Return the test loader: every sample once over all processes."""
         return self._evaluation_loader(self.test_source)
 
     def predict_dataloader(self) -> BatchLoader:
-        """Every sample once over all processes, with its index."""
+        """Return the loader for predict: every sample once over all processes, with its index."""
         return self._evaluation_loader(self.predict_source, give_indices=True)
 
     def _evaluation_loader(self, source: Source, give_indices: bool = False) -> BatchLoader:
@@ -239,7 +253,7 @@ class ImageDataModule(LightningDataModule):
             batch_size=None,
             num_workers=self.num_workers,
             pin_memory=self.on_accelerator if self.pin_memory is None else self.pin_memory,
-            # Of its own: the seed that each epoch's workers are given leaves the global generator alone.
+            # With a generator of its own, the loader does not draw the workers' seeds from the global generator.
             generator=torch.Generator(),
             **options,
         )
@@ -268,28 +282,31 @@ def split_source(images: Tensor, targets: Tensor, fraction: float, seed: int) ->
 
 
 def division(trainer: Trainer | None) -> tuple[int, int]:
-    """What a trainer divides the samples of an optimizer step by.
+    """Return the numbers by which a trainer divides the samples of an optimizer step.
 
     Returns:
-        The processes that load (with pipeline stages, those of the first one), and the batches that are accumulated.
+        The number of processes that load (with pipeline stages: the replicas of the first stage), and the number of
+        accumulated batches.
+
+    Raises:
+        ConfigurationError: The number of accumulated batches changes by a schedule.
     """
     if trainer is None:
         return 1, 1
     if schedules_accumulation(trainer):
         raise ConfigurationError(
-            "global_batch_size with GradientAccumulationScheduler: the samples of a step change with its schedule; "
-            "give batch_size, which is per process, and set global_batch_size to null"
+            "global_batch_size with GradientAccumulationScheduler: the schedule changes the samples of a step; "
+            "set batch_size, which counts per process, and set global_batch_size to null"
         )
     check_world(trainer)
-    # The strategy's word, not the world's size: with pipeline stages not every process loads.
+    # The strategy is asked and not the size of the world: with pipeline stages not every process loads.
     sampling = trainer.distributed_sampler_kwargs
     return 1 if sampling is None else sampling["num_replicas"], trainer.accumulate_grad_batches
 
 
 def deals_of(trainer: Trainer | None) -> Deals | None:
-    """By which shares a trainer's strategy has its batches dealt; None where they are equal."""
-    deals: Deals | None = getattr(trainer and trainer.strategy, "deals", None)
-    return deals
+    """Return the shares by which a trainer's strategy divides batches; None for equal shares."""
+    return None if trainer is None else facts_of(trainer.strategy).batch_shares
 
 
 def schedules_accumulation(trainer: Trainer) -> bool:
@@ -299,7 +316,11 @@ def schedules_accumulation(trainer: Trainer) -> bool:
 
 
 def share(global_batch_size: int, processes: int, accumulated: int) -> int:
-    """Samples of a batch of one process; the most, where not all have as many."""
+    """Return the samples of a batch of one process: the largest number if it differs between processes.
+
+    Raises:
+        ConfigurationError: There is less than one sample for each process and accumulated batch.
+    """
     parts = processes * accumulated
     if global_batch_size < parts:
         by = f"{processes} processes that load"
@@ -313,13 +334,12 @@ def share(global_batch_size: int, processes: int, accumulated: int) -> int:
 
 
 def check_weights(sampler: ShuffledBatches, trainer: Trainer | None) -> None:
-    """Refuse unequal batches in a run where each process's mean would count as much as another's."""
+    """Refuse unequal batches in a run in which the means of all processes count equally."""
     unequal = {count for batch in sampler.step_of(0) for count in sampler.counts(batch)}
-    if trainer is None or len(unequal) == 1 or getattr(trainer.strategy, "weighs", None):
+    if trainer is None or len(unequal) == 1 or facts_of(trainer.strategy).gradient_weighting != "equal":
         return
-    if not any(getattr(callback, "weighs", False) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+    if not any(getattr(callback, "weighs_samples", False) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         raise ConfigurationError(
-            f"global_batch_size={sampler.samples} makes batches of {min(unequal)} and {max(unequal)} samples: add "
-            "cnnstrategies.callbacks.SampleWeights() to the Trainer's callbacks, so that each sample counts as much as "
-            "any other"
+            f"global_batch_size={sampler.samples} gives batches of {min(unequal)} and of {max(unequal)} samples: add "
+            "cnnstrategies.callbacks.SampleWeights() to the Trainer's callbacks, so that all samples count equally"
         )

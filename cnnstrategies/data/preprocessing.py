@@ -1,4 +1,4 @@
-"""How images are prepared for a network; one that is trained already wants what it was trained on."""
+"""Preparation of images for a network. A network with trained weights needs the preparation of its training."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ from cnnstrategies.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What is done to an image before the network. The defaults are what most networks were trained on ImageNet with.
+    """Resizing and normalisation of images. The defaults are those of most networks trained on ImageNet.
 
     Attributes:
-        image_size: Height and width of what the network gets.
-        resize: Shorter side before that is cut out of the centre.
-        interpolation: Of the resizing: ``bilinear`` or ``bicubic``.
-        mean: Of each channel, in [0, 1], which becomes 0.
-        std: Of each channel, which becomes 1.
+        image_size: Height and width of the images that the network receives.
+        resize: Shorter side before the centre crop.
+        interpolation: Interpolation of the resizing: ``bilinear`` or ``bicubic``.
+        mean: Mean of each channel, in [0, 1].
+        std: Standard deviation of each channel.
     """
 
     image_size: int = 224
@@ -27,19 +27,22 @@ class Preprocessing:
 
     @property
     def mode(self) -> InterpolationMode:
-        """The interpolation, as torchvision has it."""
+        """The interpolation as a value of torchvision's enumeration."""
         return InterpolationMode(self.interpolation)
 
     def sizes(self, image_size: int | None, resize: int | None) -> tuple[int, int]:
-        """The sizes of a configuration; those that it leaves out are these, in proportion."""
+        """Return the image size and the shorter side for a configuration.
+
+        A size that is None is derived: ``image_size`` is this one's, and ``resize`` keeps the proportion.
+        """
         size = self.image_size if image_size is None else image_size
         shorter = -(-size * self.resize // self.image_size) if resize is None else resize
         if not 0 < size <= shorter:
-            raise ConfigurationError(f"image_size={size} and resize={shorter}: 0 < image_size <= resize is needed")
+            raise ConfigurationError(f"image_size={size} and resize={shorter}: choose 0 < image_size <= resize")
         return size, shorter
 
     def __str__(self) -> str:
-        """Interpolation, mean and deviation, for the start panel."""
+        """Return interpolation, mean and deviation, for the start panel."""
         mean, std = (" ".join(f"{value:.4g}" for value in values) for values in (self.mean, self.std))
         return f"{self.interpolation}, mean {mean}, deviation {std}"
 

@@ -1,9 +1,9 @@
-"""Which rank sees which samples, in which batch."""
+"""Samplers that decide which rank sees which samples, in which batch."""
 
 import random
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.seeds import mixed_seed
 from cnnstrategies.shares import Deals, deal, turns
-
-Weighs = Literal["own", "all"]  # each rank's gradient by its own samples; all together by those of the global batch
+from cnnstrategies.strategies.protocol import GradientWeighting
 
 
 class BatchRequest(NamedTuple):
@@ -25,23 +24,32 @@ class BatchRequest(NamedTuple):
 
 
 class DealtBatches(DistributedSampler[Any]):
-    """Training batches: one order of the dataset per epoch, the same on every rank, cut into global batches.
+    """Training batches: one order of the dataset per epoch, equal on all ranks, cut into global batches.
 
-    A step's samples are the next ones of the order, those that one process would see. Where gradients are accumulated
-    they are cut into as many global batches, whose sizes differ by one at most; of each every rank gets its share.
-    Every rank has the same number of batches; where one has no sample in the last of them, it repeats one of another's,
-    which is to count nothing (:meth:`weight`).
+    Each optimizer step takes the next samples of the order, as one process would. With accumulated gradients the
+    samples of a step are cut into one global batch for each accumulated batch; the sizes of these global batches
+    differ by at most one. Every rank gets its share of each global batch, and all ranks have the same number of
+    batches. If the last global batch is too small for a rank, that rank repeats a sample of another rank, and
+    :meth:`weight` gives the repeated sample no weight.
 
-    It subclasses ``DistributedSampler`` so that Lightning leaves it in place and calls :meth:`set_epoch`.
+    The class derives from ``DistributedSampler`` so that Lightning keeps the sampler and calls :meth:`set_epoch`.
 
     Attributes:
-        drawn: Batches of the epoch that were drawn; a loader's workers are ahead of the training.
-        skip: Batches that are left out at the begin.
+        drawn: Number of batches of the epoch that were drawn. A loader's workers draw ahead of the training.
+        skip: Number of batches to leave out at the beginning of an epoch.
 
     Args:
-        samples: Of an optimizer step over all ranks.
-        accumulated: Batches whose gradients make a step.
-        deals: The ranks' shares; by default equal ones.
+        size: Samples in the dataset.
+        samples: Samples of an optimizer step over all ranks.
+        seed: Seed of the order.
+        num_replicas: Number of ranks.
+        rank: Index of this rank.
+        drop_last: Whether to leave out a last, partial global batch.
+        accumulated: Number of batches whose gradients make a step.
+        deals: Shares of the ranks; equal shares by default.
+
+    Raises:
+        ConfigurationError: The dataset is smaller than one global batch, and ``drop_last`` is set.
     """
 
     skip = 0
@@ -86,34 +94,35 @@ class DealtBatches(DistributedSampler[Any]):
         return first + self._starts[part], min(first + self._starts[part + 1], self.size)
 
     def counts(self, batch: int) -> tuple[int, ...]:
-        """Samples of each rank in a batch."""
+        """Return the number of samples of each rank in a batch."""
         start, stop = self._bounds(batch)
         return self.deals.counts(self.epoch, batch, stop - start)
 
     def step_of(self, batch: int) -> range:
-        """The batches of the step to which a batch belongs."""
+        """Return the numbers of the batches that belong to the same step as a batch."""
         first = batch // len(self._parts) * len(self._parts)
         return range(first, min(first + len(self._parts), len(self)))
 
-    def weight(self, batch: int, batches: float, weighs: Weighs | None) -> float:
-        """What this rank's mean loss of a batch is to be multiplied by.
+    def weight(self, batch: int, batches: float, weighting: GradientWeighting) -> float:
+        """Return the factor for this rank's mean loss of a batch.
 
-        Then the mean over ranks, and over accumulated batches, is the mean over the samples of the step.
+        With this factor the mean over ranks and over accumulated batches is the mean over the samples of the step.
 
         Args:
-            batches: Of an epoch, which ends a step wherever it is.
-            weighs: By which samples the strategy weighs the gradients of ranks.
+            batch: Number of the batch in its epoch.
+            batches: Number of batches of an epoch. The end of an epoch also ends a step.
+            weighting: How the strategy combines the gradients of the ranks.
         """
         counts = self.counts(batch)
-        step = [self.counts(one) for one in self.step_of(batch) if one < batches]
-        if weighs == "own":
-            own = sum(of_ranks[self.rank] for of_ranks in step)
-            return counts[self.rank] * self.accumulated / own if own else 1.0
-        part = sum(counts) if weighs == "all" else counts[self.rank] * self.num_replicas
-        return part * self.accumulated / sum(map(sum, step))
+        step_counts = [self.counts(other) for other in self.step_of(batch) if other < batches]
+        if weighting == "by_rank":
+            rank_samples = sum(rank_counts[self.rank] for rank_counts in step_counts)
+            return counts[self.rank] * self.accumulated / rank_samples if rank_samples else 1.0
+        part = sum(counts) if weighting == "by_sample" else counts[self.rank] * self.num_replicas
+        return part * self.accumulated / sum(map(sum, step_counts))
 
-    def own(self, order: Sequence[int], first: int = 0) -> Iterator[list[int]]:
-        """This rank's samples in each batch of an epoch, whose samples come in such an order."""
+    def rank_batches(self, order: Sequence[int], first: int = 0) -> Iterator[list[int]]:
+        """Yield this rank's samples of each batch, from batch `first` on, for an epoch with the given order."""
         for batch in range(first, len(self)):
             self.drawn = batch + 1
             start, stop = self._bounds(batch)
@@ -122,50 +131,60 @@ class DealtBatches(DistributedSampler[Any]):
 
 
 class ShuffledBatches(DealtBatches):
-    """Of a permutation that is a new one in each epoch.
+    """The ranks' parts of one permutation, redrawn each epoch.
 
     Args:
-        seed: The permutation depends on ``(seed, epoch)`` only.
+        seed: Seed of the permutations. A permutation depends on ``(seed, epoch)`` only.
     """
 
     def identity(self) -> dict[str, int]:
-        """What the batches depend on besides the epoch; with another of these, a batch's number means other samples."""
+        """Return the numbers that, besides the epoch, determine the batches.
+
+        If one of these numbers changes, the same batch number stands for other samples.
+        """
         step = {"samples_of_a_step": self.samples, "accumulated": self.accumulated}
         return {"samples": self.size, **step, "seed": self.seed}
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        """The epoch's batches from number ``skip`` on."""
+        """Yield the epoch's batches from number ``skip`` on."""
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
         permutation = torch.randperm(self.size, generator=generator).tolist()
-        for batch, indices in enumerate(self.own(permutation, self.skip), self.skip):
+        for batch, indices in enumerate(self.rank_batches(permutation, self.skip), self.skip):
             yield BatchRequest(indices, mixed_seed(self.seed, self.epoch, batch, self.rank))
 
 
 def dealt(trainer: Any) -> DealtBatches | None:
-    """What deals a trainer's training batches to its processes, if it does so by shares."""
+    """Return the sampler that divides a trainer's training batches by shares, or None if the loader has another one."""
     return batches_of(trainer.train_dataloader)
 
 
 def batches_of(loader: Any) -> DealtBatches | None:
-    """What deals a loader's batches by shares."""
-    found = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
-    return next((one for one in found if isinstance(one, DealtBatches)), None)
+    """Return the sampler that divides a loader's batches by shares, or None if the loader has another one."""
+    samplers = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
+    return next((sampler for sampler in samplers if isinstance(sampler, DealtBatches)), None)
 
 
 class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
-    """Evaluation batches: every sample exactly once over all ranks, and the same number of batches on each.
+    """Evaluation batches: every sample exactly once over all ranks, and the same number of batches on each rank.
 
-    Lightning's own sampler repeats samples to make the ranks even, which counts them twice in metrics. Here the
-    sizes of the batches differ by one at most instead, or as the ranks' shares do. The number of batches is the same
-    because DDP's forward broadcasts buffers, a collective. Rank r takes a contiguous part of the dataset, in order.
+    Lightning's own sampler repeats samples so that all ranks have equally many, and metrics then count the repeated
+    samples twice. This sampler lets the sizes of the batches differ instead: by at most one, or in proportion to the
+    ranks' shares. All ranks have the same number of batches because DDP's forward broadcasts buffers, which is a
+    collective. Each rank takes a contiguous part of the dataset, in order.
 
-    It subclasses ``DistributedSampler`` so that Lightning leaves it in place, and ``SequentialSampler`` so that it
-    does so under ``overfit_batches`` too.
+    The class derives from ``DistributedSampler`` so that Lightning keeps the sampler, and from ``SequentialSampler``
+    so that Lightning also keeps it under ``overfit_batches``.
 
     Args:
-        batch_size: Samples per batch and rank with equal shares; some batches have one more where the ranks cannot be
-            even otherwise.
-        deals: The ranks' shares; by default equal ones.
+        size: Samples in the dataset.
+        batch_size: Samples per batch and rank, for equal shares. Some batches have one sample more if the dataset
+            cannot be divided evenly.
+        num_replicas: Number of ranks.
+        rank: Index of this rank.
+        deals: Shares of the ranks; equal shares by default.
+
+    Raises:
+        ConfigurationError: There are fewer samples than ranks.
     """
 
     def __init__(self, size: int, batch_size: int, num_replicas: int, rank: int, deals: Deals | None = None) -> None:
@@ -185,19 +204,19 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
         return self.batches
 
     def __iter__(self) -> Iterator[BatchRequest]:  # type: ignore[override]
-        """This rank's batches, in the order of the dataset."""
+        """Yield this rank's batches, in the order of the dataset."""
         for batch in range(self.batches):
             yield BatchRequest(self.samples(batch, self.rank), seed=batch)
 
     def samples(self, batch: int, rank: int) -> list[int]:
-        """The samples of a rank's batch."""
+        """Return the samples of a rank's batch."""
         counts = deal(self.size, self.deals.loads(self.deals.shares), least=self.batches)
         first, count = sum(counts[:rank]), counts[rank]
         return list(range(*(first + count * b // self.batches for b in (batch, batch + 1))))
 
 
 def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What another loader of the same samples is made with, but for which of them make a batch."""
+    """Return the arguments for another loader like this one, except the dataset and the samplers."""
     names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
     names += ["generator", "persistent_workers"]
     if loader.num_workers:
@@ -206,16 +225,17 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def items_of(sampler: Any, epoch: int) -> list[Any]:
-    """All items of an epoch, those of all ranks in turn; each sample once.
+    """Return all items that a sampler yields in an epoch, of all ranks in turn, each sample once.
 
-    What is drawn at random is drawn anew in each worker: all begin with the same numbers.
+    Every worker calls this function and must get the same items, so the random generators are seeded first and restored
+    afterwards.
     """
     inner = getattr(sampler, "sampler", sampler)
     inner.set_epoch(epoch)
-    own = {name: vars(inner)[name] for name in ("rank", "num_replicas", "num_samples", "total_size")}
+    settings = {name: vars(inner)[name] for name in ("rank", "num_replicas", "num_samples", "total_size")}
     deals, shares = isinstance(inner, DealtBatches), []
     if not deals:
-        # One draw has all, and none of those that are repeated so that all ranks have as many.
+        # As a single rank, the sampler yields all samples and repeats none.
         inner.num_replicas, inner.num_samples = 1, samples_in(inner)
         inner.total_size = inner.num_samples
     with isolate_rng(include_cuda=False):
@@ -223,19 +243,19 @@ def items_of(sampler: Any, epoch: int) -> list[Any]:
             inner.rank = rank
             seed_all(mixed_seed(inner.seed, epoch))
             shares.append(list(sampler))
-    vars(inner).update(own)
-    # A rank that has no sample of a dealt batch repeats another's.
-    all_ = [(rank, place) for place in range(len(shares[0])) for rank in range(len(shares))]
-    return [shares[rank][place] for rank, place in all_ if not deals or inner.counts(place)[rank]]
+    vars(inner).update(settings)
+    # A rank without a sample in a batch repeats a sample of another rank: the repeated sample is left out.
+    places = [(rank, batch) for batch in range(len(shares[0])) for rank in range(len(shares))]
+    return [shares[rank][batch] for rank, batch in places if not deals or inner.counts(batch)[rank]]
 
 
 def samples_in(sampler: DistributedSampler[Any]) -> int:
-    """Of an epoch, over all ranks, each once."""
+    """Return the number of different samples of an epoch, over all ranks."""
     return min(sampler.total_size, len(sampler.dataset))  # type: ignore[arg-type]
 
 
 def seed_all(seed: int) -> None:
-    """Of torch on the CPU, NumPy and Python."""
-    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would change that of accelerators, too.
+    """Seed the random generators of torch on the CPU, NumPy and Python."""
+    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would also seed the accelerators' generators.
     np.random.seed(seed % (1 << 32))
     random.seed(seed)

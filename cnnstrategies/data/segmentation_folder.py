@@ -1,4 +1,4 @@
-"""Folders of images and of masks that say of each pixel what it shows."""
+"""Data module for folders of images and of masks with a class for each pixel."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,12 +22,12 @@ from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.errors import ConfigurationError
 
 Pair = tuple[Path, Path | None]
-FILL = [round(255 * value) for value in IMAGENET.mean]  # The colour that becomes 0, where a square is filled up.
-LEAST_AREA = 0.25  # Of an image that a random crop shows.
+FILL = [round(255 * value) for value in IMAGENET.mean]  # Colour of the padding; the normalisation turns it into 0.
+LEAST_AREA = 0.25  # Smallest fraction of an image's area that a random crop shows.
 
 
 class SegmentationFolderDataModule(ImageDataModule):
-    """JPEG, PNG, WebP, BMP, TIFF and PNM images, and PNG masks of the same names.
+    """Data module for JPEG, PNG, WebP, BMP, TIFF and PNM images, and PNG masks of the same names.
 
     ::
 
@@ -36,22 +36,23 @@ class SegmentationFolderDataModule(ImageDataModule):
         root/test/...              without test/, the validation images
         root/predict/*.jpg         without predict/, the test images
 
-    ``training``, ``valid``, ``validation``, ``dev`` and ``testing`` serve as well, in any case. Links are followed.
-    A mask has a class in each pixel: a palette's indices, or grey values. Training images are cropped at random and
-    mirrored, with their masks; the others are scaled so that the longer side fits, and filled up to a square with
-    pixels that count nowhere.
+    ``training``, ``valid``, ``validation``, ``dev`` and ``testing`` are also accepted, in any case. Links are followed.
+    A mask holds a class for each pixel, as a palette's index or as a grey value. Training images are cropped at random
+    and mirrored together with their masks. All other images are scaled so that the longer side fits, and padded to a
+    square with pixels that count neither in the loss nor in metrics.
 
     Args:
         root: Directory of the data set.
         num_classes: Number of classes, background included.
-        image_size: Height and width of the images that the network gets.
-        ignore_index: The value of pixels in masks that count nowhere.
-        class_names: Name of each class, for reports and exports; its number when left out.
-        val_split: Share of the training images that is held out for validation where there is no ``val``.
-        augment: Crop training images at random, to a quarter of their area at least, and mirror them.
-        transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others; masks stay.
-        num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
-        **options: Those of :class:`~cnnstrategies.data.ImageDataModule`.
+        image_size: Height and width of the images that the network receives.
+        ignore_index: Value of mask pixels that count neither in the loss nor in metrics.
+        class_names: Name of each class, for reports and exports; by default its number.
+        val_split: Fraction of the training images that is held out for validation if there is no ``val``.
+        augment: Crop training images at random, to at least a quarter of their area, and mirror them.
+        transforms: Further transforms of training images, applied last to one uint8 (C, H, W) image at a time. They do
+            not change masks.
+        num_workers: Worker processes per process that load batches; 0 loads in the process itself.
+        **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
         ConfigurationError: The directory does not exist or has no images, an image has no mask, or a number is out of
@@ -75,7 +76,7 @@ class SegmentationFolderDataModule(ImageDataModule):
     ) -> None:
         super().__init__(num_workers=num_workers, **options)
         if image_size < 1:
-            raise ConfigurationError(f"image_size={image_size}: at least 1 is needed")
+            raise ConfigurationError(f"image_size={image_size}: use at least 1")
         self.root = Path(root)
         self.folders = part_folders(self.root)
         images = self.folders.get("train", self.root / "train") / "images"
@@ -84,7 +85,7 @@ class SegmentationFolderDataModule(ImageDataModule):
         self.num_classes = num_classes
         if class_names is not None and len(class_names) != num_classes:
             raise ConfigurationError(
-                f"class_names has {len(class_names)} names, and num_classes={num_classes}: name each class once"
+                f"class_names has {len(class_names)} names, and num_classes={num_classes}: give one name for each class"
             )
         self.class_names = class_names or [str(index) for index in range(num_classes)]
         self.ignore_index = ignore_index
@@ -111,7 +112,7 @@ class SegmentationFolderDataModule(ImageDataModule):
         )
 
     def parts(self) -> dict[str, list[Pair]]:
-        """The images of each part that is there, and their masks."""
+        """Return the images of each existing part, with their masks."""
         self.left_out = beside(self.root, self.folders)
         parts: dict[str, list[Pair]] = {}
         for part, folder in self.folders.items():
@@ -119,10 +120,10 @@ class SegmentationFolderDataModule(ImageDataModule):
         return parts
 
     def _images(self, folder: Path) -> list[Path]:
-        found = [folder / name for name in image_files(folder, folder, self.left_out)]
-        if not found:
+        paths = [folder / name for name in image_files(folder, folder, self.left_out)]
+        if not paths:
             raise ConfigurationError(f"no images in {folder.resolve()}: {FILES_END_IN}")
-        return found
+        return paths
 
     def _pairs(self, folder: Path) -> list[Pair]:
         masks = {path.stem: path for path in (folder / "masks").glob("*.png")}
@@ -133,18 +134,23 @@ class SegmentationFolderDataModule(ImageDataModule):
                     f"{image} has no mask: put {image.stem}.png into {folder / 'masks'}, or remove the image"
                 )
             if (other := images.setdefault(image.stem, image)) != image:
-                raise ConfigurationError(f"{other} and {image} would have one mask: rename one, and give it a mask")
+                raise ConfigurationError(
+                    f"{other} and {image} would have the same mask: rename one of them, and give it a mask"
+                )
         self.left_out["masks without an image"] += len(masks) - len(images)
         return [(image, masks[stem]) for stem, image in images.items()]
 
 
 class MaskedSource:
-    """Images and masks that are decoded, cropped and scaled together when they are asked for.
+    """Source of images and masks that are decoded, cropped and scaled together on request.
 
     Args:
-        pairs: Each image, and its mask if it has one.
-        size: Height and width of what comes out.
-        augment: Crop at random and mirror; else all of the image is there.
+        root: Directory at which the images' names begin.
+        pairs: Path of each image and of its mask; None for an image without mask.
+        size: Height and width of the results.
+        num_classes: Number of classes.
+        ignore_index: Value of the masks in the padding.
+        augment: Whether to crop at random and mirror; otherwise the whole image is fitted into the square.
     """
 
     def __init__(
@@ -162,17 +168,17 @@ class MaskedSource:
         return len(self.pairs)
 
     def name(self, index: int) -> str:
-        """Path from the root of an image."""
+        """Return an image's path from the root."""
         return readable(self.pairs[index][0].relative_to(self.root).as_posix())
 
     def image_size(self, index: int) -> tuple[int, int]:
-        """Height and width of an image."""
+        """Return height and width of an image, after the rotation by its EXIF orientation."""
         with Image.open(self.pairs[index][0]) as image:
-            turned = image.getexif().get(0x0112, 1) > 4  # By its orientation.
-            return (image.width, image.height) if turned else (image.height, image.width)
+            swapped = image.getexif().get(0x0112, 1) > 4  # Orientations above 4 swap rows and columns.
+            return (image.width, image.height) if swapped else (image.height, image.width)
 
     def fetch(self, indices: list[int]) -> Batch:
-        """Images uint8 (n, 3, size, size), and their masks (n, size, size)."""
+        """Return the images at ``indices``, uint8 (n, 3, size, size), and their masks, int64 (n, size, size)."""
         loaded = [self._load(*self.pairs[index]) for index in indices]
         return torch.stack([image for image, _ in loaded]), torch.stack([mask for _, mask in loaded]).long()
 
@@ -191,12 +197,12 @@ class MaskedSource:
         mask = tvf.resize(mask[None], [rows, columns], tvf.InterpolationMode.NEAREST_EXACT)[0]
         square = torch.tensor(FILL, dtype=torch.uint8)[:, None, None].repeat(1, self.size, self.size)
         square[:, :rows, :columns] = image
-        filled = torch.full((self.size, self.size), self.ignore_index)
-        filled[:rows, :columns] = mask
-        return square, filled
+        square_mask = torch.full((self.size, self.size), self.ignore_index)
+        square_mask[:rows, :columns] = mask
+        return square, square_mask
 
     def _mask(self, path: Path, image: Tensor) -> Tensor:
-        """A mask's classes (H, W), uint8: a palette's indices, or grey values."""
+        """Return a mask's classes (H, W), uint8: the palette's indices or the grey values."""
         try:
             with Image.open(path) as opened:
                 mask = torch.from_numpy(np.array(opened if opened.mode in ("L", "P") else opened.convert("L")))
@@ -206,12 +212,12 @@ class MaskedSource:
         size = tuple(image.shape[1:])
         if mask.shape != size:
             raise ConfigurationError(
-                f"mask {path} is of {tuple(mask.shape)} pixels and its image of {size}: make them equal"
+                f"mask {path} has {tuple(mask.shape)} pixels, and its image has {size}: make the sizes equal"
             )
         largest = int(mask.masked_fill(mask == self.ignore_index, 0).max())
         if largest >= self.num_classes:
             raise ConfigurationError(
-                f"mask {path} has the class {largest}, and num_classes={self.num_classes} has 0 to "
+                f"mask {path} has the class {largest}, and num_classes={self.num_classes} allows 0 to "
                 f"{self.num_classes - 1}: set data.init_args.num_classes and model.init_args.num_classes"
             )
         return mask

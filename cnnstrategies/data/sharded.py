@@ -1,4 +1,4 @@
-"""Images that ``cnnstrategies pack`` has put into shards."""
+"""Data module for images that ``cnnstrategies pack`` has written to shards."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -22,29 +22,31 @@ from cnnstrategies.errors import ConfigurationError
 
 
 class ShardedImageDataModule(ImageDataModule):
-    """Images packed into tar files by ``cnnstrategies pack``, on local or shared storage.
+    """Data module for images in tar files, packed by ``cnnstrategies pack``, on local or shared storage.
 
-    Training images are cropped at random and mirrored; the others are cropped in the centre. Batches come to a GPU as
-    bytes, a quarter of the size, and are normalised there. Without packed validation images, ``val_split`` of the
-    training images; without test images, those of validation; without images for predict, those of the test.
+    Training images are cropped at random and mirrored; all other images are cropped in the centre. A GPU receives
+    batches as bytes, which have a quarter of the size, and normalises them. If no validation images are packed,
+    ``val_split`` of the training images are held out. If no test images are packed, the validation images are the test
+    images; if no images for predict are packed, predict uses the test images.
 
     Args:
         root: Folder of the shards and their index.
-        image_size: Height and width of the images that the network gets; by default 224. For a network with trained
-            weights, the command line takes those sizes that are left out, the interpolation, mean and deviation from
-            what the weights were trained with; in Python ``prepare_as`` does.
-        resize: Shorter side before the centre crop; by default 8/7 of ``image_size``, for 224 the usual 256.
-        decoder: Of JPEG files: ``pillow`` or ``simplejpeg``; ``auto`` is simplejpeg where it is
-            installed, else Pillow.
-        val_split: Share of the training images that is held out for validation where none are packed.
+        image_size: Height and width of the images that the network receives; by default 224. For a network with trained
+            weights the command line takes sizes that are not set, the interpolation, the mean and the deviation from
+            the weights' own preprocessing. In Python ``prepare_as`` does so.
+        resize: Shorter side before the centre crop; by default 8/7 of ``image_size``, which for 224 is the usual 256.
+        decoder: Decoder of JPEG files: ``pillow`` or ``simplejpeg``; ``auto`` is simplejpeg if it is installed, else
+            Pillow.
+        val_split: Fraction of the training images that is held out for validation if no validation images are packed.
         augment: Crop training images at random and mirror them.
-        transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
-        num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
-        prefetch: Batches that each worker has ready; a process holds up to ``num_workers * (prefetch + 1)`` batches.
-        **options: Those of :class:`~cnnstrategies.data.ImageDataModule`.
+        transforms: Further transforms of training images, applied last to one uint8 (C, H, W) image at a time.
+        num_workers: Worker processes per process that load batches; 0 loads in the process itself.
+        prefetch: Batches that each worker prepares ahead. A process holds up to ``num_workers * (prefetch + 1)``
+            batches.
+        **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
-        ConfigurationError: There are no shards, they are not those of the index, or a number is out of its range.
+        ConfigurationError: There are no shards, the shards do not belong to the index, or a number is out of its range.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class ShardedImageDataModule(ImageDataModule):
     ) -> None:
         super().__init__(num_workers=num_workers, **options)
         if prefetch < 1:
-            raise ConfigurationError(f"prefetch={prefetch}: at least 1 is needed")
+            raise ConfigurationError(f"prefetch={prefetch}: use at least 1")
         self.root = Path(root)
         self.index: Index = read_index(self.root)
         self.sizes = image_size, resize
@@ -73,7 +75,7 @@ class ShardedImageDataModule(ImageDataModule):
         self.prefetch = prefetch
         self.augment = augment
         if "train" not in self.index.parts:
-            raise ConfigurationError(f"{self.root} has no images for training: pack a source that has")
+            raise ConfigurationError(f"{self.root} has no images for training: pack a source with training images")
         self.class_names = self.index.class_names
         self.num_classes = len(self.class_names)
         self.prepare_as(IMAGENET)
@@ -97,11 +99,11 @@ class ShardedImageDataModule(ImageDataModule):
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Bring a batch to the device, and normalise it there where it comes as bytes."""
+        """Move a batch to the device, and normalise it there if it consists of bytes."""
         images, targets = super().transfer_batch_to_device(batch, device, dataloader_idx)
         if images.dtype == torch.uint8:
             assert self.trainer is not None
-            # Lightning has converted the batch before, when it was bytes.
+            # Lightning converts the precision of a batch before this method, when the batch consists of bytes.
             images = self.trainer.precision_plugin.convert_input(self.eval_transform(images))
         return images, targets
 
@@ -116,7 +118,7 @@ class ShardedImageDataModule(ImageDataModule):
 
     @override
     def _loader(self, dataset: BatchDataset, sampler: ShuffledBatches | OrderedBatches) -> BatchLoader:
-        # Whoever iterates without a trainer gets what the network takes.
+        # Batches stay bytes only if a trainer moves them to an accelerator: otherwise nothing would normalise them.
         if self.on_accelerator:
             training = dataset.transform is self.train_transform
             dataset.transform = self.bytes_transform if training else nn.Identity()
@@ -124,8 +126,8 @@ class ShardedImageDataModule(ImageDataModule):
 
 
 class ChannelsFirst(nn.Module):
-    """Lays images out in memory as the other data modules do; cheapest while they are bytes."""
+    """Transform that makes images contiguous in memory, channels first, which is cheapest while they are bytes."""
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map (N, C, H, W) to the same."""
+        """Map (N, C, H, W) to (N, C, H, W)."""
         return images.contiguous()

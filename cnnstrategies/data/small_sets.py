@@ -1,4 +1,4 @@
-"""Data sets that fit in memory: digits, which come with the package, those that torchvision downloads, and noise."""
+"""Data sets that fit in memory: the package's own digits, torchvision's downloads, and synthetic images."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,24 +16,24 @@ from cnnstrategies.data.loading import Batch, TensorSource
 from cnnstrategies.data.module import ImageDataModule, split, split_source
 from cnnstrategies.errors import ConfigurationError
 
-# The test set is the same whatever the seed of the training.
+# The test set does not depend on the training's seed.
 TEST_SHARE, TEST_SEED = 0.2, 0
 FILE = Path(__file__).with_name("digits.npz")
-NOISES = 61  # Distinct noise images; prime, so that classes and noises meet in all combinations.
+NOISES = 61  # Number of noise images. It is prime, so that classes and noise images occur in all combinations.
 
 
 class DigitsDataModule(ImageDataModule):
-    """1797 grey images of 8 x 8 pixels in 10 classes, which lie beside this file.
+    """Data module for 1797 grey images of 8 x 8 pixels in 10 classes, which come with the package.
 
-    The test set of Optical Recognition of Handwritten Digits (Alpaydin and Kaynak, UCI 1998, CC BY 4.0), the one that
-    scikit-learn has too. Here a fixed fifth of it is the test set, which predict uses too; ``val_split`` of the rest is
-    for validation.
+    The images are the test set of Optical Recognition of Handwritten Digits (Alpaydin and Kaynak, UCI 1998, CC BY 4.0),
+    which scikit-learn also includes. A fixed fifth of the images is the test set, which predict also uses;
+    ``val_split`` of the rest is for validation.
 
     Args:
-        val_split: Share of the training images that is held out for validation.
+        val_split: Fraction of the training images that is held out for validation.
         augment: Shift training images by up to one pixel.
-        transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
-        **options: Those of :class:`~cnnstrategies.data.ImageDataModule`; ``batch_size`` is by default 64.
+        transforms: Further transforms of training images, applied last to one uint8 (C, H, W) image at a time.
+        **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`; ``batch_size`` is 64 by default.
     """
 
     default_batch_size = 64
@@ -66,19 +66,19 @@ class DigitsDataModule(ImageDataModule):
 
 
 class TorchvisionDataModule(ImageDataModule):
-    """Base of the data modules over a data set that torchvision downloads and that fits in memory.
+    """Base of the data modules for data sets that torchvision downloads and that fit in memory.
 
-    A subclass names the data set, the statistics of its training images and how they may be augmented. The official
-    test images are for test and predict; ``val_split`` of the training images is for validation.
+    A subclass names the data set, the statistics of its training images and the augmentation. The official test images
+    are for test and predict; ``val_split`` of the training images is for validation.
 
     Args:
         root: Directory of the data set.
-        download: Download it when it is not there.
-        val_split: Share of the training images that is held out for validation.
-        augment: Shift training images by a few pixels, and mirror them where they may be (not digits).
-        transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
-        num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
-        **options: Those of :class:`~cnnstrategies.data.ImageDataModule`; ``batch_size`` is by default 128.
+        download: Download the data set if it does not exist.
+        val_split: Fraction of the training images that is held out for validation.
+        augment: Shift training images by a few pixels, and mirror them unless they are digits.
+        transforms: Further transforms of training images, applied last to one uint8 (C, H, W) image at a time.
+        num_workers: Worker processes per process that load batches; 0 loads in the process itself.
+        **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`; ``batch_size`` is 128 by default.
     """
 
     default_batch_size = 128
@@ -109,7 +109,7 @@ class TorchvisionDataModule(ImageDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """Download the data set if it is not there; Lightning calls this on one process per node."""
+        """Download the data set if it does not exist. Lightning calls this method in one process per node."""
         for train in (True, False):
             self._open(train, download=self.download)
 
@@ -126,16 +126,16 @@ class TorchvisionDataModule(ImageDataModule):
             return self.dataset_class(self.root, train=train, download=download)
         except (RuntimeError, OSError) as error:
             why = " ".join(str(error).split())
-            reason = f"the download failed ({why})" if download else "it is not there and download is false"
+            reason = f"the download failed ({why})" if download else "it does not exist, and download is false"
             raise ConfigurationError(
                 f"no {name} in {self.root.resolve()}: {reason}. Copy the files that torchvision.datasets.{name} "
-                "stores there from a machine with a connection, set data.init_args.root to where they are, or use "
+                "stores from a machine with a connection, set data.init_args.root to their directory, or use "
                 "DigitsDataModule, which needs no download"
             ) from error
 
 
 def tensors(dataset: VisionDataset) -> tuple[Tensor, Tensor]:
-    """All images and targets of a torchvision data set that keeps them in memory.
+    """Return all images and targets of a torchvision data set that keeps them in memory.
 
     Returns:
         Images uint8 (N, C, H, W) and targets int64 (N,).
@@ -146,7 +146,7 @@ def tensors(dataset: VisionDataset) -> tuple[Tensor, Tensor]:
 
 
 class MNISTDataModule(TorchvisionDataModule):
-    """70 000 grey handwritten digits of 28 x 28 pixels in 10 classes (LeCun et al. 1998)."""
+    """Data module for 70 000 grey handwritten digits of 28 x 28 pixels in 10 classes (LeCun et al. 1998)."""
 
     dataset_class = datasets.MNIST
     num_classes = 10
@@ -156,7 +156,7 @@ class MNISTDataModule(TorchvisionDataModule):
 
 
 class FashionMNISTDataModule(TorchvisionDataModule):
-    """70 000 grey pictures of clothes, 28 x 28 pixels in 10 classes (Xiao et al. 2017)."""
+    """Data module for 70 000 grey pictures of clothes, 28 x 28 pixels in 10 classes (Xiao et al. 2017)."""
 
     dataset_class = datasets.FashionMNIST
     num_classes = 10
@@ -166,7 +166,7 @@ class FashionMNISTDataModule(TorchvisionDataModule):
 
 
 class CIFAR10DataModule(TorchvisionDataModule):
-    """60 000 colour images of 32 x 32 pixels in 10 classes (Krizhevsky 2009)."""
+    """Data module for 60 000 colour images of 32 x 32 pixels in 10 classes (Krizhevsky 2009)."""
 
     dataset_class = datasets.CIFAR10
     num_classes = 10
@@ -176,7 +176,7 @@ class CIFAR10DataModule(TorchvisionDataModule):
 
 
 class CIFAR100DataModule(TorchvisionDataModule):
-    """60 000 colour images of 32 x 32 pixels in 100 classes (Krizhevsky 2009)."""
+    """Data module for 60 000 colour images of 32 x 32 pixels in 100 classes (Krizhevsky 2009)."""
 
     dataset_class = datasets.CIFAR100
     num_classes = 100
@@ -186,16 +186,16 @@ class CIFAR100DataModule(TorchvisionDataModule):
 
 
 class SyntheticDataModule(ImageDataModule):
-    """Images that cost almost nothing to load: a pattern per class plus noise, the same for the same seed.
+    """Data module for images that cost almost nothing to load: a pattern per class plus noise, determined by the seed.
 
-    Sample i has class ``i % num_classes``, so that a network can learn the classes and its loss goes down.
+    Sample i has class ``i % num_classes`` and shows the pattern of the class, so a network can learn the classes.
 
     Args:
-        num_samples: Training images; a tenth as many are for validation, for test and for predict.
+        num_samples: Number of training images. A tenth of this number is for validation, test and predict.
         num_classes: Number of classes.
         image_size: Height and width.
-        channels: Channels.
-        **options: Those of :class:`~cnnstrategies.data.ImageDataModule`.
+        channels: Number of channels.
+        **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
         ConfigurationError: A number is too small.
@@ -212,10 +212,10 @@ class SyntheticDataModule(ImageDataModule):
         super().__init__(**options)
         for name, value, least in (("num_samples", num_samples, 10), ("num_classes", num_classes, 2)):
             if value < least:
-                raise ConfigurationError(f"{name}={value}: at least {least} are needed")
+                raise ConfigurationError(f"{name}={value}: use at least {least}")
         for name, value in (("image_size", image_size), ("channels", channels)):
             if value < 1:
-                raise ConfigurationError(f"{name}={value}: at least 1 is needed")
+                raise ConfigurationError(f"{name}={value}: use at least 1")
         self.num_samples = num_samples
         self.num_classes = num_classes
         self.class_names = [str(index) for index in range(num_classes)]
@@ -232,9 +232,9 @@ class SyntheticDataModule(ImageDataModule):
 
 
 class SyntheticSource:
-    """Samples ``first`` to ``first + size`` of an endless row of patterns with noise.
+    """Source of the samples ``first`` to ``first + size`` of an endless sequence of patterns with noise.
 
-    A class's pattern is a coarse grid of grey values; of grids and noise images there are few in memory.
+    A class's pattern is a coarse grid of grey values. Only the grids and a few noise images are kept in memory.
     """
 
     def __init__(self, first: int, size: int, num_classes: int, image_shape: tuple[int, int, int], seed: int) -> None:
@@ -255,6 +255,6 @@ class SyntheticSource:
         """Build the samples at ``indices``: uint8 images and their classes."""
         numbers = torch.tensor(indices) + self.first
         targets = numbers % self.num_classes
-        # Columns before rows: then whole rows are copied.
+        # Columns are repeated before rows, because then whole rows are copied.
         patterns = self.grids[targets].index_select(3, self.columns).index_select(2, self.rows)
         return self.noise[numbers % NOISES].add_(patterns), targets

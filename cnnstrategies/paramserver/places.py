@@ -136,10 +136,10 @@ def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool
             heard, fields = now, answer.fields
             if fields["ended"] is not None:
                 raise RunEnded(OVER, clean=True)
-            if not fields["elastic"]:
+            if not fields["max_joiners"]:
                 raise ConfigurationError(
-                    f"the run at {address.coordinator} lets nobody join: start it with elastic: N of its strategy, for "
-                    "up to N workers beside its own"
+                    f"the run at {address.coordinator} lets nobody join: start it with max_joiners: N of its strategy, "
+                    "for up to N workers beside its own"
                 )
             if "place" in fields:
                 names = "place", "incarnation", "session", "workers", "timeout"
@@ -147,8 +147,8 @@ def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool
             taken = now if taken is None else taken
             if not waits and now - taken > fields["timeout"] + PAUSE:
                 raise ConfigurationError(
-                    f"all {fields['elastic']} places of the run at {address.coordinator} are taken: start it with a "
-                    "higher elastic, or come when one has left"
+                    f"all {fields['max_joiners']} places of the run at {address.coordinator} are taken: start it with "
+                    "a higher max_joiners, or come when one has left"
                 )
             time.sleep(PAUSE)
 

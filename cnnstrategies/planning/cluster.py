@@ -3,7 +3,6 @@
 import difflib
 import functools
 import itertools
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,13 +12,14 @@ from typing import Any, NoReturn
 import yaml
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.old_names import HOST, is_now, renamed
 from cnnstrategies.planning.costs import Link
+from cnnstrategies.quantities import size_in_bytes
 
 SERVER_RATE = 1e9  # bytes of gradients per second that a server adds up and applies; a core of about 2020
 SERVER_MESSAGE = 5e-5  # seconds of a processor for a message of a parameter server, whatever its size
 GBIT = 1e9 / 8  # bytes per second
-DEFAULT_US = {"inside": 10.0, "network": 50.0}
-SIZES = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+DEFAULT_US = {"inside": 10.0, "interconnect": 50.0}
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class Host:
     """One machine.
 
     Attributes:
-        network: To the other machines; its devices share it.
-        inside: Between two of its devices; the network where it is left out.
+        interconnect: Connection to the other machines; the devices of this machine share it.
+        inside: Connection between two of its devices; equal to ``interconnect`` where it is left out.
         speed: Of a device, as a multiple of the one that the profile was taken on.
         memory: Bytes of a device; unlimited when None.
         price: Of the whole machine, for an hour.
     """
 
     devices: int
-    network: Link
+    interconnect: Link
     inside: Link
     speed: float = 1.0
     memory: int | None = None
@@ -83,7 +83,11 @@ class Cluster:
     def link(self, one: int, other: int) -> Link:
         """The connection between two devices."""
         first, second = self.hosts[self.host_of[one]], self.hosts[self.host_of[other]]
-        return first.inside if self.host_of[one] == self.host_of[other] else slower(first.network, second.network)
+        return (
+            first.inside
+            if self.host_of[one] == self.host_of[other]
+            else slower(first.interconnect, second.interconnect)
+        )
 
     def ring(self, first: int, count: int) -> Link:
         """The slowest connection of a ring through devices that are numbered one after another, at least two."""
@@ -113,7 +117,9 @@ def read_cluster(file: Path, devices: int | None = None) -> Cluster:
         raise ConfigurationError(f"{file}: this is not YAML: {' '.join(str(error).split())}") from error
     found = _mapping(f"{file}: ", given, {"nodes": _nodes, "server": _server})
     if "nodes" not in found:
-        _refuse(f"{file}: ", "nodes is missing, a list of machines such as {count: 4, devices: 4, network: {gbit: 10}}")
+        _refuse(
+            f"{file}: ", "nodes is missing, a list of machines such as {count: 4, devices: 4, interconnect: {gbit: 10}}"
+        )
     cluster = Cluster(tuple(found["nodes"]), **found.get("server", {}))
     if devices is not None and cluster.devices != devices:
         _refuse(
@@ -159,15 +165,18 @@ def _hosts(where: str, given: Any) -> list[Host]:
         "memory": _size,
         "price": _number(least=0.0),
         "inside": functools.partial(_link, DEFAULT_US["inside"]),
-        "network": functools.partial(_link, DEFAULT_US["network"]),
+        "interconnect": functools.partial(_link, DEFAULT_US["interconnect"]),
     }
+    for name in given if isinstance(given, dict) else ():
+        if (new := renamed(HOST, name)) is not None:
+            _refuse(where, is_now(name, new))
     found = {"devices": 1, **_mapping(where, given, known)}
-    if "network" not in found and "inside" not in found:
-        _refuse(where, "network is missing, how machines are connected, such as {gbit: 10, us: 50}")
+    if "interconnect" not in found and "inside" not in found:
+        _refuse(where, "interconnect is missing, how machines are connected, such as {gbit: 10, us: 50}")
     if found["devices"] > 1 and "inside" not in found:
         _refuse(where, f"inside is missing, how its {found['devices']} devices are connected, such as {{gbit: 96}}")
-    found.setdefault("network", found.get("inside"))
-    found.setdefault("inside", found["network"])
+    found.setdefault("interconnect", found.get("inside"))
+    found.setdefault("inside", found["interconnect"])
     count = found.pop("count", 1)
     return [Host(**found)] * count
 
@@ -215,13 +224,6 @@ def _count(where: str, given: Any) -> int:
 
 
 def _size(where: str, given: Any) -> int:
-    """Bytes, above 0."""
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([A-Za-z]*)", str(given))
-    try:
-        size = int(float(match[1]) * SIZES[match[2]]) if match else 0
-    except (KeyError, ValueError):
-        size = 0
-    if size <= 0:
-        expected = "a size above 0 such as 16GiB, 500MB or a number of bytes"
-        _refuse(where, f"{given!r} is not accepted; it must be {expected}")
+    """Return a size in bytes."""
+    size: int = size_in_bytes(given, where.removesuffix(": "))
     return size

@@ -71,7 +71,7 @@ def _best(predictor: Predictor, known: list[Layout]) -> Layout | None:
 
 def _candidate(predictor: Predictor, layout: Layout, microbatches: int) -> Hybrid:
     job, step, shares = predictor.job, predictor.time(layout), list(predictor.problem.shares(layout.replicas))
-    given = {"shares": shares} if job.shares else {"shares": "auto", "first": shares}
+    given = {"shares": shares} if job.shares else {"shares": "auto", "initial_shares": shares}
     return Hybrid(
         family="hybrid",
         options={"replicas": list(layout.replicas), "microbatches": microbatches} | (given if shares else {}),

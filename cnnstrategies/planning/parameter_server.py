@@ -23,7 +23,7 @@ class ParameterServer:
         self.most = max(host.devices for host in cluster.hosts)
         # What workers send and what servers send back leaves a machine through the same connection.
         self.one_port = self.servers > 1
-        self.link = slower(*(host.network for host in cluster.hosts)) if self.one_port else cluster.hosts[0].inside
+        self.link = slower(*(host.interconnect for host in cluster.hosts)) if self.one_port else cluster.hosts[0].inside
         # Of what a worker sends, the part for its own machine's server does not leave it.
         self.leaving = (self.servers - 1) / self.servers if self.one_port else 1.0
 
@@ -40,7 +40,7 @@ class ParameterServer:
         dealt = job.dealt(lambda counts: self._synchronous(counts)[0], 2 * mean.parameter_bytes)
         rows: list[tuple[str, dict[str, Any], Sequence[int], float, Bottleneck]] = [
             ("parameter_server", {}, equal, *self._synchronous(equal)),
-            ("parameter_server", {"shares": "auto", "first": list(dealt)}, dealt, *self._synchronous(dealt)),
+            ("parameter_server", {"shares": "auto", "initial_shares": list(dealt)}, dealt, *self._synchronous(dealt)),
             ("parameter_server_async", {}, equal, free, waits),
             ("parameter_server_ssp", {"staleness": STALENESS}, equal, bounded, waits),
         ]

@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.compression import COMPRESSIONS, ddp_names
 from cnnstrategies.planning.candidates import Candidate, Effect, Job
-from cnnstrategies.planning.costs import GraphCosts, format_bytes
+from cnnstrategies.planning.costs import format_bytes
 from cnnstrategies.planning.hybrid import Hybrid, hybrids
 from cnnstrategies.planning.parameter_server import ParameterServer
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, FIRST_BUCKET_BYTES, all_reduce, reduced_at, stage_costs
@@ -69,7 +70,7 @@ def rank(job: Job) -> Ranking:
     changing = _in_order([row for row in best.values() if row.effect == Effect.LEARNING])
     notes += _reasons(same)
     for row in (*same, *changing):
-        if shares := row.options.get("first") or row.options.get("shares"):
+        if shares := row.options.get("initial_shares") or row.options.get("shares"):
             of = "microbatches" if isinstance(row, Hybrid) else "samples"
             notes.append(f"{row}: the devices have {', '.join(map(str, shares))} {of} of a step")
     if not job.profile.fixed:
@@ -98,12 +99,8 @@ def data_parallel(job: Job) -> Iterator[Candidate]:
 
     Casts and the algebra of PowerSGD are not in the profile and count as free.
     """
-    sent_for_each_byte = {
-        "ddp": 1.0,
-        "ddp_fp16": 0.5,
-        "ddp_bf16": 0.5,
-        "ddp_powersgd": low_rank_share(job.profile.costs),
-    }
+    layers = [node.parameter_bytes for node in job.profile.costs.nodes]
+    sent_for_each_byte = {"ddp": 1.0} | {f"ddp_{name}": COMPRESSIONS[name].sent_share(layers) for name in ddp_names()}
     devices, effect = job.cluster.devices, Effect.LEARNING if job.profile.batch_norm else Effect.ROUNDING
     if job.samples < devices:
         return
@@ -120,7 +117,7 @@ def data_parallel(job: Job) -> Iterator[Candidate]:
     state = job.state_copies * job.profile.costs.parameter_bytes
     dealt = job.dealt(lambda counts: _priced(job, "ddp", effect, counts).step, state)
     if dealt != equal:
-        yield _priced(job, "ddp_balanced", effect, dealt, options={"first": list(dealt)})
+        yield _priced(job, "ddp_balanced", effect, dealt, options={"initial_shares": list(dealt)})
 
 
 def _priced(
@@ -149,13 +146,3 @@ def _priced(
         memory=job.state_copies * stage.parameter_bytes + job.profile.at(max(counts)).kept_bytes,
         bottleneck="compute" if step < 1.5 * compute else job.network,
     )
-
-
-def low_rank_share(costs: GraphCosts, rank: int = 1) -> float:
-    """Elements that PowerSGD sends for each element of the gradients: r (m + n) for a matrix of m n.
-
-    The shapes are not in the profile: each node's parameters count as a square matrix, for which that is most.
-    """
-    total = costs.parameter_bytes
-    sent = sum(min(node.parameter_bytes, 2 * rank * 4 * (node.parameter_bytes / 4) ** 0.5) for node in costs.nodes)
-    return sent / total if total else 1.0

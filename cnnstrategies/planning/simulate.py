@@ -97,7 +97,7 @@ class _Run:
             for target, _ in targets:
                 self.peers[line].append(target)
                 self.peers[target].append(line)
-        self.works = any(link.work for host in cluster.hosts for link in (host.inside, host.network))
+        self.works = any(link.work for host in cluster.hosts for link in (host.inside, host.interconnect))
         self.routes: dict[tuple[int, int], tuple[int, int, Link]] = {}
         self.records: list[Record] = []
 

@@ -40,7 +40,7 @@ class OrderBatches(DealtBatches):
                 "dataset gives the samples of all, or a strategy without shares, such as ddp"
             )
         self.epoch, self.skip = self.sampler.epoch, self._progress.current.ready
-        yield from self.own(items_of(self.sampler, self.epoch), self.skip)
+        yield from self.rank_batches(items_of(self.sampler, self.epoch), self.skip)
 
 
 class OrderLoader(DataLoader[Any]):

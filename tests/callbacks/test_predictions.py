@@ -17,7 +17,7 @@ from torch import nn
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.callbacks import PredictionWriter, predictions
 from cnnstrategies.data import DigitsDataModule
-from cnnstrategies.data.image_folder import own_images
+from cnnstrategies.data.image_folder import images_of_folder
 
 
 class Strategy:
@@ -88,7 +88,7 @@ def test_what_cannot_be_predicted_or_written_is_refused():
     with pytest.raises(ConfigurationError, match=r"predict_step returned Tensor: .* 'index'"):
         PredictionWriter().on_predict_batch_end(None, None, torch.zeros(2), None, 0)
     Path("empty").mkdir()
-    with pytest.raises(ConfigurationError, match=r"images=empty: no images there; .* \.jpg, .*\.webp"):
-        own_images(DigitsDataModule(), Path("empty"))
-    with pytest.raises(ConfigurationError, match="images=empty: LightningDataModule does not say how"):
-        own_images(LightningDataModule(), Path("empty"))
+    with pytest.raises(ConfigurationError, match=r"images=empty: no images found; .* \.jpg, .*\.webp"):
+        images_of_folder(DigitsDataModule(), Path("empty"))
+    with pytest.raises(ConfigurationError, match="images=empty: LightningDataModule does not define how"):
+        images_of_folder(LightningDataModule(), Path("empty"))

@@ -19,6 +19,7 @@ from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.data.sampling import ShuffledBatches
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.strategies import CompressedDDPStrategy
+from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
 
 WHOLE = sum(parameter.numel() for parameter in SmallCNN(10, widths=[32, 64]).parameters())
 HYBRID = [
@@ -128,7 +129,7 @@ def test_images_that_chose_the_checkpoint_are_no_test_images():
     assert name == "images"
     first, second, third = text.splitlines()
     assert first == "2" or first.startswith("2, "), "without a folder"
-    assert second == "the validation images, by which best.ckpt was chosen: there are none for the test alone"
+    assert second == "the validation images, by which best.ckpt was chosen: there are no separate test images"
     assert third == "left out: 2 .gif"
     data.test_source = data.train_source
     assert "best.ckpt" not in start_panel.images(trainer)[0][1]
@@ -150,7 +151,10 @@ def test_what_a_strategy_divides_is_said_of_the_whole_network():
     assert start_panel.parameters(sharded, None) == "not counted; divided over 4 devices"
     assert start_panel.whole_network(trainer_like(DDPStrategy(), 2), module, (0, 0)) == (16, 16)
     own = type("MyOwn", (DDPStrategy,), {})()
-    names = [start_panel.strategy_name(one) for one in (own, CompressedDDPStrategy(compression="powersgd"))]
+    names = [facts_of(strategy).display_name for strategy in (own, CompressedDDPStrategy(compression="powersgd"))]
     assert names == ["MyOwn", "ddp_powersgd"], "as users write them"
-    pipeline = SimpleNamespace(device_parameters=[1000, 600, 1000])
-    assert start_panel.parameters(trainer_like(pipeline, 3), (2600, 2600)) == "2,600; 600 to 1,000 on a device"
+
+    class Divided(StrategyFacts):
+        parameters_per_device = (1000, 600, 1000)
+
+    assert start_panel.parameters(trainer_like(Divided(), 3), (2600, 2600)) == "2,600; 600 to 1,000 on a device"

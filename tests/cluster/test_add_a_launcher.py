@@ -91,10 +91,12 @@ def test_a_submission_is_shown_and_queued(capsys):
     assert {file.name for file in folder.iterdir()} == {"config.yaml", "job.sh"}
 
 
-def test_the_help_names_the_launcher(capsys):
+def test_the_help_and_a_refusal_name_the_launcher(capsys):
+    cli.main(["submit", "--help"])
+    assert "kubernetes|ray|toy|slurm" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["submit", "fit", "--to=elsewhere"])
-    assert "toy" in capsys.readouterr().err
+    assert "kubernetes, ray, toy, slurm" in capsys.readouterr().err
 
 
 def test_two_launchers_cannot_have_the_same_place():

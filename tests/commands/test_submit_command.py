@@ -14,7 +14,8 @@ from cnnstrategies import cli
 from cnnstrategies.cluster.launchers import launcher_named
 from cnnstrategies.cluster.options import KubernetesOptions
 from cnnstrategies.cluster.run_folder import write_record
-from cnnstrategies.commands.submit.command import check, main
+from cnnstrategies.commands.arguments.options import COMMANDS
+from cnnstrategies.commands.submit.command import check
 from cnnstrategies.errors import ConfigurationError
 
 QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
@@ -76,7 +77,7 @@ def test_what_cannot_run_is_refused(capsys):
     for name, (args, message) in REFUSED.items():
         assert re.search(message, refusal([*args, "--dry_run"], capsys)), name
     with pytest.raises(ConfigurationError, match="submit takes fit"):
-        main(["submit", "train", QUICKSTART])
+        COMMANDS["submit"].run(["train", QUICKSTART])
 
 
 def refusal(args, capsys):
@@ -103,7 +104,7 @@ def test_what_a_launcher_cannot_run_is_refused():
     refused("kubernetes", "kubectl create secret generic run-key --from-file=run.key")
     refused("kubernetes", "cluster.kubernetes.image: name the container image", kubernetes={"image": None})
     refused("kubernetes", "small letters, digits", job_name="My_Run")
-    base = replace(base, parameter_server=None)
+    base = replace(base, server_options=None)
     refused("kubernetes", "is for a ParameterServerStrategy", base, {"key_secret": "run-key"})
     no_volume = r"finds its checkpoints only in a volume; add one .* cluster.kubernetes.volumes: {/runs: CLAIM}"
     refused("kubernetes", no_volume, base, {"volumes": {}})
@@ -131,7 +132,7 @@ KUBERNETES = [
 
 def test_what_does_not_count_for_pods_is_said_and_a_grace_ends_before_theirs(capsys):
     slurms = ["--cluster.partition=short", "--cluster.memory=64G", "--cluster.python=python3"]
-    main(["submit", "fit", *KUBERNETES, *slurms, "--dry_run"])
+    COMMANDS["submit"].run(["fit", *KUBERNETES, *slurms, "--dry_run"])
     said = capsys.readouterr()
     assert said.err == "Note: with --to kubernetes these keys do not count: cluster.partition, cluster.memory\n"
     configuration, _, job = yaml.safe_load_all(said.out)
@@ -141,7 +142,7 @@ def test_what_does_not_count_for_pods_is_said_and_a_grace_ends_before_theirs(cap
 
 def test_a_ray_nodes_request_is_shown(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)  # As if it were not installed.
-    base = check([QUICKSTART, *TWO_NODES, "--trainer.devices=2", "--cluster.cpus_per_task=3", "--to=ray"])
+    base = check([QUICKSTART, *TWO_NODES, "--trainer.devices=2", "--cluster.cpus_per_task=3"])
     options = replace(base.options, setup=["ulimit -n 4096"], venv=Path("/home/me/venv"))
     shown = replace(base, options=options).job(launcher_named("ray"), "submit").show()
     assert "(STRICT_SPREAD) of 2 nodes with 6 CPUs each" in shown

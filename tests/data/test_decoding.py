@@ -61,9 +61,9 @@ BROKEN = {
     "truncated": [encoded("JPEG")[:900], encoded("PNG")[:3000]],
     "decoder": [encoded("WEBP")[:900]],
     "broken data stream": [damaged(encoded("PNG"))],
-    r"pixels of 32 bits .* give it 8 or 16$": [Image.new("I", (5, 4)), Image.new("F", (5, 4))],
-    "^it has 2 megapixels.* are the most .PIL.Image.MAX_IMAGE": [Image.new("1", (1500, 1000))],
-    "^it has too many pixels: 1 megapixels.* are the most .PIL.Image.MAX_IMAGE": [Image.new("1", (2000, 1500))],
+    r"pixels have 32 bits .* convert them to 8 or 16 bits$": [Image.new("I", (5, 4)), Image.new("F", (5, 4))],
+    "^the image has 2 megapixels.* is the limit .PIL.Image.MAX_IMAGE": [Image.new("1", (1500, 1000))],
+    "^the image has too many pixels: 1 megapixels.* is the limit .PIL.Image.MAX_IMAGE": [Image.new("1", (2000, 1500))],
 }
 
 

@@ -74,7 +74,7 @@ MISTAKES = {
     "no rows": ("image,species\n", {}, "has the targets' columns none: task=classes needs one"),
     "no column": (CLASSES, {"columns": ["age"]}, "has no column 'age': it has image, species"),
     "two columns": (LABELS, {}, "columns wet, cold: task=classes needs one; name them in"),
-    "other split": (LABELS.replace("testing", "trial"), {"task": "multilabel"}, "the split 'trial': take train, val"),
+    "other split": (LABELS.replace("testing", "trial"), {"task": "multilabel"}, "the split 'trial': use train, val"),
     "no training": ("image,split,a\na.png,val,1\n", {"task": "regression"}, "has no images for training"),
     "other class": ("image,split,a\na.png,train,x\nb.png,train,y\nc.png,val,z\n", {}, "gives c.png the class 'z'"),
     "no label": (LABELS.replace("1,1", "1,2"), {"task": "multilabel"}, "gives b.png 1, 2: 0 or 1 for each label is"),
@@ -82,7 +82,7 @@ MISTAKES = {
     "no image": (
         LABELS.replace("a.png", "e.png"),
         {"task": "regression"},
-        "names e.png, which is not there: paths begin",
+        "names e.png, which does not exist: write paths",
     ),
 }
 

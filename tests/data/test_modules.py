@@ -63,7 +63,7 @@ def test_a_failed_download_names_data_set_directory_and_remedy(tmp_path, monkeyp
     monkeypatch.delenv("no_proxy", raising=False)
     for module in (MNISTDataModule, FashionMNISTDataModule, CIFAR10DataModule, CIFAR100DataModule):
         name = module.__name__.removesuffix("DataModule")
-        for download, why in ((True, "the download failed"), (False, f"it is not there.*{name} stores there")):
+        for download, why in ((True, "the download failed"), (False, f"it does not exist.*{name} stores from")):
             with pytest.raises(ConfigurationError, match=f"no {name} in {tmp_path}/images: {why}") as caught:
                 module(root=tmp_path / "images", download=download).prepare_data()
             message = str(caught.value)
@@ -143,7 +143,9 @@ def test_a_file_name_not_in_utf8_is_read_and_written():
     assert r"val/cat/caf\xe9.png" in names
     assert module.val_source.fetch([names.index(r"val/cat/caf\xe9.png")])[0].shape == (1, 3, 16, 16)
     Path("images/train/cat").rename(os.fsdecode(b"images/train/caf\xe9"))
-    with pytest.raises(ConfigurationError, match=r"train/caf\\xe9: a class is named by its folder, and .* rename the"):
+    with pytest.raises(
+        ConfigurationError, match=r"train/caf\\xe9: the name of this class's folder is not UTF-8: rename the"
+    ):
         ImageFolderDataModule(Path("images"))
 
 
@@ -153,7 +155,7 @@ def test_a_broken_image_is_refused_by_its_path_in_one_line():
     broken.write_bytes(broken.read_bytes()[:300])
     module = set_up(ImageFolderDataModule(Path("images"), image_size=16, num_workers=0))
     with pytest.raises(
-        ConfigurationError, match=r"^broken image images/train/dog/0.JPG \(.*\): repair or .* files out$"
+        ConfigurationError, match=r"^broken image images/train/dog/0.JPG \(.*\): repair or .* leaves out broken images$"
     ):
         list(module.train_dataloader())
 
@@ -197,7 +199,7 @@ def test_links_are_followed_and_what_is_left_out_is_counted():
     assert {"train/cat/x.bmp", "train/cat/x.tif"} <= set(names)
     assert len(list(module.train_dataloader())) == 1
     assert module.describe("val") == f"{len(module.val_source)} held out of images/train, 4 classes"
-    expected = {"folders beside train (more)": 1, "hidden": 1, ".gif": 1, "without an ending": 1}
+    expected = {"folders beside train (more)": 1, "hidden": 1, ".gif": 1, "without an extension": 1}
     assert module.left_out == {**expected, "outside of the classes' folders": 1}
 
 
@@ -220,10 +222,13 @@ MISTAKES = {
     "no images for the test": (lambda: folder("Test/cat", full=True), "no images for test in a directory for each cl"),
     "two for one": (lambda: folder("valid", full=True), "images/val and images/valid are both folders for val"),
     "for either": (lambda: folder("Eval", full=True), "images/Eval may be for validation or for the test: rename it"),
-    "other classes": (lambda: folder("val/fox", full=True), "images/val has classes that images/train has not: fox"),
+    "other classes": (
+        lambda: folder("val/fox", full=True),
+        "images/val has classes that images/train does not have: fox",
+    ),
     "split": (lambda: set_up(DigitsDataModule(val_split=1.0)), "val_split=1.0 of 1438 samples leaves 0 for training"),
-    "synthetic size": (lambda: SyntheticDataModule(num_samples=5), "num_samples=5: at least 10"),
-    "synthetic channels": (lambda: SyntheticDataModule(channels=0), "channels=0: at least 1"),
+    "synthetic size": (lambda: SyntheticDataModule(num_samples=5), "num_samples=5: use at least 10"),
+    "synthetic channels": (lambda: SyntheticDataModule(channels=0), "channels=0: use at least 1"),
 }
 
 

@@ -220,7 +220,7 @@ def test_an_interrupted_pack_leaves_nothing_and_begins_anew(monkeypatch):
         assert np.array_equal(column, whole.parts["train"].columns[field])
     assert sorted(os.listdir("shards")) == sorted(os.listdir("whole"))
     assert not Path("shards.unfinished").exists()
-    with pytest.raises(ConfigurationError, match="shards is there already"):
+    with pytest.raises(ConfigurationError, match="shards exists already"):
         pack(source, Path("shards"), AS_THEY_ARE, workers=1)
 
 
@@ -239,10 +239,10 @@ def test_the_command_lists_damaged_images_and_checks_shards(capsys):
     shard.write_bytes(content)
     write_masked_images(Path("masks/train"), count=2)
     for words, message in (
-        (["--check", "shards"], "train-000000.tar is damaged, its checksum"),
+        (["--check", "shards"], "train-000000.tar is damaged: its checksum"),
         (["nothing", "out"], "no directory "),
         (["images/", "out", "--quality", "99"], "--quality 99 is outside 1 to 95"),
-        (["masks/", "out"], "masks has masks, which are not packed: SegmentationFolderDataModule reads them"),
+        (["masks/", "out"], "masks has masks, which cannot be packed: use SegmentationFolderDataModule"),
     ):
         with pytest.raises(SystemExit) as stop:
             main(["pack", *words])
@@ -268,17 +268,17 @@ def test_what_is_wrong_with_shards_is_said_with_the_remedy(packed, monkeypatch):
     outside = str(Path("others/train-000000.tar").resolve())
     for path, content, message in (
         (shard, intact[:-600], rf"000001.tar is truncated: it has {size - 600} bytes of {size}; copy it"),
-        (shard, intact + b"0", "it is an index of other shards; copy all files"),
-        (shard, (foreign * 9)[:size], "not of the packing that index.json describes: it is an index of other shards"),
+        (shard, intact + b"0", "the index belongs to other shards; copy all files"),
+        (shard, (foreign * 9)[:size], "belongs to another packing than index.json: copy all files of one packing"),
         (shard, broken, r"broken image train/c\d\d/one.jpg in shards/train-000001.tar \(.*--check shards"),
-        (samples, b"PK", "samples.npz is not the one that index.json was written with: copy both"),
+        (samples, b"PK", "samples.npz does not belong to index.json: copy both"),
         (index, b"{", "index.json is damaged"),
         (index, {}, r"index.json is damaged \(KeyError: 'version'\)"),
-        (index, described | {"version": 9}, "has version 9, and this cnnstrategies reads 1"),
-        (index, with_shard("../more/train.tar"), "which is no file of this folder: pack again"),
-        (index, with_shard(outside), "which is no file of this folder: pack again"),
+        (index, described | {"version": 9}, "has version 9, and this cnnstrategies reads version 1"),
+        (index, with_shard("../more/train.tar"), "which is not a file of this folder: replace links"),
+        (index, with_shard(outside), "which is not a file of this folder: replace links"),
         (index, with_shard("none.tar"), "no shard shards/none.tar, which index.json names: copy it"),
-        (index, fewer, r"an image of class 13, and there are 5 classes \(0 to 4\)"),
+        (index, fewer, r"an image of class 13, and the index has 5 classes \(0 to 4\)"),
     ):
         before = path.read_bytes()
         path.write_bytes(json.dumps(content).encode() if isinstance(content, dict) else content)
@@ -299,7 +299,7 @@ def test_what_is_wrong_with_shards_is_said_with_the_remedy(packed, monkeypatch):
             read_index(Path("shards"))
     shard.rename("elsewhere.tar")
     shard.symlink_to(Path("elsewhere.tar").resolve())
-    with pytest.raises(ConfigurationError, match=r"which is no file of this folder: .* in place of links"):
+    with pytest.raises(ConfigurationError, match=r"which is not a file of this folder: replace links by the files"):
         read_index(Path("shards"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match="decoder=simplejpeg is not installed: pip install simplejpeg, or use"):

@@ -155,7 +155,7 @@ def test_a_server_that_is_told_to_end_has_the_run_stop(tmp_path: Path) -> None:
     """It may be the only process that hears it, and the others need it until they have stopped."""
     with processes(tmp_path) as (member, _, server):
         server.send_signal(signal.SIGTERM)
-        until(lambda: member.stop_signal == signal.SIGTERM, timeout=10)
+        until(lambda: member.stop_signal == signal.SIGTERM)
         assert server.poll() is None
 
 

@@ -27,7 +27,7 @@ from cnnstrategies.paramserver.services import Handle
 from cnnstrategies.paramserver.specification import Specification
 
 MISTAKES = [KeyError, TypeError, AssertionError, AttributeError, ValueError]
-SOON = 3.0  # seconds after the death of the process that has failed
+SOON = 30.0  # seconds after the death of the process that has failed; a silent one is missed after TIMEOUT
 
 
 def slip(mistake: type[Exception]) -> Callable[..., NoReturn]:

@@ -226,7 +226,7 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
         until(lambda: service.dropped == len(said) + 1 or role.ended is not None or len(role.roster.members) > 1)
         assert not liar.poll(0), "nobody is told anything"
         liar.close(0)
-        assert role.roster.at("worker", 0) is victim
+        assert role.roster.member_at("worker", 0) is victim
         assert len(role.roster.members) == 1
         assert role.ended is None
         assert role.specification is None

@@ -118,8 +118,9 @@ def test_who_is_ended_because_it_was_silent_is_not_called_killed(stopped, second
     monkeypatch.setattr(supervision, "is_stopped", lambda pid: stopped)
     node = Node(missed, timeout=60.0)
     node.start(Watched("worker", 1, lambda incarnation: Process(dies=True)))
+    start = time.monotonic()
     for second in range(1, seconds + 1):
-        node.end_the_stopped(time.monotonic() + second)
+        node.end_the_stopped(start + second)
     node.ask()
     node.look()
     assert f"worker 1 (process 1 on {os.uname().nodename}) {why}, and is ended; it is not" in capsys.readouterr().err
@@ -131,8 +132,9 @@ def test_the_stopped_are_named_by_those_who_waited_less(seconds, capsys, monkeyp
     monkeypatch.setattr(supervision, "is_stopped", lambda pid: True)
     node = Node(timeout=60.0)
     node.start(Watched(COORDINATOR, 0, lambda incarnation: Process(dies=True)))
+    start = time.monotonic()
     for second in range(1, seconds + 1):
-        node.end_the_stopped(time.monotonic() + second)
+        node.end_the_stopped(start + second)
     node.stop(at_once=True)
     (death,) = node.deaths
     name = f"coordinator (process 1 on {os.uname().nodename})"

@@ -19,7 +19,7 @@ from cnnstrategies.pipeline import transport
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.transport import PeerError
 
-SOON = 10.0  # seconds; until NCCL's time-out it would be ten minutes
+SOON = 40.0  # seconds; until NCCL's time-out it would be ten minutes
 
 
 class Kernel:

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.light
 FILE = """
 nodes:
   - {count: 2, devices: 4, memory: 16GiB, price: 12.0,
-     inside: {gbit: 96, us: 10}, network: {gbit: 10, us: 50, efficiency: 0.5}}
-  - {devices: 2, speed: 0.5, inside: {gbit: 8, work_us: 70}, network: {gbit: 4}}
+     inside: {gbit: 96, us: 10}, interconnect: {gbit: 10, us: 50, efficiency: 0.5}}
+  - {devices: 2, speed: 0.5, inside: {gbit: 8, work_us: 70}, interconnect: {gbit: 4}}
 server: {gbyte_per_s: 2, us: 80}
 """
 
@@ -45,7 +45,7 @@ MISTAKES = [
     ("gbit: 96", "gbit: fast", "gbit: 'fast' is not accepted; it must be a number above 0"),
     ("us: 80", "us: -80", "server: us: -80 is not accepted; it must be a number of at least 0"),
     ("gbit: 96, us: 10", "us: 10", "nodes[0]: inside: gbit is missing"),
-    ("memory: 16GiB", "memory: 16 apples", "it must be a size above 0 such as 16GiB"),
+    ("memory: 16GiB", "memory: 16 apples", "memory='16 apples' is not a size above 0"),
     ("efficiency: 0.5", "efficiency: 1.5", "it must be a number above 0 and of at most 1"),
     ("inside: {gbit: 8, work_us: 70}, ", "", "nodes[1]: inside is missing, how its 2 devices are connected"),
     ("nodes:", "machines:", "unknown key 'machines'; accepted: nodes, server"),

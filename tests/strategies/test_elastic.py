@@ -160,9 +160,9 @@ def coordinator(tmp_path):
 
 
 def test_who_may_not_join_is_told_why(coordinator, tmp_path):
-    with pytest.raises(ConfigurationError, match="lets nobody join: start it with elastic: N"):
+    with pytest.raises(ConfigurationError, match="lets nobody join: start it with max_joiners: N"):
         find_place(coordinator())
-    address = coordinator(elastic=1)
+    address = coordinator(max_joiners=1)
     place = find_place(address)
     assert (place.id, place.incarnation, place.workers) == (2, 0, 2)
     member = Membership(Address(address.coordinator, "worker", place.id, place.incarnation, 0.1, 1.0))

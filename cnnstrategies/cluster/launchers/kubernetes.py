@@ -15,6 +15,7 @@ from cnnstrategies.cluster.launchers.launcher import Environ, Launcher, Restart
 from cnnstrategies.cluster.launchers.registry import register
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.quantities import seconds
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Kubernetes(Launcher):
             options=options.kubernetes,
             size=submission.size,
             servers=options.server_nodes,
-            goes_on=submission.parameter_server is not None,
+            goes_on=submission.server_options is not None,
             folder=str(run_folder),
             configuration=submission.text(run_folder, _changes(submission, name)),
             python=options.python or "python",
@@ -121,11 +122,11 @@ class KubernetesJob(ClusterJob):
 
 def _check_keys(submission: "Submission") -> None:
     """Refuse a Secret with keys that nothing reads, and encrypted connections without such a Secret."""
-    strategy, secret = submission.parameter_server, submission.options.kubernetes.key_secret
-    if strategy is None and secret is not None:
+    servers, secret = submission.server_options, submission.options.kubernetes.key_secret
+    if servers is None and secret is not None:
         raise ConfigurationError(f"{SECTION}.key_secret={secret} is for a ParameterServerStrategy; leave it out")
     several = submission.size.nodes + submission.options.server_nodes > 1
-    if strategy is None or not several or secret is not None or strategy.options.security == "none":
+    if servers is None or not several or secret is not None or servers.security == "none":
         return
     raise ConfigurationError(
         f"{SECTION}.key_secret: the connections between the pods are encrypted: cnnstrategies-server --make-keys "
@@ -162,7 +163,7 @@ def _changes(submission: "Submission", name: str) -> dict[str, Any]:
     changes: dict[str, Any] = {
         "stop.grace": float(options.kubernetes.grace),
         "stop.on_each_node": True,
-        "network.wait": max(submission.config.network.wait, WAIT),
+        "interconnect.wait": max(seconds(submission.config.interconnect.wait, "interconnect.wait"), WAIT),
     }
     strategy = "trainer.strategy.init_args"
     if options.kubernetes.key_secret is not None:

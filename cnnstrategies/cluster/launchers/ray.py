@@ -18,6 +18,7 @@ from cnnstrategies.cluster.ray.connection import connected, demand, in_words
 from cnnstrategies.cluster.ray.driver import Driver
 from cnnstrategies.cluster.ray.node import PYTHON
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.quantities import seconds
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -84,9 +85,9 @@ class Ray(Launcher):
             variables={"OMP_NUM_THREADS": str(options.cpus_per_task or 1), RUN_NAME: folder.name},
             foreign=tuple(pattern for launcher in launchers() for pattern in launcher.variables),
             max_restarts=options.ray.max_restarts,
-            wait=options.ray.wait,
-            grace=submission.config.stop.grace,
-            goes_on=submission.parameter_server is not None,
+            wait=options.ray.wait_seconds,
+            grace=seconds(submission.config.stop.grace, "stop.grace", least=0),
+            goes_on=submission.server_options is not None,
         )
         return RayJob(submission, driver, command)
 

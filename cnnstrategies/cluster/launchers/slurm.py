@@ -112,7 +112,7 @@ class Slurm(Launcher):
         options = submission.options
         folder = submission.run_folder(options.folder)
         submission.prepare_data()
-        goes_on = submission.parameter_server is not None
+        goes_on = submission.server_options is not None
         script = sbatch_script(options, submission.size, folder, sys.executable, command, goes_on)
         warning = {"stop.warning_signal": options.signal, "stop.warning_grace": float(options.grace)}
         return ScriptJob(submission, folder, script, queue, warning if options.requeue else {})

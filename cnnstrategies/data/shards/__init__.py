@@ -1,1 +1,1 @@
-"""Images packed into tar files: how they are written, and how any of them is read by its number."""
+"""Images packed into tar files: writing the files, and reading any image by its number."""

@@ -1,4 +1,4 @@
-"""What an image becomes in a shard."""
+"""Encoding of an image for a shard."""
 
 import io
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 
 @dataclass(frozen=True)
 class EncodingOptions:
-    """How images are packed.
+    """Options for packing images.
 
     Attributes:
-        size: The shorter side to which larger images are shrunk; None leaves sizes as they are.
-        quality: Of the JPEG files that images become; None leaves files as they are.
-        shard_bytes: About the size of a shard, in bytes of the source.
+        size: Shorter side to which larger images are shrunk; None keeps the sizes.
+        quality: Quality of the JPEG files that images are converted to; None keeps the files.
+        shard_bytes: Approximate size of a shard, in bytes of the source.
     """
 
     size: int | None
@@ -29,11 +29,14 @@ class EncodingOptions:
 
 @dataclass(frozen=True)
 class Encoded:
-    """An image in a shard.
+    """An encoded image.
 
     Attributes:
-        width: When shown upright.
-        plain: Whether it is a JPEG whose header says all that decoding needs.
+        data: Content of the file.
+        extension: Extension of the file.
+        width: Width of the upright image.
+        height: Height of the upright image.
+        plain: Whether the image is an upright baseline JPEG, of which a part can be decoded; see ``jpeg.py``.
     """
 
     data: bytes
@@ -44,14 +47,15 @@ class Encoded:
 
 
 def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
-    """Look at an image, and make it what is packed.
+    """Decode an image file, and encode the image for a shard.
 
     Args:
-        size: The shorter side to shrink it to; a smaller image keeps its size, and None every image.
-        quality: Of the JPEG that it becomes; None leaves the file as it is.
+        data: Content of the file.
+        size: Shorter side to which a larger image is shrunk; None keeps the size.
+        quality: Quality of the JPEG file that the image is converted to; None keeps the file.
 
     Raises:
-        BrokenImageError: It cannot be decoded.
+        BrokenImageError: The image cannot be decoded.
     """
     pixels = decode(io.BytesIO(data))
     height, width = pixels.shape[1:]
@@ -59,7 +63,7 @@ def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
         with Image.open(io.BytesIO(data)) as opened:
             extension = EXTENSIONS.get(opened.format or "")
             turned = opened.getexif().get(ORIENTATION, 1) != 1
-        if extension is None:  # A PNG file loses nothing, and is smaller than BMP, TIFF and PNM.
+        if extension is None:  # PNG is lossless, and smaller than BMP, TIFF and PNM.
             file = io.BytesIO()
             Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file, "PNG")
             return Encoded(file.getvalue(), "png", width, height, False)
@@ -73,7 +77,7 @@ def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
             (max(size, round(width * shorter)), max(size, round(height * shorter))), Image.Resampling.LANCZOS
         )
     file = io.BytesIO()
-    # Of 4:2:0 and with restart markers, which let a reader decode no more than a crop; see jpeg.py.
+    # With 4:2:0 and restart markers a reader can decode a crop alone; see jpeg.py.
     interval = restart_interval(image)
     image.save(file, "JPEG", quality=quality, subsampling="4:2:0", optimize=True, restart_marker_blocks=interval)
     return Encoded(file.getvalue(), "jpg", *image.size, True)

@@ -1,8 +1,9 @@
-"""The structure of JPEG files, as far as it lets a decoder decode less of them.
+"""The structure of JPEG files, which lets a decoder decode only a part of an image.
 
-A baseline JPEG is rows of small rectangles ("units", ITU-T T.81 section A.2), each compressed after the one before it.
-What lies below a crop need not be decoded: the header is made to say that the image ends there. Where the file has
-restart markers, after which nothing depends on what was before, the rectangles of a crop alone make a JPEG too.
+A baseline JPEG consists of rows of small rectangles ("units", ITU-T T.81 section A.2), and each unit depends on the
+units before it. Units below a crop need not be decoded: a changed header lets the image end above them. After a restart
+marker the units do not depend on earlier units, so in a file with restart markers the units around a crop make a
+complete JPEG.
 """
 
 import importlib.util
@@ -22,24 +23,27 @@ from cnnstrategies.errors import ConfigurationError
 BASELINE = (0xC0, 0xC1)
 OTHER_FRAMES = {*range(0xC2, 0xD0)} - {0xC4, 0xC8, 0xCC}
 SCAN, RESTART_INTERVAL = 0xDA, 0xDD
-ALONE = {0x01, *range(0xD0, 0xD9)}  # Markers without a segment.
+ALONE = {0x01, *range(0xD0, 0xD9)}  # markers without a segment
 RESTARTS = [bytes((0xFF, 0xD0 + number)) for number in range(8)]
 END = b"\xff\xd9"
-# Decoders interpolate colours between neighbours: pixels this near to an edge that was cut are other ones.
+# Decoders interpolate colours between neighbours, so pixels within this distance from a cut differ.
 MARGIN = 2
 DecoderName = Literal["auto", "pillow", "simplejpeg"]
-SCALES = (8, 4, 2)  # By which a JPEG shrinks for less than it costs to decode it.
+SCALES = (8, 4, 2)  # Factors by which a decoder can shrink a JPEG in less time than it takes to decode it in full.
 
 
 @dataclass(frozen=True)
 class JpegHeader:
-    """What a baseline JPEG of three components says of itself.
+    """Header of a baseline JPEG with three components.
 
     Attributes:
-        frame: Where its frame header begins.
-        unit_width: Of a unit, in pixels.
-        interval: Units between two restart markers; 0 without.
-        data: Where the compressed units begin.
+        frame: Offset of the frame header, in bytes.
+        width: Width of the image, in pixels.
+        height: Height of the image, in pixels.
+        unit_width: Width of a unit, in pixels.
+        unit_height: Height of a unit, in pixels.
+        interval: Number of units between two restart markers; 0 without restart markers.
+        data: Offset of the compressed units, in bytes.
     """
 
     frame: int
@@ -52,18 +56,21 @@ class JpegHeader:
 
     @property
     def columns(self) -> int:
-        """Units in a row."""
+        """Number of units in a row."""
         return -(-self.width // self.unit_width)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A JPEG that shows a part of another.
+    """A JPEG that shows a part of another JPEG.
 
     Attributes:
-        left: Where its left edge is in the other.
-        top: Where its top edge is in the other.
-        exact: Whether nothing follows the units that it shows.
+        data: Content of the file.
+        left: Column of the other JPEG at which the part begins.
+        top: Row of the other JPEG at which the part begins.
+        width: Width of the part, in pixels.
+        height: Height of the part, in pixels.
+        exact: Whether the data ends after the units of the part.
     """
 
     data: bytes
@@ -75,7 +82,7 @@ class Cut:
 
 
 def read_header(data: bytes) -> JpegHeader | None:
-    """What the header says; None for anything but a baseline JPEG of three components in one scan."""
+    """Return the header; None if the data is not a baseline JPEG with three components in one scan."""
     if data[:2] != b"\xff\xd8":
         return None
     at, interval, frame = 2, 0, 0
@@ -105,9 +112,10 @@ def read_header(data: bytes) -> JpegHeader | None:
 
 
 def cut(data: bytes, header: JpegHeader, left: int, top: int, right: int, bottom: int) -> Cut:
-    """The smallest JPEG that shows a rectangle of another as the whole would; lossless, without decoding it.
+    """Return the smallest JPEG from which a rectangle decodes to the pixels that the whole JPEG has there.
 
-    The rectangle is in pixels, without the column ``right`` and the row ``bottom``.
+    The cut is lossless, and nothing is decoded. The rectangle is in pixels and excludes the column ``right`` and the
+    row ``bottom``.
     """
     rows = -(-header.height // header.unit_height)
     last = min(rows, -(-(bottom + MARGIN) // header.unit_height))
@@ -125,7 +133,7 @@ def cut(data: bytes, header: JpegHeader, left: int, top: int, right: int, bottom
     width, height = min(header.width, end * step) - x, height - y
     starts, ends = _intervals(data, header.data)
     if len(starts) != in_row * rows:
-        return Cut(data, 0, 0, header.width, header.height, True)  # Damaged; the decoder says how.
+        return Cut(data, 0, 0, header.width, header.height, True)  # The file is damaged: the decoder reports how.
     chosen = [place for row in range(first, last) for place in range(row * in_row + begin, row * in_row + end)]
     pieces = [_resized(data[: header.data], header, width, height)]
     for place, restart in zip(chosen, itertools.cycle(RESTARTS)):  # the cycle has no end
@@ -135,9 +143,9 @@ def cut(data: bytes, header: JpegHeader, left: int, top: int, right: int, bottom
 
 
 def restart_interval(image: Image.Image) -> int:
-    """Units between restart markers with which a crop of an image, written in 4:2:0, can be cut finely.
+    """Return the number of units between restart markers with which an image in 4:2:0 can be cut finely.
 
-    As few as make whole rows, and more than one where that is possible: a marker costs four bytes or so.
+    The number is a divisor of the units in a row: 2 or 3 if possible, else 1. A marker costs about four bytes.
     """
     columns = -(-image.width // 16)
     return next(count for count in (2, 3, 1) if columns % count == 0)
@@ -150,19 +158,23 @@ def _resized(head: bytes, header: JpegHeader, width: int, height: int) -> bytes:
 
 
 def _intervals(data: bytes, start: int) -> tuple[list[int], list[int]]:
-    """Where the intervals between restart markers begin and end."""
+    """Return the offsets at which the intervals between restart markers begin and end."""
     values = np.frombuffer(data, np.uint8)
     marks = np.flatnonzero(values[start:-1] == 0xFF) + start
     marks = marks[(values[marks + 1] & 0xF8) == 0xD0]
     return [start, *(marks + 2).tolist()], [*marks.tolist(), len(data) - len(END)]
 
 
-# Maps a JPEG and the factor by which it is to shrink to uint8 (H, W, 3).
+# Function from a JPEG and the factor by which to shrink it to uint8 (H, W, 3).
 Decoder = Callable[[Cut, int], Tensor]
 
 
 def find_decoder(name: DecoderName) -> Decoder:
-    """The decoder of this name."""
+    """Return the decoder with a name.
+
+    Raises:
+        ConfigurationError: The decoder is not installed.
+    """
     installed = importlib.util.find_spec("simplejpeg") is not None
     if name == "simplejpeg" and not installed:
         raise ConfigurationError("decoder=simplejpeg is not installed: pip install simplejpeg, or use decoder=pillow")
@@ -172,7 +184,7 @@ def find_decoder(name: DecoderName) -> Decoder:
 def _pillow(jpeg: Cut, scale: int) -> Tensor:
     size = -(-jpeg.width // scale), -(-jpeg.height // scale)
     try:
-        # Without Image.open, which would look at the header once more.
+        # Image.open would read the header once more.
         image = Image.frombytes("RGB", size, jpeg.data, "jpeg", ("RGB", "", scale, 0))
     except (ValueError, OSError) as error:
         raise BrokenImageError(str(error)) from error
@@ -185,7 +197,7 @@ def _simplejpeg(jpeg: Cut, scale: int) -> Tensor:
     height, width = -(-jpeg.height // scale), -(-jpeg.width // scale)
     least = {"min_height": height, "min_width": width, "min_factor": scale} if scale > 1 else {}
     try:
-        # What follows a cut is a warning, which `strict` would make an error.
+        # simplejpeg warns of data after the end of a cut; `strict` would turn the warning into an error.
         return torch.from_numpy(simplejpeg.decode_jpeg(jpeg.data, strict=jpeg.exact, **least))
     except ValueError as error:
         raise BrokenImageError(str(error)) from error

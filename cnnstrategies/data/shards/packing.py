@@ -1,4 +1,4 @@
-"""Packs the images of a folder into shards, several at the same time."""
+"""Packing of a folder's images into shards, several shards at the same time."""
 
 import hashlib
 import os
@@ -34,13 +34,13 @@ from cnnstrategies.data.shards.index import (
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.whole_file import writing
 
-UNFINISHED = ".unfinished"  # Ends the name of a folder that is being packed.
+UNFINISHED = ".unfinished"  # Suffix of the folder's name while images are packed.
 TAR_END = b"\0" * (2 * TAR_BLOCK)
 ORDER_SEED = 0
 
 
 class Image(NamedTuple):
-    """One that is to be packed: its path from the root, its class, and its number in its part."""
+    """An image to pack: its path from the root, its class, and its number in its part."""
 
     name: str
     target: int
@@ -49,7 +49,7 @@ class Image(NamedTuple):
 
 @dataclass(frozen=True)
 class Written:
-    """A shard, what the index says of its images, and those that could not be decoded, with the reason."""
+    """A written shard, its images' columns of the index, and the images that could not be decoded, with the reason."""
 
     shard: ShardFile
     columns: Columns
@@ -59,37 +59,49 @@ class Written:
 def pack(source: Path, out: Path, options: EncodingOptions, workers: int) -> Index:
     """Pack a folder in the layout of :class:`~cnnstrategies.data.ImageFolderDataModule`.
 
-    All of it is written beside ``out``, which is there when it is whole. The training images are packed in a random
-    order, so that neighbours in a shard are not of one class.
+    The shards are written to a folder beside ``out``, which is renamed to ``out`` when it is complete. The training
+    images are packed in a random order, so that neighbours in a shard have different classes.
 
     Args:
-        workers: Shards that are written at the same time.
+        source: Folder of the images.
+        out: Folder to create.
+        options: Options for packing.
+        workers: Number of shards that are written at the same time.
+
+    Raises:
+        ConfigurationError: ``out`` exists, the source has masks, or no image of a part can be decoded.
     """
     if out.exists():
-        raise ConfigurationError(f"{out} is there already: give another name, or remove it")
+        raise ConfigurationError(f"{out} exists already: choose another name, or remove it")
     module = ImageFolderDataModule(source)
     if set(module.class_names) == {"images", "masks"}:
         raise ConfigurationError(
-            f"{source} has masks, which are not packed: SegmentationFolderDataModule reads them from their folders"
+            f"{source} has masks, which cannot be packed: use SegmentationFolderDataModule, which reads masks from "
+            "their folders"
         )
     scratch = out.with_name(out.name + UNFINISHED)
     packing = secrets.token_hex(8)
-    shutil.rmtree(scratch, ignore_errors=True)  # Of a pack that was killed.
+    shutil.rmtree(scratch, ignore_errors=True)  # The folder may be left from a packing that was killed.
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         stack.enter_context(writing(scratch, REMEDY))
         scratch.mkdir(parents=True)
         shards: dict[str, list[list[Image]]] = {}
         for part, files in module.parts().items():
-            images = [Image(*one, number) for number, one in enumerate(zip(*files, strict=True))]
+            images = [Image(name, target, number) for number, (name, target) in enumerate(zip(*files, strict=True))]
             shards[part] = _shards(part, images, source, options.shard_bytes)
         written = _write(source, scratch, packing, options, shards, workers)
         index = Index(
             scratch,
             packing,
             module.class_names,
-            {part: _joined(part, found) for part, found in written.items()},
-            {name: why for found in written.values() for one in found for name, why in one.damaged.items()},
+            {part: _joined(part, shards_written) for part, shards_written in written.items()},
+            {
+                name: reason
+                for shards_written in written.values()
+                for shard in shards_written
+                for name, reason in shard.damaged.items()
+            },
         )
         write_index(index)
         scratch.rename(out)
@@ -97,7 +109,7 @@ def pack(source: Path, out: Path, options: EncodingOptions, workers: int) -> Ind
 
 
 def _shards(part: str, images: Sequence[Image], root: Path, shard_bytes: int) -> list[list[Image]]:
-    """Which images each shard of a part has, in order."""
+    """Return the images of each shard of a part, in order."""
     order = np.arange(len(images))
     if part == "train":
         np.random.default_rng(ORDER_SEED).shuffle(order)
@@ -115,26 +127,27 @@ def _write(
     console = Console(stderr=True)
     bar = Progress(console=console, transient=True, disable=not console.is_terminal)
     with bar as progress, ThreadPoolExecutor(workers) as pool:
-        shown = progress.add_task("Packing images", total=sum(len(one) for shards in parts.values() for one in shards))
+        total = sum(len(images) for shards in parts.values() for images in shards)
+        task = progress.add_task("Packing images", total=total)
 
         def following(images: Sequence[Image]) -> Iterator[Image]:
             for image in images:
                 if stop.is_set():
                     return
                 yield image
-                progress.advance(shown)
+                progress.advance(task)
 
         def write(file: str, images: Sequence[Image]) -> Written:
             return _write_shard(folder / file, root, following(images), packing, options)
 
         try:
             futures = {
-                part: [pool.submit(write, f"{part}-{number:06}.tar", one) for number, one in enumerate(shards)]
+                part: [pool.submit(write, f"{part}-{number:06}.tar", images) for number, images in enumerate(shards)]
                 for part, shards in parts.items()
             }
             return {part: [future.result() for future in shards] for part, shards in futures.items()}
         finally:
-            stop.set()  # Where one failed, or the user has had enough.
+            stop.set()  # After an error or an interrupt the other shards end early.
             pool.shutdown(cancel_futures=True)
 
 
@@ -145,13 +158,13 @@ def _write_shard(path: Path, root: Path, images: Iterable[Image], packing: str, 
     with path.open("wb") as shard:
         for image in images:
             try:
-                made = _encoded(root / image.name, options)
+                encoded = _encoded(root / image.name, options)
             except BrokenImageError as error:
                 damaged[image.name] = str(error)
                 continue
-            at, name = shard.tell() + TAR_BLOCK, os.fsencode(image.name)
-            rows.append((at, len(made.data), image.target, made.width, made.height, made.plain, name))
-            entries = tar_entry(f"{image.number:09}.{made.extension}", made.data, packing)
+            offset, name = shard.tell() + TAR_BLOCK, os.fsencode(image.name)
+            rows.append((offset, len(encoded.data), image.target, encoded.width, encoded.height, encoded.plain, name))
+            entries = tar_entry(f"{image.number:09}.{encoded.extension}", encoded.data, packing)
             entries += tar_entry(f"{image.number:09}.cls", str(image.target).encode(), packing)
             sha256.update(entries)
             shard.write(entries)
@@ -159,9 +172,9 @@ def _write_shard(path: Path, root: Path, images: Iterable[Image], packing: str, 
         shard.write(TAR_END)
         shard.flush()
         os.fsync(shard.fileno())
-        found = ShardFile(path.name, shard.tell(), sha256.hexdigest(), len(rows))
+        file = ShardFile(path.name, shard.tell(), sha256.hexdigest(), len(rows))
     columns = {field: np.array([row[i] for row in rows]) for i, field in enumerate(FIELDS[1:])}
-    return Written(found, columns, damaged)
+    return Written(file, columns, damaged)
 
 
 def _encoded(path: Path, options: EncodingOptions) -> Encoded:
@@ -173,20 +186,22 @@ def _encoded(path: Path, options: EncodingOptions) -> Encoded:
 
 
 def _joined(part: str, written: list[Written]) -> ShardedPart:
-    """A part, from what is known of each shard."""
-    counts = [one.shard.images for one in written]
+    """Return a part with all of its written shards."""
+    counts = [shard.shard.images for shard in written]
     if not sum(counts):
-        name, why = next(item for one in written for item in one.damaged.items())
-        raise ConfigurationError(f"no image for {part} can be decoded; the first is {name} ({why})")
+        name, reason = next(item for shard in written for item in shard.damaged.items())
+        raise ConfigurationError(
+            f"no image for {part} can be decoded; the first is {name} ({reason}): repair the images or remove the part"
+        )
     columns: dict[str, npt.NDArray[Any]] = {"shard": np.repeat(np.arange(len(counts), dtype=np.int32), counts)}
     for field in FIELDS[1:]:
-        # A shard without an image has columns without a type.
-        columns[field] = np.concatenate([one.columns[field] for one in written if one.shard.images])
-    return ShardedPart([one.shard for one in written], columns)
+        # The columns of a shard without images have no type.
+        columns[field] = np.concatenate([shard.columns[field] for shard in written if shard.shard.images])
+    return ShardedPart([shard.shard for shard in written], columns)
 
 
 def tar_entry(name: str, content: bytes, packing: str) -> bytes:
-    """A file in a tar file; the packing as its owner's name says which index it belongs to."""
+    """Return a tar entry for a file. The owner's name is the packing, which identifies the index of the entry."""
     info = tarfile.TarInfo(name)
     info.size, info.uname, info.mode = len(content), packing, 0o644
     return info.tobuf(tarfile.USTAR_FORMAT) + content + b"\0" * (-len(content) % TAR_BLOCK)

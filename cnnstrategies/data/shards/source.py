@@ -1,4 +1,4 @@
-"""Images of shards, as a data module's source: which rectangle of each is shown, and how that is read and decoded."""
+"""Source of images in shards: choosing a rectangle of each image, reading it and decoding it."""
 
 import io
 import os
@@ -20,14 +20,14 @@ from cnnstrategies.data.shards.index import INDEX, TAR_BLOCK, TAR_OWNER, Index, 
 from cnnstrategies.data.shards.jpeg import SCALES, DecoderName, find_decoder
 from cnnstrategies.errors import ConfigurationError
 
-MOST_OPEN = 256  # Shards that a process has open.
-LEAST_AREA, RATIO = 0.08, (3 / 4, 4 / 3)  # Szegedy et al. 2015; torchvision's defaults, as are the ten attempts.
+MOST_OPEN = 256  # Largest number of shards that a process keeps open.
+LEAST_AREA, RATIO = 0.08, (3 / 4, 4 / 3)  # Szegedy et al. 2015. Like the ten attempts, they are torchvision's defaults.
 ATTEMPTS = 10
 Sizes = npt.NDArray[np.int64]
 
 
 class Crop(NamedTuple):
-    """A rectangle, and whether it is shown mirrored."""
+    """A rectangle of an image, in pixels, and whether it is mirrored."""
 
     left: int
     top: int
@@ -40,9 +40,13 @@ Crops = Callable[[Sizes, Sizes], list[Crop]]
 
 
 def random_crops(widths: Sizes, heights: Sizes) -> list[Crop]:
-    """Rectangles of random size, shape and place as torchvision's ``RandomResizedCrop`` draws them, half mirrored.
+    """Return a random rectangle for each image, as torchvision's ``RandomResizedCrop`` draws them; half are mirrored.
 
-    From torch's own generator: what seeds a batch seeds its crops. Sizes are those of the images, in pixels.
+    The numbers come from torch's default generator, so the seed of a batch determines its crops.
+
+    Args:
+        widths: Width of each image, in pixels.
+        heights: Height of each image, in pixels.
     """
     count = len(widths)
     area, ratio, left, top, mirror = torch.rand(5, ATTEMPTS, count, dtype=torch.float64).numpy()
@@ -51,19 +55,19 @@ def random_crops(widths: Sizes, heights: Sizes) -> list[Crop]:
     width, height = np.rint(np.sqrt(area * ratio)).astype(int), np.rint(np.sqrt(area / ratio)).astype(int)
     fits = (width > 0) & (width <= widths) & (height > 0) & (height <= heights)
     chosen = fits.argmax(0), np.arange(count)
-    # Where none fits: the largest rectangle in the middle whose shape is allowed.
-    found = fits[chosen]
-    width = np.where(found, width[chosen], np.minimum(widths, np.rint(heights * RATIO[1]).astype(int)))
-    height = np.where(found, height[chosen], np.minimum(heights, np.rint(widths / RATIO[0]).astype(int)))
-    x = np.where(found, left[chosen] * (widths - width + 1), (widths - width) / 2).astype(int)
-    y = np.where(found, top[chosen] * (heights - height + 1), (heights - height) / 2).astype(int)
+    # If no attempt fits, the crop is the largest centred rectangle with an allowed shape.
+    fitting = fits[chosen]
+    width = np.where(fitting, width[chosen], np.minimum(widths, np.rint(heights * RATIO[1]).astype(int)))
+    height = np.where(fitting, height[chosen], np.minimum(heights, np.rint(widths / RATIO[0]).astype(int)))
+    x = np.where(fitting, left[chosen] * (widths - width + 1), (widths - width) / 2).astype(int)
+    y = np.where(fitting, top[chosen] * (heights - height + 1), (heights - height) / 2).astype(int)
     mirrored = mirror[0] < 0.5
     rows = np.stack([x, y, width, height], axis=1).tolist()
     return [Crop(row[0], row[1], row[2], row[3], bool(flip)) for row, flip in zip(rows, mirrored.tolist(), strict=True)]
 
 
 def centre_crops(widths: Sizes, heights: Sizes, share: float) -> list[Crop]:
-    """Squares in the middle that cover a share of the shorter side."""
+    """Return a centred square for each image, with a side of ``share`` of the image's shorter side."""
     side = np.maximum(1, np.rint(np.minimum(widths, heights) * share).astype(int))
     x, y = (widths - side) // 2, (heights - side) // 2
     rows = zip(x.tolist(), y.tolist(), side.tolist(), strict=True)
@@ -71,12 +75,18 @@ def centre_crops(widths: Sizes, heights: Sizes, share: float) -> list[Crop]:
 
 
 class ShardSource:
-    """Images of one part, each read by a single ``pread`` and cropped and resized.
+    """Source of images of one part: each image is read by a single ``pread``, cropped and resized.
 
-    Of a JPEG only what the crop needs is decoded, as far as its structure and its size allow.
+    Only the part of a JPEG that the crop needs is decoded, as far as the structure and the size of the JPEG allow.
 
     Args:
-        numbers: Those of the part that this source has.
+        index: Index of the packed images.
+        part: Part of the images.
+        numbers: Numbers of the part's images that belong to this source.
+        crops: Function from widths and heights of images to a crop for each image.
+        size: Height and width of the results.
+        decoder: Name of the decoder for JPEG files.
+        interpolation: Interpolation of the resizing.
     """
 
     def __init__(
@@ -101,24 +111,27 @@ class ShardSource:
         self.open_files: dict[int, io.FileIO] = {}  # By shard.
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave open files behind: a spawned process has its own."""
+        """Return the state without open files, because a spawned process opens its own."""
         return {**vars(self), "open_files": {}}
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def name(self, number: int) -> str:
-        """The image's name in what was packed."""
+        """Return the image's name in the packed folder."""
         return readable(os.fsdecode(self.columns["name"][number]))
 
     def fetch(self, indices: list[int]) -> Batch:
         """Read, decode, crop and resize the images at ``indices``.
 
         Returns:
-            uint8 (n, 3, size, size), the channels innermost in memory, and their classes.
+            uint8 (n, 3, size, size), with the channels innermost in memory, and the images' classes.
+
+        Raises:
+            ConfigurationError: A shard cannot be read, or an image is damaged.
         """
         for number in indices:
-            # The system reads in the background what will be read: all wait for the storage together.
+            # The operating system starts to read all images in the background, so that waits for the storage overlap.
             shard, offset, length = self._place(number)
             os.posix_fadvise(self._file(shard), offset - TAR_BLOCK, TAR_BLOCK + length, os.POSIX_FADV_WILLNEED)
         crops = self.crops(*(self.columns[name][indices].astype(np.int64) for name in ("width", "height")))
@@ -128,15 +141,19 @@ class ShardSource:
                 self._show(number, self.read(number), crop, image)
             except BrokenImageError as error:
                 raise ConfigurationError(
-                    f"broken image {self.name(number)} in {self._path(number)} ({error}): `cnnstrategies pack --check "
-                    f"{self.paths[0].parent}` finds damaged shards; copy them again, or pack again"
+                    f"broken image {self.name(number)} in {self._path(number)} ({error}): find damaged shards with "
+                    f"`cnnstrategies pack --check {self.paths[0].parent}`, and copy them again, or pack again"
                 ) from None
         return images, self.targets[indices]
 
     def read(self, number: int) -> bytes:
-        """The file of an image, by one ``pread``."""
+        """Read the file of an image, by one ``pread``.
+
+        Raises:
+            ConfigurationError: The shard is truncated or belongs to another packing.
+        """
         shard, offset, length = self._place(number)
-        # With the entry's header before it, which says whose it is.
+        # The read includes the tar header before the file, which names the packing.
         content = os.pread(self._file(shard), TAR_BLOCK + length, offset - TAR_BLOCK)
         if len(content) < TAR_BLOCK + length:
             raise ConfigurationError(
@@ -144,34 +161,35 @@ class ShardSource:
             )
         if content[TAR_OWNER] != self.owner:
             raise ConfigurationError(
-                f"{self._path(number)} is not of the packing that {INDEX} describes: it is an index of other shards; "
-                "copy all files of one packing, or pack again"
+                f"{self._path(number)} belongs to another packing than {INDEX}: copy all files of one packing, or pack "
+                "again"
             )
         return content[TAR_BLOCK:]
 
     def _show(self, number: int, data: bytes, crop: Crop, out: Tensor) -> None:
-        """Decode a rectangle of an image, and bring it to the size of ``out`` (3, H, W)."""
+        """Decode a rectangle of an image, and resize it into ``out`` (3, H, W)."""
         header = jpeg.read_header(data) if self.columns["plain"][number] else None
         left, top, width, height = crop[:4]
         if header is None:
             pixels, scale = decode(io.BytesIO(data)).permute(1, 2, 0), 1
         else:
             shown = jpeg.cut(data, header, left, top, left + width, top + height)
-            scale = next((one for one in SCALES if min(width, height) >= one * self.size), 1)
+            scale = next((factor for factor in SCALES if min(width, height) >= factor * self.size), 1)
             pixels = self.decode_jpeg(shown, scale)
             left, top = left - shown.left, top - shown.top
             if pixels.shape[:2] == (shown.height, shown.width):
-                scale = 1  # Not every decoder shrinks.
-        left, top, width, height = (round(one / scale) for one in (left, top, width, height))
+                scale = 1  # Not every decoder can shrink an image.
+        left, top, width, height = (round(pixel / scale) for pixel in (left, top, width, height))
         part = pixels[top : top + height, left : left + width].permute(2, 0, 1)[None]
         if part.shape[2:] != out.shape[1:]:
-            # Of bytes with the channels innermost there is a fast kernel; a slice is not seen to have them so.
+            # torch has a fast kernel for bytes with the channels innermost, but does not see that a slice has this
+            # layout.
             part = part.contiguous(memory_format=torch.channels_last)
             part = F.interpolate(part, out.shape[1:], mode=self.interpolation, antialias=True)
         out.copy_((part.flip(-1) if crop.mirrored else part)[0])
 
     def _place(self, number: int) -> tuple[int, int, int]:
-        """The shard of an image, its first byte there and how many they are."""
+        """Return the shard of an image, the offset of its first byte, and the number of its bytes."""
         shard, offset, length = (int(self.columns[name][number]) for name in ("shard", "offset", "length"))
         return shard, offset, length
 
@@ -186,6 +204,6 @@ class ShardSource:
                 self.open_files[shard] = io.FileIO(self.paths[shard])
             except OSError as error:
                 raise ConfigurationError(
-                    f"cannot read {self.paths[shard]} ({error.strerror}): give the right to it, or copy it again"
+                    f"cannot read {self.paths[shard]} ({error.strerror}): grant the right to read it, or copy it again"
                 ) from None
         return self.open_files[shard].fileno()

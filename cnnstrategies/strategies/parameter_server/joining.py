@@ -161,12 +161,12 @@ class JoiningStrategy(ParameterServerStrategy):
             raise RunEnded(TOLD, clean=True)
 
     @override
-    def stop_signal(self, received: int | None) -> int | None:
-        """A joiner stops for itself, and no other process with it."""
+    def agree_on_stop(self, received: int | None) -> int | None:
+        """Return None: a joiner's own handler ends it, and no other process with it."""
         return None
 
     @override
-    def stop_asked(self) -> int | None:
+    def requested_stop(self) -> int | None:
         return None
 
     @override
