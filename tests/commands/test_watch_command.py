@@ -9,6 +9,7 @@ import pytest
 
 from cnnstrategies.cli import main
 from cnnstrategies.commands import watch
+from cnnstrategies.commands.arguments.options import WatchOptions
 from cnnstrategies.commands.watch import table
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
@@ -89,7 +90,7 @@ def test_where_nothing_answers_a_line_says_so(monkeypatch):
         ("ipc:///nowhere/at-all", "no coordinator answers at ipc:///nowhere/at-all: the run does not train"),
     ):
         with pytest.raises(ConfigurationError, match=why):
-            watch.main(["watch", "--run", run, "--once"])
+            watch.main(WatchOptions(run, once=True))
 
 
 def test_a_run_is_watched_until_it_ends(tmp_path, capfd):
