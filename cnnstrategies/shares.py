@@ -25,12 +25,12 @@ def check_shares(shares: str | Sequence[float], named: Sequence[str]) -> None:
         raise ConfigurationError(f"shares={list(shares)}: each rank needs a share above 0")
 
 
-def check_first(first: str | Sequence[float], shares: str | Sequence[float]) -> None:
+def check_initial(initial: str | Sequence[float], shares: str | Sequence[float]) -> None:
     """Refuse what ``shares: auto`` cannot begin with, or where they are not to be found, by a ConfigurationError."""
     check_shares(shares, ("auto", "equal"))
-    check_shares(first, ("equal",))
-    if first != "equal" and shares != "auto":
-        raise ConfigurationError(f"first={first} is what shares: auto begins with, not shares: {shares}")
+    check_shares(initial, ("equal",))
+    if initial != "equal" and shares != "auto":
+        raise ConfigurationError(f"initial_shares={initial} is what shares: auto begins with, not shares: {shares}")
 
 
 def deal(samples: int, shares: Sequence[float], least: int = 0, most: float | Sequence[float] = inf) -> tuple[int, ...]:

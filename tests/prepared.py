@@ -20,7 +20,11 @@ DECAY += ["--model.init_args.lr_scheduler.init_args.gamma=0.7"]
 COMMON = [
     [],
     ["--trainer.strategy.class_path=HybridPipelineStrategy", *LOGGER, *ADAMW, *DECAY],
-    ["--trainer.strategy.class_path=ParameterServerStrategy", "--trainer.strategy.init_args.servers=1", *LOGGER],
+    [
+        "--trainer.strategy.class_path=ParameterServerStrategy",
+        "--trainer.strategy.init_args.servers_per_node=1",
+        *LOGGER,
+    ],
 ]
 
 

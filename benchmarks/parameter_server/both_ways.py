@@ -41,13 +41,11 @@ STRATEGIES: dict[str, Any] = {
     "ddp_fp16": lambda: CompressedDDPStrategy("fp16"),
     "sync": served,
     "sync, fp16 both ways": lambda: both("fp16"),
-    "sync, topk 5 %, pulls fp16": lambda: served(compression="topk", compression_ratio=0.05, pull_compression="fp16"),
+    "sync, topk 5 %, pulls fp16": lambda: served(compression="topk", topk_density=0.05, pull_compression="fp16"),
     "sync, onebit both ways": lambda: both("onebit"),
-    "sync, topk 5 %, pulls onebit": lambda: served(
-        compression="topk", compression_ratio=0.05, pull_compression="onebit"
-    ),
-    "sync, topk 5 % both ways": lambda: both("topk", compression_ratio=0.05),
-    "sync, topk 1 % both ways": lambda: both("topk", compression_ratio=0.01),
+    "sync, topk 5 %, pulls onebit": lambda: served(compression="topk", topk_density=0.05, pull_compression="onebit"),
+    "sync, topk 5 % both ways": lambda: both("topk", topk_density=0.05),
+    "sync, topk 1 % both ways": lambda: both("topk", topk_density=0.01),
 }
 TRAINED = ("ddp", "sync, topk 5 % both ways", "sync, onebit both ways")
 

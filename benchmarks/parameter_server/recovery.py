@@ -239,7 +239,7 @@ def kill_worker(rank: int) -> Callable[[Run, int], dict[str, float]]:
 
 
 KINDS = {
-    "copies": Kind({"servers": 2, "replication": 2}, kill_server),
+    "copies": Kind({"servers_per_node": 2, "replication": 2}, kill_server),
     "worker": Kind({}, kill_worker(1)),
     "rank 0": Kind({}, kill_worker(0)),
     "coordinator": Kind({}, kill_coordinator),

@@ -34,7 +34,7 @@ STRATEGIES: dict[str, Any] = {
     "ddp_fp16": lambda: CompressedDDPStrategy("fp16"),
     "sync": served,
     "sync, fp16 both ways": lambda: served(compression="fp16", pull_compression="fp16"),
-    "sync, topk 5 %, pulls fp16": lambda: served(compression="topk", compression_ratio=0.05, pull_compression="fp16"),
+    "sync, topk 5 %, pulls fp16": lambda: served(compression="topk", topk_density=0.05, pull_compression="fp16"),
     "local, every 8 steps": lambda: served("local", sync_every=8),
 }
 

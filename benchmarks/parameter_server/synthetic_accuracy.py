@@ -46,9 +46,9 @@ def both(compression: str, **options: Any) -> dict[str, Any]:
 VARIANTS: dict[str, dict[str, Any]] = {
     "none": {},
     "fp16": both("fp16"),
-    "topk 5 %": both("topk", compression_ratio=0.05),
-    "topk 1 %": both("topk", compression_ratio=0.01),
-    "topk 5 %, pulls onebit": {**both("topk", compression_ratio=0.05), "pull_compression": "onebit"},
+    "topk 5 %": both("topk", topk_density=0.05),
+    "topk 1 %": both("topk", topk_density=0.01),
+    "topk 5 %, pulls onebit": {**both("topk", topk_density=0.05), "pull_compression": "onebit"},
     "onebit": both("onebit"),
 }
 

@@ -107,7 +107,7 @@ def _asynchronous(job: Job, layout: Layout, batch: int) -> float:
     slowest, first = 0.0, 0
     for stage, count in zip(stages, layout.replicas, strict=True):
         reduction = all_reduce(job.cluster, first, count)(stage.parameter_bytes)
-        network = job.cluster.hosts[0].network
+        network = job.cluster.hosts[0].interconnect
         port = (
             max(passing.bytes, passing.gradient_bytes)
             / network.bandwidth

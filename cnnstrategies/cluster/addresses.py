@@ -77,7 +77,7 @@ def interface_to(target: str) -> Interface:
         return next(interface for interface in interfaces() if interface.name == "lo")
     raise ConfigurationError(
         f"packets to {target} leave from {source}, which is not the first address of an interface (there are "
-        f"{_listed()}): name one with --network.interface"
+        f"{_listed()}): name one with --interconnect.interface"
     )
 
 
@@ -86,11 +86,13 @@ def find_interface(wanted: str) -> Interface:
     try:
         network = ipaddress.ip_network(wanted, strict=False) if "/" in wanted else None
     except ValueError as error:
-        raise ConfigurationError(f"network.interface: {wanted!r} is no subnet ({error}); 10.0.0.0/24 is one") from error
+        raise ConfigurationError(
+            f"interconnect.interface: {wanted!r} is no subnet ({error}); 10.0.0.0/24 is one"
+        ) from error
     for interface in interfaces():
         if interface.name == wanted or (network and ipaddress.ip_address(interface.address) in network):
             return interface
-    raise ConfigurationError(f"network.interface: {socket.gethostname()} has no {wanted!r}; it has {_listed()}")
+    raise ConfigurationError(f"interconnect.interface: {socket.gethostname()} has no {wanted!r}; it has {_listed()}")
 
 
 def choose_interface(wanted: str | None, target: str) -> Interface:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ParallelStrategy
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from cnnstrategies._lightning_private import ranks_are_children
@@ -20,30 +19,30 @@ from cnnstrategies.cluster.addresses import Interface, choose_interface, resolve
 from cnnstrategies.cluster.probe import Answer, Probe, ProbedHost, ping
 from cnnstrategies.cluster.stores import missing_after, on_loopback, open_store
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.quantities import Duration, seconds
+from cnnstrategies.strategies.protocol import facts_of
 
 UNREACHABLE = 1  # exit code
 MOST_AT_ONCE = 16  # pings under way
 PING_SECONDS = 5.0
 
 
-class Network:
+class Interconnect:
     """The connection between the hosts of a run on several machines.
 
     Args:
         interface: Network interface for the traffic between the ranks, by name (``eth0``) or by subnet
             (``10.0.0.0/24``, where the names differ from host to host). By default ``GLOO_SOCKET_IFNAME`` or
             ``NCCL_SOCKET_IFNAME``, else the one on the route between the hosts.
-        wait: Seconds to wait for all hosts at the start.
-        timeout: Seconds without an answer from a host after which the run ends with a message that names it.
+        wait: Longest wait for all hosts at the start: seconds or ``minutes:seconds``.
+        timeout: Time without an answer from a host, in the same form, after which the run ends with a message that
+            names the host.
     """
 
-    def __init__(self, interface: str | None = None, wait: float = 300.0, timeout: float = 60.0) -> None:
-        for name, value in (("wait", wait), ("timeout", timeout)):
-            if value <= 0:
-                raise ConfigurationError(f"network.{name}={value:g}: it must be above 0 seconds")
+    def __init__(self, interface: str | None = None, wait: Duration = 300.0, timeout: Duration = 60.0) -> None:
         self.interface = interface
-        self.wait = wait
-        self.timeout = timeout
+        self.wait = seconds(wait, "interconnect.wait")
+        self.timeout = seconds(timeout, "interconnect.timeout")
 
 
 def meet(
@@ -82,7 +81,7 @@ def meet(
             missing_after(store, [f"told/{number}" for number in range(nodes)], PING_SECONDS)
         raise ConfigurationError(
             "; ".join(failures) + ": allow TCP connections on all ports between the machines of the run, or choose "
-            "another interface with --network.interface"
+            "another interface with --interconnect.interface"
         )
     store.set(f"interface/{node}", mine.name)
     return mine, probe, others
@@ -116,8 +115,8 @@ def wait_for(store: Store, keys: list[str], node: int, nodes: int, seconds: floa
     raise ConfigurationError(
         f"{socket.gethostname()} has waited {seconds:g} s for {', '.join(missing)}"
         f"{'; here are ' + ', '.join(known) if known else ''}: start it on all {nodes} machines with the same "
-        "MASTER_ADDR and MASTER_PORT, and look at the others' output; --network.wait (--wait of doctor) sets how long "
-        "to wait"
+        "MASTER_ADDR and MASTER_PORT, and look at the others' output; --interconnect.wait (--wait of doctor) sets how "
+        "long to wait"
     )
 
 
@@ -169,24 +168,25 @@ class Watch:
                 own = "; no other host answers, so it may be this one's connection" if alone else ""
                 self._on_silent(
                     f"{self._me} has not reached {names} for {self._timeout:g} s ({reason}){own}: the run ends here. "
-                    "Mend the connection and resume from the last checkpoint; --network.timeout sets how long to wait"
+                    "Mend the connection and resume from the last checkpoint; --interconnect.timeout sets how long to "
+                    "wait"
                 )
                 return
 
 
 @contextlib.contextmanager
-def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
+def across_hosts(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]:
     """Bring the hosts of a run together before it starts, and watch them while it lasts; one host has its loopback.
 
-    Each host's first process speaks for it. A strategy with the attribute ``finds_hosts`` does all that itself, and
-    is told in ``wait`` how long.
+    Each host's first process speaks for it. A strategy that connects its hosts itself only learns how long to wait for
+    them.
     """
     strategy = trainer.strategy
-    environment = getattr(strategy, "cluster_environment", None)
-    finds_hosts = getattr(strategy, "finds_hosts", False)
-    if finds_hosts:
-        strategy.wait = network.wait  # type: ignore[attr-defined]
-    if finds_hosts or not isinstance(strategy, ParallelStrategy) or environment is None:
+    facts = facts_of(strategy)
+    environment = facts.environment
+    if facts.connects_hosts:
+        facts.set_host_timeout(interconnect.wait)
+    if facts.connects_hosts or environment is None:
         yield
         return
     if trainer.num_nodes == 1:
@@ -200,10 +200,10 @@ def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
         )
     watch, probe = None, None
     address, port = environment.main_address, environment.main_port
-    store = open_store(address, port, strategy.global_rank == 0, network.wait)
+    store = open_store(address, port, environment.global_rank() == 0, interconnect.wait)
     if environment.local_rank() == 0:
         node, nodes = environment.node_rank(), trainer.num_nodes
-        interface, probe, others = meet(store, node, nodes, address, network.interface, network.wait)
+        interface, probe, others = meet(store, node, nodes, address, interconnect.interface, interconnect.wait)
         name = interface.name
 
         def end(message: str) -> None:
@@ -213,9 +213,9 @@ def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
                 strategy.launcher.kill(signal.SIGKILL)
             os._exit(UNREACHABLE)
 
-        watch = Watch(socket.gethostname(), others, network.timeout, end)
+        watch = Watch(socket.gethostname(), others, interconnect.timeout, end)
     else:
-        name = interface_of(store, environment.node_rank(), trainer.num_nodes, network.wait)
+        name = interface_of(store, environment.node_rank(), trainer.num_nodes, interconnect.wait)
     use_interface(name)
     try:
         yield

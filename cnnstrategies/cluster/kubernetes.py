@@ -129,7 +129,7 @@ def _pod(run: PodRun, role: str) -> Object:
     return {
         "subdomain": run.name,
         "restartPolicy": "Never",  # The Job starts it again, on another node if need be.
-        "terminationGracePeriodSeconds": run.options.grace_seconds,
+        "terminationGracePeriodSeconds": run.options.whole_grace,
         "containers": [_container(run, role)],
         "volumes": [{"name": name, **source} for name, _, source in _mounted(run)],
         **run.options.pod,

@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.quantities import Duration, seconds
 
 # Options of sbatch by the key that decides them: an extra line that says it again could disagree.
 DECIDED = {
@@ -55,8 +56,8 @@ class KubernetesOptions:
             left out.
         key_secret: Secret with the keys of a parameter server, made of a file run.key.
         env: Environment variables of the pods, such as {NCCL_SOCKET_IFNAME: eth0}.
-        grace_seconds: Time between a pod's SIGTERM and its end. A step, or a validation if it comes then, and the
-            writing of the checkpoint must fit into it.
+        grace_seconds: Time, as seconds or ``minutes:seconds``, between a pod's SIGTERM and its end. A step, or a
+            validation if it comes then, and the writing of the checkpoint must fit into it.
         max_restarts: How often pods that fail are started again. Those that end because a node is drained or their
             place is needed, with a checkpoint, do not count.
 
@@ -75,11 +76,11 @@ class KubernetesOptions:
     shared_memory: str | None = None
     key_secret: str | None = None
     env: dict[str, str] = field(default_factory=dict)
-    grace_seconds: int = 120
+    grace_seconds: Duration = 120
     max_restarts: int = 6
 
     def __post_init__(self) -> None:
-        if self.grace_seconds < POD_MARGIN_SECONDS + 10:
+        if self.whole_grace < POD_MARGIN_SECONDS + 10:
             raise ConfigurationError(
                 f"cluster.kubernetes.grace_seconds={self.grace_seconds}: a run needs time to finish its step and to "
                 f"save; at least {POD_MARGIN_SECONDS + 10}, and 120 is usual"
@@ -107,9 +108,14 @@ class KubernetesOptions:
                 )
 
     @property
+    def whole_grace(self) -> int:
+        """Seconds between a pod's SIGTERM and its end."""
+        return round(seconds(self.grace_seconds, "cluster.kubernetes.grace_seconds", least=0))
+
+    @property
     def grace(self) -> int:
         """Seconds between SIGTERM and the moment when a run that has not stopped is killed."""
-        return self.grace_seconds - POD_MARGIN_SECONDS
+        return self.whole_grace - POD_MARGIN_SECONDS
 
 
 @dataclass
@@ -119,7 +125,7 @@ class RayOptions:
     Attributes:
         address: Of the cluster, as ``ray.init`` takes it; by default ``RAY_ADDRESS``, else the one on this machine.
         max_restarts: How often the run is started again from its last checkpoint, after a node or a process was lost.
-        wait: Seconds to wait for nodes that are free, at the start and after a loss.
+        wait: Longest wait, as seconds or ``minutes:seconds``, for nodes that are free, at the start and after a loss.
 
     Raises:
         ConfigurationError: A value is out of range.
@@ -127,15 +133,20 @@ class RayOptions:
 
     address: str | None = None
     max_restarts: int = 3
-    wait: int = 600
+    wait: Duration = 600
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
             raise ConfigurationError(f"cluster.ray.max_restarts={self.max_restarts}: 0 or more")
-        if self.wait < 1:
+        if self.wait_seconds < 1:
             raise ConfigurationError(
                 f"cluster.ray.wait={self.wait}: nodes need some seconds to start a process; give it 30"
             )
+
+    @property
+    def wait_seconds(self) -> float:
+        """Longest wait for nodes that are free, in seconds."""
+        return seconds(self.wait, "cluster.ray.wait", least=0)
 
 
 @dataclass
@@ -162,8 +173,8 @@ class ClusterOptions:
         sbatch: Other options of sbatch, such as ``--exclusive`` and ``--constraint=ib``.
         requeue: On the warning signal, stop at a step boundary with a checkpoint, requeue the job and go on from there.
         signal: The warning signal.
-        signal_seconds: How long before the time limit it is sent. A step, or a validation if it comes then, must fit
-            into it; SLURM may send it up to a minute earlier.
+        signal_seconds: Time, as seconds or ``minutes:seconds``, between the warning signal and the time limit. A step,
+            or a validation if it comes then, must fit into it; SLURM may send the signal up to a minute earlier.
         max_requeues: How often a job may requeue itself.
         folder: Where run folders are made, on a disk that all nodes see; with ``--to ray`` by default ``ray``.
         check_data: Look at the data before the job is queued; false where only the nodes have them.
@@ -193,7 +204,7 @@ class ClusterOptions:
     sbatch: list[str] = field(default_factory=list)
     requeue: bool = True
     signal: Literal["USR1", "USR2"] = "USR1"
-    signal_seconds: int = 120
+    signal_seconds: Duration = 120
     max_requeues: int = 100
     folder: Path = Path("slurm")
     check_data: bool = True
@@ -231,16 +242,21 @@ class ClusterOptions:
                 f"cluster.time={self.time}: without quotes YAML reads 1:30:00 as the number 5400; write time: "
                 "'1:30:00', or time: '90' for minutes"
             )
-        if self.requeue and self.signal_seconds < MARGIN_SECONDS + 10:
+        if self.requeue and self.warning < MARGIN_SECONDS + 10:
             raise ConfigurationError(
                 f"cluster.signal_seconds={self.signal_seconds}: a run needs time to finish its step and to save; at "
                 f"least {MARGIN_SECONDS + 10}, and 120 is usual"
             )
 
     @property
+    def warning(self) -> int:
+        """Seconds between the warning signal and the time limit."""
+        return round(seconds(self.signal_seconds, "cluster.signal_seconds", least=0))
+
+    @property
     def grace(self) -> int:
         """Seconds between the warning signal and the moment when a run that has not stopped is killed."""
-        return self.signal_seconds - MARGIN_SECONDS
+        return self.warning - MARGIN_SECONDS
 
 
 def _check_extra(name: str, line: str) -> None:

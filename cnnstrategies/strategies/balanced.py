@@ -12,13 +12,15 @@ from typing_extensions import override
 
 from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.old_names import refuse_old_names
+from cnnstrategies.quantities import as_timedelta
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import Rows, gather_rows
 from cnnstrategies.strategies.dealing import Dealing
-from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
+from cnnstrategies.strategies.protocol import StrategyFacts
 
 
-class BalancedDDPStrategy(DDPStrategy):
+class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
     """DDP in which each rank has its share of the global batch, and each sample counts as much as any other.
 
     The gradient is the mean over all samples of the global batch, whatever the shares: with networks without batch
@@ -28,8 +30,8 @@ class BalancedDDPStrategy(DDPStrategy):
         shares: What each rank has in proportion to the others', such as ``[3, 1]``; ``equal``; or ``auto``: equal at
             first, then by each rank's own time for a sample, dealt anew wherever that makes a step more than 3 %
             quicker.
-        max_share: Samples that a rank can hold in a batch.
-        first: The shares with which ``auto`` begins, as ``plan`` writes them by the speeds in a cluster file.
+        max_samples: Samples that a rank can hold in a batch.
+        initial_shares: The shares with which ``auto`` begins, as ``plan`` writes them by the speeds in a cluster file.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy`.
 
     Raises:
@@ -41,14 +43,17 @@ class BalancedDDPStrategy(DDPStrategy):
     def __init__(
         self,
         shares: Literal["auto", "equal"] | list[float] = "auto",
-        max_share: int | None = None,
-        first: Literal["equal"] | list[float] = "equal",
+        max_samples: int | None = None,
+        initial_shares: Literal["equal"] | list[float] = "equal",
         **kwargs: Any,
     ) -> None:
+        refuse_old_names(BalancedDDPStrategy, kwargs)
         if kwargs.get("ddp_comm_hook") is not None:
             raise ConfigurationError("ddp_comm_hook: this strategy brings its own hook; use strategy ddp with yours")
+        if "timeout" in kwargs:
+            kwargs["timeout"] = as_timedelta(kwargs["timeout"], "timeout")
         super().__init__(**kwargs)
-        self._dealing = Dealing(self, shares, max_share, first)
+        self._dealing = Dealing(self, shares, max_samples, initial_shares)
         self._group: dist.ProcessGroup | None = None
 
     @property
@@ -59,8 +64,8 @@ class BalancedDDPStrategy(DDPStrategy):
         return super().launcher
 
     @property
-    def deals(self) -> Deals:
-        """By which shares batches are dealt."""
+    @override
+    def batch_shares(self) -> Deals:
         return self._dealing.deals
 
     @override
@@ -98,11 +103,6 @@ class BalancedDDPStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         return self._dealing.loader(dataloader)
 
-    def describe(self, batch_size: int | None) -> list[tuple[str, str]]:
-        """The shares, for a panel."""
-        return [self._dealing.describe()]
-
-    def differences(self, batch_size: int | None) -> list[str]:
-        """What is different from one device, a line each, for a panel."""
-        assert self.lightning_module is not None
-        return differences_of_replicas(self.lightning_module, self.world_size, batch_size, RANK_ZERO)
+    @override
+    def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
+        return [self._dealing.panel_row()]

@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from cnnstrategies._lightning_private import keep_batches
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import has_batch_norm
-from cnnstrategies.shares import NORMALISED_TOGETHER, Deals, check_count, check_first
+from cnnstrategies.shares import NORMALISED_TOGETHER, Deals, check_count, check_initial
 from cnnstrategies.strategies.balancing import Balance, Rows, Stopwatch
 from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.sample_weights import SampleWeights
@@ -26,18 +26,20 @@ class Dealing:
         strategy: Whose.
         shares: One for each rank; ``equal``; or ``auto``, by each rank's own time.
         most: Samples that a rank can hold in a batch.
-        first: The shares with which ``auto`` begins; equal ones by default.
+        initial: The shares with which ``auto`` begins; equal ones by default.
 
     Raises:
         ConfigurationError: What is given is no share.
     """
 
-    def __init__(self, strategy: DDPStrategy, shares: Shares, most: int | None = None, first: Shares = "equal") -> None:
-        check_first(first, shares)
+    def __init__(
+        self, strategy: DDPStrategy, shares: Shares, most: int | None = None, initial: Shares = "equal"
+    ) -> None:
+        check_initial(initial, shares)
         if most is not None and most < 1:
-            raise ConfigurationError(f"max_share={most}: a rank needs at least 1 sample")
+            raise ConfigurationError(f"max_samples={most}: a rank needs at least 1 sample")
         self.shares = shares
-        self._first = first if shares == "auto" else shares
+        self._initial = initial if shares == "auto" else shares
         self.stopwatch: Stopwatch | None = None
         self._most = most
         self._strategy = strategy
@@ -45,14 +47,16 @@ class Dealing:
 
     def check(self) -> None:
         """Refuse shares that are not as many as the processes; before these are started."""
-        check_count(self._first, self._strategy.num_nodes * self._strategy.num_processes)
+        check_count(self._initial, self._strategy.num_nodes * self._strategy.num_processes)
 
     @property
     def deals(self) -> Deals:
         """By which shares batches are dealt."""
         if self._deals is None:
             module = self._strategy.lightning_module
-            shares: Sequence[float] = [1] * self._strategy.world_size if isinstance(self._first, str) else self._first
+            shares: Sequence[float] = (
+                [1] * self._strategy.world_size if isinstance(self._initial, str) else self._initial
+            )
             least = NORMALISED_TOGETHER if module is not None and has_batch_norm(module) else 1
             self._deals = Deals(shares, least, inf if self._most is None else self._most)
         return self._deals
@@ -85,9 +89,9 @@ class Dealing:
         assert module is not None
         return by_shares(dataloader, module.trainer, self.deals)
 
-    def describe(self) -> tuple[str, str]:
-        """The shares, for a panel."""
-        said = f"{self._first} at first, then by each rank's own time" if self.shares == "auto" else str(self.shares)
+    def panel_row(self) -> tuple[str, str]:
+        """Return the start panel's row about the shares."""
+        said = f"{self._initial} at first, then by each rank's own time" if self.shares == "auto" else str(self.shares)
         least = f"; at least {self.deals.least} samples" if self.deals.least > 1 else ""
         most = f"; at most {self._most} samples" if self._most is not None else ""
         return "shares", f"{said}{least}{most}"

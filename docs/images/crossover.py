@@ -70,7 +70,7 @@ def draw_crossover(job: Job, file: Path) -> None:
     # One number of microbatches for each device, since a search for each point would take long.
     each = 1.0 if best is None else best.predictor.problem.microbatches / job.cluster.devices
     job = replace(job, microbatches=round(each * job.cluster.devices))
-    network = job.cluster.hosts[0].network.bandwidth * 8 / 1e9
+    network = job.cluster.hosts[0].interconnect.bandwidth * 8 / 1e9
     faster = [replace(job, cluster=_with_network(job.cluster, factor)) for factor in RATES]
     _draw(left, [factor * network for factor in RATES], faster)
     left.axvline(network, color="#999999", linewidth=0.8, linestyle=":")
@@ -111,7 +111,9 @@ def _rate(ranking: Ranking, family: str) -> float | None:
 def _with_network(cluster: Cluster, factor: float) -> Cluster:
     hosts = []
     for host in cluster.hosts:
-        hosts.append(replace(host, network=replace(host.network, bandwidth=factor * host.network.bandwidth)))
+        hosts.append(
+            replace(host, interconnect=replace(host.interconnect, bandwidth=factor * host.interconnect.bandwidth))
+        )
     return replace(cluster, hosts=tuple(hosts))
 
 

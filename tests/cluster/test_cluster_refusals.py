@@ -9,7 +9,7 @@ import pytest
 from ports import free_port
 
 from cnnstrategies.cluster.addresses import find_interface
-from cnnstrategies.cluster.hosts import Network
+from cnnstrategies.cluster.hosts import Interconnect
 from cnnstrategies.cluster.job import Size, job_size
 from cnnstrategies.cluster.options import ClusterOptions, KubernetesOptions, RayOptions
 from cnnstrategies.cluster.ray.connection import demand
@@ -47,7 +47,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (partial(KubernetesOptions, env={"PET_NNODES": "3"}), "PET_NNODES could disagree"),
     (partial(RayOptions, max_restarts=-1), "cluster.ray.max_restarts=-1"),
     (partial(RayOptions, wait=0), "cluster.ray.wait=0"),
-    (partial(Network, timeout=0), "network.timeout=0: it must be above 0"),
+    (partial(Interconnect, timeout=0), "interconnect.timeout=0: it must be above 0"),
     (partial(job_size, 1, "auto", "gpu"), "trainer.devices=auto"),
     (partial(job_size, 1, -1, "gpu"), "trainer.devices=-1"),
     (partial(job_size, 1, 2, "auto"), "trainer.accelerator=auto"),

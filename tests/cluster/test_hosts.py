@@ -60,7 +60,7 @@ def written(since: int, runs: list[Run]) -> Path:
 
 def test_short_cuts_of_a_link_are_survived_and_long_ones_end_it(hosts: Network) -> None:
     """Over the interface that is named, and each tells the other's name."""
-    network = ("--network.interface=10.77.9.0/24", "--network.timeout=10")
+    network = ("--interconnect.interface=10.77.9.0/24", "--interconnect.timeout=10")
     runs = [train(hosts, node, "--trainer.strategy=hybrid_pipeline", *network, *ENDLESS) for node in (0, 1)]
     path = written(0, runs)
     hosts.hosts[1].set_link("down")
@@ -90,7 +90,7 @@ class Dies(Callback):
 def test_a_node_that_pushes_once_survives_its_leader(hosts: Network) -> None:
     arguments = [
         "--trainer.strategy=ParameterServerStrategy",
-        *(f"{SERVER}.timeout=10", f"{SERVER}.combine=true", f"{SERVER}.security=none"),
+        *(f"{SERVER}.timeout=10", f"{SERVER}.combine_per_node=true", f"{SERVER}.security=none"),
         *("--trainer.devices=2", "--trainer.max_epochs=2", "--trainer.limit_train_batches=15"),
         "--trainer.callbacks+=cluster.test_hosts.Dies",
     ]
@@ -107,11 +107,11 @@ def test_a_node_that_pushes_once_survives_its_leader(hosts: Network) -> None:
 
 
 def test_hosts_that_do_not_find_each_other_say_why(hosts: Network) -> None:
-    soon = "--network.wait=2"
+    soon = "--interconnect.wait=2"
     alone = train(hosts, 0, soon)
     nothing_listens = train(hosts, 1, soon, port=29512)
     no_such_host = train(hosts, 1, soon, address="10.77.9.3")
-    wrong = [train(hosts, node, "--network.interface=extra", port=29513) for node in (0, 1)]
+    wrong = [train(hosts, node, "--interconnect.interface=extra", port=29513) for node in (0, 1)]
     without_keys = train(hosts, 0, "--trainer.strategy=parameter_server")
     runs = (alone, nothing_listens, no_such_host, without_keys, *wrong)
     assert [run.wait() for run in runs] == [2] * 6, "\n".join(run.output() for run in runs)
@@ -122,7 +122,7 @@ def test_hosts_that_do_not_find_each_other_say_why(hosts: Network) -> None:
     assert "--make-keys" in without_keys.output()
     for run in wrong:
         assert "alpha (10.99.0.1 on extra) cannot reach beta (10.99.1.1, node 1)" in run.output()
-        assert "--network.interface" in run.output()
+        assert "--interconnect.interface" in run.output()
 
 
 def test_forked_ranks_on_several_hosts_are_refused(run_cli: Callable[..., tuple[int, str]], quick: list[str]) -> None:

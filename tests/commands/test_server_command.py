@@ -71,7 +71,7 @@ def test_the_run_is_waited_for_as_long_as_its_configuration_says():
     path = configuration(**LOCAL)
     waits = [Path(f"{seconds}.yaml") for seconds in (20, 30)]
     for file in waits:
-        file.write_text(f"network: {{wait: {file.stem}}}")
+        file.write_text(f"interconnect: {{wait: {file.stem}}}")
     assert server_of([*waits, path], 0).address.appear == 30
     assert server_of([path], 0).address.appear == APPEAR
 

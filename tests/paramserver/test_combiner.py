@@ -37,5 +37,5 @@ def test_who_leads_may_have_died_or_forgotten_steps_and_all_hear_of_it() -> None
 
 
 def test_memory_of_another_nodes_process_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"combine: true: worker 3 \(process 1 on other\) counts as one"):
+    with pytest.raises(ConfigurationError, match=r"combine_per_node: true: worker 3 \(process 1 on other\)"):
         open_shared([3], {3: ["other", 1, 99]}, 64)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.light
 
 
 def test_places_are_given_while_there_are_some():
-    run = Run(2, 1, elastic=2)
+    run = Run(2, 1, max_joiners=2)
     found = run.ask(PLACE)
     assert (found["place"], found["incarnation"], found["workers"]) == (2, 0, 2)
     peer = run.member("worker", 2)
@@ -23,12 +23,12 @@ def test_places_are_given_while_there_are_some():
     run.call(peer, "leave")
     assert (run.ask(PLACE)["place"], run.ask(PLACE)["incarnation"]) == (2, 1)
     refused = run.ask("hello", Peer("worker", 4), session=0)["message"]
-    assert "2 places for workers that join: no worker 4 is expected" in refused
+    assert "2 places for workers that join: it does not expect worker 4" in refused
     assert "place" not in Run(2, 1).ask(PLACE)
 
 
 def test_who_may_join_before_training_is_not_waited_for():
-    run = Run(2, 1, elastic=2, supervised=False)
+    run = Run(2, 1, max_joiners=2, supervised=False)
     peer, _ = run.joins()
     members = [run.member("server", 0), *(run.member("worker", one) for one in range(2))]
     run.strike("pause", peer, 60.0)
@@ -38,7 +38,7 @@ def test_who_may_join_before_training_is_not_waited_for():
 
 
 def test_one_is_let_in_after_a_boundary_with_what_was_told():
-    run, zero, one = in_epoch(elastic=2)
+    run, zero, one = in_epoch(max_joiners=2)
     with run.loses(lambda send: send.message.kind == "view"):
         peer, started = run.joins()
         run.passes(2.0)
@@ -59,7 +59,7 @@ def test_one_is_let_in_after_a_boundary_with_what_was_told():
 
 
 def test_one_is_not_let_in_when_others_met_since_the_boundary():
-    run, zero, one = in_epoch(elastic=2)
+    run, zero, one = in_epoch(max_joiners=2)
     for who in (zero, one):
         run.collect(who)
     peer, started = run.joins()
@@ -82,7 +82,7 @@ def test_one_is_not_let_in_when_others_met_since_the_boundary():
 
 
 def test_who_waits_to_join_is_told_of_the_end():
-    run, zero, one = in_epoch(elastic=2)
+    run, zero, one = in_epoch(max_joiners=2)
     for who in (zero, one):
         run.collect(who)
     peer, _ = run.joins()
@@ -96,7 +96,7 @@ def test_who_waits_to_join_is_told_of_the_end():
 
 
 def test_what_is_kept_of_who_joins_does_not_grow_with_epochs():
-    run, *_ = in_epoch(elastic=1)
+    run, *_ = in_epoch(max_joiners=1)
     for incarnation in range(50):
         peer, _ = run.joins()
         assert peer.incarnation == incarnation
@@ -130,7 +130,7 @@ def test_one_waits_for_the_next_boundary(why: str) -> None:
 
 
 def test_one_waits_for_a_boundary_if_the_last_let_one_in():
-    run, zero, one = in_epoch(elastic=1)
+    run, zero, one = in_epoch(max_joiners=1)
     for peer in (zero, one):
         run.collect(peer)
     joined, _ = run.joins()
@@ -140,7 +140,7 @@ def test_one_waits_for_a_boundary_if_the_last_let_one_in():
     run.passes(2.0)
     for peer in (zero, one, joined):
         run.collect(peer, "admitted")
-    assert run.coordinator.dispatcher.may_come(1)
+    assert run.coordinator.dispatcher.may_join(1)
     assert comes_back(run, one).value is None
 
 

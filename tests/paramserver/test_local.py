@@ -86,7 +86,7 @@ def test_local_mode_equals_diloco_in_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.light
-@pytest.mark.parametrize("options", [{"compression": "topk", "compression_ratio": 0.25}, {"pull_compression": "fp16"}])
+@pytest.mark.parametrize("options", [{"compression": "topk", "topk_density": 0.25}, {"pull_compression": "fp16"}])
 def test_a_worker_sends_the_difference_to_what_it_was_given(options: dict[str, Any], tmp_path: Path) -> None:
     """What is left out of a push comes with a later one, and what a pull rounds is not taken for a worker's doing."""
 

@@ -90,7 +90,7 @@ def test_a_record_with_a_changed_byte_was_said_to_nobody(where: int) -> None:
 
 def played() -> list[str]:
     """All that happens in a run in which much is lost."""
-    plan = Plan(workers=3, servers=3, survivable=1, restarts=1, epochs=3, elastic=2)
+    plan = Plan(workers=3, servers=3, survivable=1, restarts=1, epochs=3, max_joiners=2)
     outcome = run(plan, Network(7, 1.0, tcp=False, rate=0.05), 7, traced=True)
     assert outcome.violation is None
     return outcome.trace

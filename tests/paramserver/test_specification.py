@@ -25,7 +25,7 @@ pytestmark = pytest.mark.light
         ({"pipelined": True, "mode": "local"}, r"pipelined=True is for mode='sync'"),
         ({"pipelined": True, "pull_compression": "auto"}, r"pipelined=True with pull_compression='auto'"),
         ({"compression": "zip"}, r"compression='zip': use one of none, fp16"),
-        ({"compression_ratio": 0.0}, r"compression_ratio=0.0: use more than 0"),
+        ({"topk_density": 0.0}, r"topk_density=0.0: use more than 0"),
         ({"mode": "local", "clip_norm": 1.0}, r"mode='local' pushes no gradients"),
         ({"pull_compression": "top"}, r"pull_compression='top': use one of none, fp16, bf16, topk, onebit"),
         (

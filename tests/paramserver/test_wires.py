@@ -146,8 +146,9 @@ def train(mode: Any, replication: int, wires: Wires, directory: Path, joins: boo
 
     coordinator = f"tcp://{FAR}:{ports[0]}"
     strategy = ParameterServerStrategy(
-        mode, servers=SERVERS, replication=replication, timeout=TIMEOUT, key_file=key_file, coordinator=coordinator,
-        start_method="fork", data_dispatch="dynamic" if joins else "static", elastic=int(joins),
+        mode, servers_per_node=SERVERS, replication=replication, timeout=TIMEOUT, key_file=key_file,
+        coordinator=coordinator, start_method="fork", data_dispatch="dynamic" if joins else "static",
+        max_joiners=int(joins),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, watching(coordinator, key_file):
         patch.setattr(run_module, "_listening", lambda endpoint: endpoint.replace(FAR, HERE))

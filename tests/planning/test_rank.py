@@ -94,7 +94,7 @@ def test_shares_gain_what_the_arithmetic_says(tmp_path: Path) -> None:
     rows = {row.family: row for row in ranking.same}
     equal, dealt, server = (rows[name] for name in ("ddp", "ddp_balanced", "parameter_server"))
     assert ranking.best is dealt
-    assert dealt.options["first"] == server.options["first"] == [64, 16]
+    assert dealt.options["initial_shares"] == server.options["initial_shares"] == [64, 16]
     assert server.options["shares"] == "auto"
     assert server.step == pytest.approx(dealt.step)
     assert (equal.step, dealt.step) == pytest.approx((160 * 0.093 / 8, 64 * 0.093 / 8))
@@ -104,13 +104,13 @@ def test_shares_gain_what_the_arithmetic_says(tmp_path: Path) -> None:
     strategy = yaml.safe_load(file.read_text())["trainer"]["strategy"]
     assert strategy == {
         "class_path": "cnnstrategies.strategies.BalancedDDPStrategy",
-        "init_args": {"first": [64, 16]},
+        "init_args": {"initial_shares": [64, 16]},
     }
 
 
 def test_shares_are_dealt_where_they_gain_and_can_be_held() -> None:
     def dealt(made: Job) -> list[int] | None:
-        found = [row.options["first"] for row in data_parallel(made) if row.family == "ddp_balanced"]
+        found = [row.options["initial_shares"] for row in data_parallel(made) if row.family == "ddp_balanced"]
         return found[0] if found else None
 
     assert dealt(unequal([0] * 4)) == [64, 16]
@@ -177,7 +177,7 @@ def test_the_best_is_written_as_lines_of_a_configuration(tmp_path: Path) -> None
     hosts = tuple(Host(1, SLOW, SLOW, speed=speed) for speed in (1.0, 1.0, 0.5, 1.0))
     write_overlay(file, rank(replace(job(VGG), cluster=Cluster(hosts), microbatches=10)))
     options = yaml.safe_load(file.read_text())["trainer"]["strategy"]["init_args"]
-    assert (options["shares"], options["first"], options["placement"]) == ("auto", [4, 4, 2, 10], "stages")
+    assert (options["shares"], options["initial_shares"], options["placement"]) == ("auto", [4, 4, 2, 10], "stages")
     uneven = Cluster((Host(3, SLOW, SLOW), Host(1, SLOW, SLOW)))
     write_overlay(file, rank(replace(job([100] * 4), cluster=uneven)))
     assert "The machines have 3, 1 devices" in file.read_text()

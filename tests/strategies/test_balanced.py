@@ -29,7 +29,7 @@ class DealAtRandom(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if self.random.random() < 0.5:
             shares = [self.random.uniform(0.1, 4) for _ in range(trainer.world_size)]
-            trainer.strategy.deals.change(trainer.current_epoch, batch_idx + 3, shares)
+            trainer.strategy.batch_shares.change(trainer.current_epoch, batch_idx + 3, shares)
 
 
 class SlowRank(Callback):
@@ -55,7 +55,7 @@ class SlowRank(Callback):
 
 balanced = partial(BalancedDDPStrategy, start_method="fork")
 served = partial(ParameterServerStrategy, start_method="fork")
-DEALT = {"ddp": balanced, "servers": served, "a node's servers": partial(served, combine=True)}
+DEALT = {"ddp": balanced, "servers": served, "a node's servers": partial(served, combine_per_node=True)}
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,11 @@ def test_shares_that_cannot_be_are_refused_before_processes():
     for refused, said in (
         ({"shares": [3, 0]}, r"shares=\[3, 0\]: each rank needs a share above 0"),
         ({"shares": "best"}, "shares='best': accepted are auto, equal and a list"),
-        ({"max_share": 0}, "max_share=0: a rank needs at least 1 sample"),
-        ({"shares": [3, 1], "first": [3, 1]}, r"first=\[3, 1\] is what shares: auto begins with, not shares: \[3, 1\]"),
+        ({"max_samples": 0}, "max_samples=0: a rank needs at least 1 sample"),
+        (
+            {"shares": [3, 1], "initial_shares": [3, 1]},
+            r"initial_shares=\[3, 1\] is what shares: auto begins with, not shares: \[3, 1\]",
+        ),
         ({"ddp_comm_hook": print}, "ddp_comm_hook: this strategy brings its own hook"),
     ):
         with pytest.raises(ConfigurationError, match=said):
@@ -212,7 +215,9 @@ def test_shares_that_cannot_be_are_refused_before_processes():
         quiet_trainer(BalancedDDPStrategy([3, 1]), 3).strategy.launcher.launch(print)
     with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] are for mode: sync, not mode: local"):
         ParameterServerStrategy("local", shares=[3, 1])
-    with pytest.raises(ConfigurationError, match=r"first=\[3, 1\] is what shares: auto begins with, not shares: equal"):
-        ParameterServerStrategy(first=[3, 1])
+    with pytest.raises(
+        ConfigurationError, match=r"initial_shares=\[3, 1\] is what shares: auto begins with, not .* equal"
+    ):
+        ParameterServerStrategy(initial_shares=[3, 1])
     with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] are 2, and there are 3 processes"):
         quiet_trainer(ParameterServerStrategy(shares=[3, 1]), 3).fit(ImageClassifier(PlainCNN(), 10), Digits())

@@ -11,7 +11,7 @@ from cnnstrategies.strategies import CompressedDDPStrategy
 BOUNDS = {
     "fp16": ({}, 1e-6, 5e-3),
     "bf16": ({}, 1e-5, 5e-2),
-    "powersgd": ({"powersgd_start": 2}, 1e-3, 10.0),
+    "powersgd": ({"powersgd_start_step": 2}, 1e-3, 10.0),
 }
 
 

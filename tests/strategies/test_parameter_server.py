@@ -21,6 +21,7 @@ from cnnstrategies.callbacks import SampleWeights
 from cnnstrategies.callbacks.traffic import ServerTraffic
 from cnnstrategies.paramserver.worker.codecs import CodecChooser
 from cnnstrategies.strategies import ParameterServerStrategy
+from cnnstrategies.strategies.protocol import facts_of
 
 served = partial(ParameterServerStrategy, start_method="fork")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -41,7 +42,7 @@ class Traffic(Callback):
     """Writes down what a worker has sent and received over the network."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        counters = trainer.strategy.counters  # type: ignore[attr-defined]
+        counters = facts_of(trainer.strategy).traffic
         assert trainer.log_dir is not None
         path = Path(trainer.log_dir, f"traffic-{trainer.global_rank}")
         path.write_text(json.dumps([counters.bytes_sent, counters.bytes_received]))
@@ -56,8 +57,8 @@ def test_sync_equals_one_process(options: dict[str, Any]) -> None:
     single = train("single", callbacks=[SampleWeights()], **options)
     accumulates = "accumulate_grad_batches" in options
     workers = 2 if accumulates else 4
-    apart = (served(), 2) if accumulates else (served(servers=2), 1)
-    together = served(servers=2, combine=True), workers
+    apart = (served(), 2) if accumulates else (served(servers_per_node=2), 1)
+    together = served(servers_per_node=2, combine_per_node=True), workers
     for name, (strategy, devices) in {"apart": apart, "combined": together}.items():
         watched = [ServerTraffic(), Traffic()]
         assert_same_run(train(name, strategy, devices, **options, callbacks=watched), single)
@@ -95,7 +96,13 @@ def outer_momenta(saved: dict[str, Any]) -> list[torch.Tensor]:
 
 def test_a_resumed_local_run_equals_an_uninterrupted_one() -> None:
     """The outer optimizer's momentum is in the checkpoint; the workers' own optimizers have no state here."""
-    outer: dict[str, Any] = {"mode": "local", "sync_every": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "servers": 2}
+    outer: dict[str, Any] = {
+        "mode": "local",
+        "sync_every": 4,
+        "outer_lr": 0.7,
+        "outer_momentum": 0.9,
+        "servers_per_node": 2,
+    }
     options: dict[str, Any] = {"model": {"optimizer": partial(torch.optim.SGD, lr=0.1, weight_decay=5e-4)}}
     whole = train("whole", served(**outer), 2, callbacks=[SaveWithinARound()], **options)
     path = Path("whole/middle.ckpt").resolve()
@@ -155,7 +162,7 @@ class Collectives(Callback):
     "options",
     [
         {},
-        {"combine": True, "pull_compression": "fp16"},
+        {"combine_per_node": True, "pull_compression": "fp16"},
         {"mode": "async"},
         {"mode": "local", "sync_every": 6, "outer_momentum": 0.9},
     ],
@@ -205,7 +212,9 @@ def test_averages_stopping_and_best_checkpoint_equal_one_process():
     ("options", "restarts"),
     [
         pytest.param({}, 1, id="sync"),
-        pytest.param({"combine": True, "pull_compression": "fp16"}, 0, marks=pytest.mark.cluster, id="combined"),
+        pytest.param(
+            {"combine_per_node": True, "pull_compression": "fp16"}, 0, marks=pytest.mark.cluster, id="combined"
+        ),
     ],  # `test_midway.py` has async.
 )
 def test_a_signal_stops_the_run_at_a_step_and_it_resumes(run_cli, quick, options, restarts):

@@ -105,7 +105,7 @@ def test_without_its_coordinator_the_run_ends_and_says_so(run_cli, quick, monkey
 
 
 def test_with_a_copy_a_lost_server_or_coordinator_changes_none(run_cli, quick):
-    options = {"servers": 2, "replication": 2}
+    options = {"servers_per_node": 2, "replication": 2}
     code, output = train(run_cli, quick, {"step": -1}, **options)
     assert code == 0, output
     untouched = torch.load(checkpoint("run"), weights_only=True)

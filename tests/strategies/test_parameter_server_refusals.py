@@ -20,27 +20,30 @@ ARGUMENTS = [
     ({"sync_every": 3}, "is for mode: local"),
     ({"data_dispatch": "dynamic"}, "dynamic is for mode: async and ssp"),
     ({"mode": "local", "data_dispatch": "dynamic"}, "in mode: local every worker makes the same number of steps"),
-    ({"timeout": 0.0}, "timeout=0.0: use a number of seconds above 0"),
+    ({"timeout": 0.0}, "timeout=0.0: it must be above 0 seconds"),
     ({"security": "some"}, "security='some': use one of auto, curve, none"),
     ({"max_restarts": -1}, "max_restarts=-1: use at least 0"),
     ({"endpoints": ["tcp://10.0.0.1:4000"]}, "coordinator: tcp://address:port"),
-    ({"endpoints": ["tcp://10.0.0.1:4000"], "servers": 2, "coordinator": "tcp://10.0.0.1:1"}, "leave one out"),
+    (
+        {"endpoints": ["tcp://10.0.0.1:4000"], "servers_per_node": 2, "coordinator": "tcp://10.0.0.1:1"},
+        "leave one of the two out",
+    ),
     ({"coordinator": "tcp://[::1]:80"}, r"endpoint 'tcp://\[::1\]:80': the parameter server speaks IPv4 only"),
     (
         {"endpoints": ["tcp://fe80::1:80"], "coordinator": "tcp://10.0.0.1:80", "security": "none"},
         r"endpoint 'tcp://fe80::1:80': the .* \(MASTER_ADDR\)",
     ),
     ({"key_file": "nowhere"}, "does not exist; make it with"),
-    ({"combine": True, "mode": "async"}, "combine: true is for mode: sync"),
-    ({"combine": True, "max_restarts": 1}, "who comes back has no node"),
+    ({"combine_per_node": True, "mode": "async"}, "combine_per_node: true is for mode: sync"),
+    ({"combine_per_node": True, "max_restarts": 1}, "a restarted worker has no node"),
     ({"outer_lr": 0.7}, "are for mode: local, not mode: sync"),
     ({"mode": "local", "outer_lr": 0.0}, "outer_lr=0.0: use more than 0"),
     ({"mode": "local", "outer_lr": float("nan")}, "outer_lr=nan: use more than 0"),
     ({"mode": "local", "outer_momentum": 1.0}, "outer_momentum=1.0: use 0 or more and less than 1"),
-    ({"elastic": 2, "mode": "sync"}, "elastic=2 is for mode: async, and ssp with a staleness: in mode: sync"),
-    ({"elastic": 2, "mode": "ssp"}, "in mode: ssp with staleness 0 all workers step together"),
-    ({"elastic": 2, "mode": "async"}, "elastic=2 with data_dispatch: static"),
-    ({"elastic": -1, "mode": "async"}, "elastic=-1: use at least 0"),
+    ({"max_joiners": 2, "mode": "sync"}, "max_joiners=2 is for mode: async, and ssp with a staleness: in mode: sync"),
+    ({"max_joiners": 2, "mode": "ssp", "staleness": 0}, "in mode: ssp with staleness 0 all workers step together"),
+    ({"max_joiners": 2, "mode": "async"}, "max_joiners=2 with data_dispatch: static"),
+    ({"max_joiners": -1, "mode": "async"}, "max_joiners=-1: use at least 0"),
 ]
 
 
@@ -121,3 +124,10 @@ def test_what_a_worker_does_for_itself_in_local_is_not_refused() -> None:
     for optimizer in (with_option(math.inf), WithModes(Module().parameters(), 0.1)):
         check_optimizers([optimizer], local)
     check_optimizers([with_option(2.0)], servers())
+
+
+def test_a_mode_alone_is_what_its_name_says() -> None:
+    ssp, local, sync = (ParameterServerStrategy(mode).options for mode in ("ssp", "local", "sync"))
+    assert (ssp.staleness, local.sync_every) == (4, 8)
+    assert (sync.staleness, sync.sync_every) == (0, 1)
+    assert ParameterServerStrategy("ssp", staleness=0).options.aggregates, "as it was asked for"

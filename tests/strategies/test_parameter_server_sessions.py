@@ -53,7 +53,7 @@ def test_nodes_are_asked_for_when_torchruns_store_has_moved(monkeypatch):
 def test_a_node_that_was_never_started_is_named(run_cli, quick, monkeypatch, node, line):
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NODE_RANK": node}.items():
         monkeypatch.setenv(name, str(value))
-    layout = [*served(1, security="none"), "--trainer.num_nodes=2", "--network.wait=3"]
+    layout = [*served(1, security="none"), "--trainer.num_nodes=2", "--interconnect.wait=3"]
     code, output = run_cli("fit", *quick, *layout)
     assert code == 1, output
     assert line in output
@@ -99,8 +99,8 @@ def test_after_a_stop_a_worker_waits_for_no_other(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(base, "Collectives", Gone)
     strategy = ParameterServerStrategy()
     strategy.register(Address("ipc://coordinator", "worker", 0), None)
-    assert strategy.stop_signal(None) is None
-    assert strategy.stop_signal(15) == 15
+    assert strategy.agree_on_stop(None) is None
+    assert strategy.agree_on_stop(15) == 15
     assert told == [15]
     assert strategy.gather("mine", "metric") == {0: "mine"}
     assert strategy.broadcast("mine") == "mine"

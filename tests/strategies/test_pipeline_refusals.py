@@ -41,7 +41,11 @@ UNFIT: tuple[tuple[int, dict[str, Any], str], ...] = (
     (2, {"schedule": "zigzag"}, "schedule='zigzag'"),
     (2, {"shares": "best"}, "shares='best': accepted are auto, equal and a list"),
     (3, {"replicas": [2, 1], "cuts": ["2"], "shares": [3, 0, 1]}, r"shares=\[3, 0, 1\]: each rank needs"),
-    (3, {"replicas": [2, 1], "first": [3, 1, 1]}, r"first=\[3, 1, 1\] is what shares: auto begins with, not .* equal"),
+    (
+        3,
+        {"replicas": [2, 1], "initial_shares": [3, 1, 1]},
+        r"initial_shares=\[3, 1, 1\] is what shares: auto begins with, not .* equal",
+    ),
     (3, {"replicas": [2, 1], "cuts": ["2"], "shares": [3, 1]}, r"shares=\[3, 1\] are 2, and there are 3 processes"),
     (
         3,

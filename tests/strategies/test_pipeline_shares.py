@@ -109,14 +109,14 @@ class Deals(Callback):
 
     def on_train_start(self, trainer, pl_module):
         assert dealt(trainer).counts(0) == (47, 13)
-        assert ("shares", f"of the microbatches: [3, 1, 1]{self.said}") in trainer.strategy.describe(None)
+        assert ("shares", f"of the microbatches: [3, 1, 1]{self.said}") in trainer.strategy.panel_rows(None)
 
 
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
         (partial(piped, [3, 1, 1]), ", rank by rank"),
-        (partial(piped, "auto", first=[3, 1, 1]), " at first, then by each rank's own time"),
+        (partial(piped, "auto", initial_shares=[3, 1, 1]), " at first, then by each rank's own time"),
     ],
 )
 def test_a_loader_of_the_user_is_dealt_by_shares_too(monkeypatch, strategy, said):

@@ -80,7 +80,7 @@ def draw_for_servers(chance, start):
     servers = chance.choice([1, 2])
     options = {
         "mode": mode,
-        "servers": servers,
+        "servers_per_node": servers,
         "replication": chance.randint(1, servers),
         "max_restarts": chance.choice([0, 1]),
         "timeout": 3,

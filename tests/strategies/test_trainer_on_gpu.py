@@ -179,7 +179,7 @@ def piped(**options: Any) -> HybridPipelineStrategy:
 
 
 def served(mode: Any) -> ParameterServerStrategy:
-    return ParameterServerStrategy(servers=1, start_method="fork", mode=mode)
+    return ParameterServerStrategy(servers_per_node=1, start_method="fork", mode=mode)
 
 
 ALONE = [

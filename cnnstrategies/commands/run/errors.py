@@ -13,8 +13,10 @@ from typing import Any, Union, get_args, get_origin
 from lightning.pytorch.strategies import StrategyRegistry
 
 from cnnstrategies.commands.arguments.keys import OF_CLASS, ROOTS, ConfiguredKey, accepted, configured_keys, misspelt
+from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.arguments.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.old_names import ROOT, is_now, renamed
 
 # What jsonargparse says of the other types that a key may have had, null as a rule.
 _OTHER_TYPES = re.compile(r"\n\s*-? ?(?:Expected an? <class|Given value)")
@@ -41,7 +43,12 @@ def check_trainer_names(trainer: Any) -> None:
 
 
 def located(name: Any) -> Any:
-    """What a configuration names by its import path or, where it is well known, by its name; None if there is none."""
+    """Return what a configuration names: by import path, as a well-known class, or as a registered strategy.
+
+    Returns None if there is nothing of this name.
+    """
+    if isinstance(name, str) and name in StrategyRegistry:
+        return StrategyRegistry[name]["strategy"]
     paths = [] if not isinstance(name, str) else [name] if "." in name else [f"{home}.{name}" for home in HOMES]
     with contextlib.suppress(pydoc.ErrorDuringImport):
         return next((found for path in paths if (found := pydoc.locate(path)) is not None), None)
@@ -64,6 +71,17 @@ def parameters_of(kind: Any) -> dict[str, inspect.Parameter]:
             break
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {name: one for name, one in found.items() if name != "self" and one.kind not in variable}
+
+
+def check_names(keys: Sequence[ConfiguredKey]) -> None:
+    """Refuse keys that have been renamed; the error gives the new name."""
+    for key in keys:
+        root, _, name = key.path.rpartition(".")
+        owner = located(key.owner) if root else ROOT
+        if not isinstance(owner, type | str) or name in parameters_of(owner):
+            continue
+        if (new := renamed(owner, name)) is not None:
+            raise ConfigurationError(f"{key.path}: {is_now(name, new)}")
 
 
 def check_nulls(keys: Sequence[ConfiguredKey]) -> None:
@@ -160,20 +178,22 @@ def _explain_unknown(key: str, args: Sequence[str]) -> str:
         return f"{parent}.{name} stands beside class_path: arguments of a class go under {parent}.init_args"
     for one in keys:
         if one.path == key or one.path.endswith("." + key):
-            return _unknown_key(one.path, one.owner)
+            return _unknown_key(one.path, one.owner, args)
     if hint := misspelt(key.partition(".")[0]):
         return f"unknown option {key}: {hint}"
-    return f"unknown option {key}; `cnnstrategies fit --help` lists the options"
+    command = args[0] if args and args[0] in COMMANDS else "fit"
+    return f"unknown option {key}; `cnnstrategies {command} --help` lists the options"
 
 
-def _unknown_key(path: str, owner: str | None) -> str:
-    """What is said of a key that does not exist."""
+def _unknown_key(path: str, owner: str | None, args: Sequence[str]) -> str:
+    """Return the line for a key that does not exist, with the names that are accepted in its place."""
     parts = path.split(".")
     for place, part in enumerate(parts, start=1):
         if part not in OF_CLASS and (hint := misspelt(part)):
             return f"unknown key {'.'.join(parts[:place])}: {hint}"
     if owner is None:
-        return f"unknown key {path}{accepted(parts[-1], list(ROOTS))}"
+        options = [option.name for option in COMMANDS[args[0]].options] if args and args[0] in COMMANDS else []
+        return f"unknown key {path}{accepted(parts[-1], list(dict.fromkeys([*options, *ROOTS])))}"
     names = [one for one in parameters_of(located(owner)) if one not in FROM_ELSEWHERE]
     label = owner if len(parts) > 2 else owner.rpartition(".")[2]
     return f"unknown key {path}: {label} has no {parts[-1]!r}{accepted(parts[-1], names)}"

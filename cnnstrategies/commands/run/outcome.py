@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from cnnstrategies._lightning_private import end_observation, ranks_are_children
 from cnnstrategies.callbacks.graceful_stop import StoppedTogether
-from cnnstrategies.cluster.hosts import Network, across_hosts
+from cnnstrategies.cluster.hosts import Interconnect, across_hosts
 from cnnstrategies.cluster.stores import own_store
 from cnnstrategies.commands.run.failures import explain_run_error
 from cnnstrategies.commands.run.interrupt import heeds_signals
@@ -37,12 +37,13 @@ from cnnstrategies.runtime.processes import (
     one_refusal,
     spawned_by_a_thread,
 )
+from cnnstrategies.strategies.protocol import facts_of
 
 PATIENCE = 20.0  # Seconds in which a rank notices that another one has failed, and ends.
 
 
 @contextlib.contextmanager
-def ends_together(trainer: Trainer, network: Network) -> Iterator[None]:
+def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]:
     """When a trainer's function fails in this process, end the processes that it started, and say once what is wrong.
 
     Raises:
@@ -55,8 +56,8 @@ def ends_together(trainer: Trainer, network: Network) -> Iterator[None]:
             trainer.callbacks.insert(0, FirstToFail())  # type: ignore[attr-defined]  # set by the callback connector
             with (
                 heeds_signals(partial(_end_others, trainer)),
-                own_store(getattr(trainer.strategy, "finds_hosts", False)),
-                across_hosts(trainer, network),
+                own_store(facts_of(trainer.strategy).connects_hosts),
+                across_hosts(trainer, interconnect),
                 spawned_by_a_thread(),
             ):
                 yield

@@ -5,16 +5,19 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import yaml
 from jsonargparse import Namespace, set_dumper, set_parsing_settings
+from jsonargparse.typing import register_type
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from cnnstrategies._jsonargparse_private import remember
 from cnnstrategies.commands.arguments.refuse import fail, shows_tracebacks
 from cnnstrategies.commands.run.errors import explain_parse_error
+from cnnstrategies.quantities import as_timedelta
 
 
 class Instantiator:
@@ -41,6 +44,13 @@ def _build(class_type: type, *args: Any, applied_instantiation_links: dict[str, 
     return class_type(*args, **kwargs)
 
 
+def _timedelta(value: Any) -> timedelta:
+    """Return a timedelta from what a configuration has; jsonargparse knows ``hours:minutes:seconds`` only."""
+    return as_timedelta(value, "the value")
+
+
+# So that the time-outs of Lightning's own classes are written as those of this package.
+register_type(timedelta, deserializer=_timedelta)
 # With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.
 set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
 remember()

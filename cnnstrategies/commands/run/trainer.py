@@ -28,7 +28,7 @@ from cnnstrategies.callbacks import (
 from cnnstrategies.checkpoints.check import check_weights
 from cnnstrategies.checkpoints.io import AtomicCheckpointIO
 from cnnstrategies.cluster.environment import environment_plugins
-from cnnstrategies.cluster.hosts import Network
+from cnnstrategies.cluster.hosts import Interconnect
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.commands.arguments.refuse import write_anywhere
 from cnnstrategies.commands.run.quiet import quieten
@@ -54,8 +54,8 @@ class Trainer(LightningTrainer):
         model: LightningModule,
         datamodule: LightningDataModule,
         ckpt_path: Path,
-        output: Path = Path("quantized.pt2"),
-        calibration_batches: int = 16,
+        output: Path,
+        calibration_batches: int,
     ) -> None:
         """Quantise a trained checkpoint to int8 and print accuracy or mean IoU, size and time before and after.
 
@@ -87,8 +87,8 @@ class Trainer(LightningTrainer):
         model: LightningModule,
         datamodule: LightningDataModule,
         ckpt_path: Path,
-        output: Path = Path("exported"),
-        format: Format = "torch_export",
+        output: Path,
+        format: Format,
     ) -> None:
         """Write a trained checkpoint for use without this package, and print how far its logits are from it.
 
@@ -126,7 +126,7 @@ def add_sections(parser: LightningArgumentParser) -> None:
     parser.add_class_arguments(GracefulStop, "stop")
     # What `submit` reads, so that one file serves both.
     parser.add_class_arguments(ClusterOptions, "cluster")
-    parser.add_class_arguments(Network, "network")
+    parser.add_class_arguments(Interconnect, "interconnect")
     parser.add_argument(
         "--run_name",
         type=str | None,

@@ -265,7 +265,7 @@ class ScalingCLI(TrialCLI):
         arguments = getattr(trainer.strategy, "init_args", None) or {}
         if arguments.get("data_dispatch") == "dynamic":
             # All make as many steps: at the end of an epoch that others have used up, one would wait for them in vain.
-            arguments["data_dispatch"], arguments["elastic"] = "static", 0
+            arguments["data_dispatch"], arguments["max_joiners"] = "static", 0
         if not isinstance(trainer.logger, bool):
             kept = [one for one in as_list(trainer.logger) if one.class_path.rpartition(".")[2] not in REMOTE]
             for one in kept:

@@ -187,8 +187,8 @@ def open_shared(ranks: Collection[int], where: Mapping[int, list[object]], size:
                 os.close(file)
         except OSError as error:
             raise ConfigurationError(
-                f"combine: true: worker {rank} (process {process} on {host}) counts as one of this node "
+                f"combine_per_node: true: worker {rank} (process {process} on {host}) counts as one of this node "
                 f"({socket.gethostname()}), but its memory cannot be opened here ({error}): processes of a node must "
-                "be the same user's, in one container; else set combine: false"
+                "be the same user's, in one container; else set combine_per_node: false"
             ) from error
     return opened

@@ -44,7 +44,7 @@ class CoordinatorService:
         journal: JournalStore | None = None,
         follows: bool = False,
     ) -> None:
-        allow_files(2 * (settings.workers + settings.elastic + settings.servers), "the coordinator")
+        allow_files(2 * (settings.workers + settings.max_joiners + settings.servers), "the coordinator")
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)

@@ -40,7 +40,7 @@ from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states
 from cnnstrategies.planning.measure_links import measure_cluster
 from cnnstrategies.planning.predict import choose_layout
 from cnnstrategies.planning.recut import Recut, recut
-from cnnstrategies.shares import check_count, check_first, deal
+from cnnstrategies.shares import check_count, check_initial, deal
 from cnnstrategies.strategies.differences import RANDOM_DRAWS
 from cnnstrategies.strategies.hybrid_pipeline.comparison import on_device_of
 
@@ -83,10 +83,10 @@ class LayoutRequest:
     activation_checkpointing: Checkpointing
     placement: Order
     shares: Literal["auto", "equal"] | Sequence[float]
-    first: Literal["equal"] | Sequence[float]
+    initial_shares: Literal["equal"] | Sequence[float]
 
     def __post_init__(self) -> None:
-        check_first(self.first, self.shares)
+        check_initial(self.initial_shares, self.shares)
         for name, value, accepted in (
             ("schedule", self.schedule, SCHEDULES),
             ("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING),
@@ -126,7 +126,7 @@ class LayoutRequest:
 
     def placement_on(self, devices: int, microbatches: int = 0) -> Placement:
         """The numbering of the ranks, and which of so many microbatches each runs."""
-        begins = self.first if self.shares == "auto" else self.shares
+        begins = self.initial_shares if self.shares == "auto" else self.shares
         shares = () if isinstance(begins, str) else tuple(begins)
         return Placement(self.replicas_on(devices), self.placement, microbatches, shares)
 
@@ -238,7 +238,7 @@ def describe_pipeline(pipeline: Pipeline, request: LayoutRequest, batch_size: in
     configured = " (as configured)" if request.microbatches is not None else ""
     rows = [("microbatches", f"{microbatches}{configured}, schedule {request.schedule}")]
     if request.shares != "equal":
-        found = f"{request.first} at first, then by each rank's own time"
+        found = f"{request.initial_shares} at first, then by each rank's own time"
         given = found if request.shares == "auto" else f"{list(request.shares)}, rank by rank"
         rows.append(("shares", f"of the microbatches: {given}"))
     for stage, parameters in enumerate(stage_parameters(pipeline)):

@@ -7,7 +7,6 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -35,10 +34,12 @@ from cnnstrategies.checkpoints.io import load_mapped
 from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
+from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule
 from cnnstrategies.pipeline.tracing import decide_by_shapes
 from cnnstrategies.pipeline.transport import PeerError, broadcast_value
+from cnnstrategies.quantities import Duration, Size, as_timedelta, size_in_bytes
 from cnnstrategies.runtime.processes import end_group_at_exit, failed_before, leave_group_at_exit
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import gather_rows
@@ -78,10 +79,11 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
 )
 from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
 from cnnstrategies.strategies.hybrid_pipeline.steps import Steps, after_the_lost_rank, clip_by_joint_norm, clip_by_value
+from cnnstrategies.strategies.protocol import GradientWeighting, StepKind, StrategyFacts
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 
 
-class HybridPipelineStrategy(DDPStrategy):
+class HybridPipelineStrategy(StrategyFacts, DDPStrategy):
     """Data and pipeline parallel: stages of the network on different devices, each replicated as often as it needs.
 
     Each replica of the first stage loads batches as a DDP process does; the other ranks load nothing. The global batch,
@@ -107,7 +109,7 @@ class HybridPipelineStrategy(DDPStrategy):
         run_ahead: Under ``1f1b`` have stages hold the activations of one microbatch more than they need, so that
             messages travel while they compute. By default where it gains time and fits into ``memory_limit``, as far as
             a profile tells; with ``cuts`` and without a limit always.
-        memory_limit: Bytes that a device may hold, for automatic cuts.
+        memory_limit: Memory that a device may hold, for automatic cuts: bytes, or a size such as ``8GiB``.
         activation_checkpointing: Recompute activations in the backward: ``never``, for all microbatches but each
             rank's last (``except_last``), or ``always``.
         placement: How ranks are numbered, and so which are on one node: ``stages`` puts the replicas of a stage
@@ -116,10 +118,10 @@ class HybridPipelineStrategy(DDPStrategy):
             ``[3, 1, 1]`` for replicas 2 and 1; ``equal``; or ``auto``: equal at first, then by each rank's own time for
             a microbatch, dealt anew wherever that makes a step more than 3 % quicker. Replicas of the first stage load
             what they run.
-        first: The shares with which ``auto`` begins, as ``plan`` writes them.
-        network: The path of the submodule that is divided, such as ``model``; by default the one that has all of the
+        initial_shares: The shares with which ``auto`` begins, as ``plan`` writes them.
+        submodule: The path of the submodule that is divided, such as ``model``; by default the one that has all of the
             module's parameters.
-        timeout: How long to wait for another rank.
+        timeout: Longest wait for another rank: seconds, ``minutes:seconds`` or a timedelta.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices and launching.
 
     Raises:
@@ -127,8 +129,10 @@ class HybridPipelineStrategy(DDPStrategy):
             before processes are started.
     """
 
-    weighs = "all"  # Gradients are means over the samples of the global batch.
-    compiles_stages = True  # Nobody else is to compile the network.
+    gradient_weighting: GradientWeighting = "by_sample"
+    compiles_network = True
+    step_kind: StepKind = "stages"
+    pipeline: Pipeline | None = None
 
     def __init__(
         self,
@@ -138,27 +142,28 @@ class HybridPipelineStrategy(DDPStrategy):
         microbatches: int | None = None,
         schedule: Schedule = "1f1b",
         run_ahead: bool | None = None,
-        memory_limit: int | None = None,
+        memory_limit: Size | None = None,
         activation_checkpointing: Checkpointing = "never",
         placement: Order = "stages",
         shares: Literal["auto", "equal"] | list[float] = "equal",
-        first: Literal["equal"] | list[float] = "equal",
-        network: str | None = None,
+        initial_shares: Literal["equal"] | list[float] = "equal",
+        submodule: str | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta = timedelta(minutes=10),
+        timeout: Duration = 600.0,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        given = locals()
+        limit = as_timedelta(timeout, "timeout")
+        given = {**locals(), "memory_limit": size_in_bytes(memory_limit, "memory_limit")}
+        refuse_old_names(HybridPipelineStrategy, kwargs)
         check_keywords(type(self).__name__, kwargs)
         super().__init__(
-            process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **kwargs
+            process_group_backend=process_group_backend, timeout=limit, start_method=start_method, **kwargs
         )
         self.request = LayoutRequest(**{field.name: given[field.name] for field in fields(LayoutRequest)})
-        self.network_path = network
-        self.time_limit = timeout
-        self.pipeline: Pipeline | None = None
-        self.deals: Deals | None = None
+        self.submodule = submodule
+        self.time_limit = limit
+        self._deals: Deals | None = None
         self._checked: LightningModule | None = None
         self._layout: tuple[nn.Module, ChosenLayout] | None = None
         self._steps: Steps | None = None
@@ -196,7 +201,7 @@ class HybridPipelineStrategy(DDPStrategy):
         if self._plan is not None:
             check_plan(self.request, self._start_method)
             module = self._plan.module
-        path = check_module(module, self.network_path)
+        path = check_module(module, self.submodule)
         compile_backend_of(module)
         network = network_at(module, path)
         if self._plan is None:
@@ -236,8 +241,8 @@ class HybridPipelineStrategy(DDPStrategy):
         trainer = self.lightning_module.trainer
         if trainer.state.fn == TrainerFn.PREDICTING:
             return PredictionLoader(dataloader, loads, self._most, has_rows=self.is_global_zero)
-        if self.deals is not None and self.placement.replicas[0] > 1:
-            dataloader = by_shares(dataloader, trainer, self.deals)
+        if self._deals is not None and self.placement.replicas[0] > 1:
+            dataloader = by_shares(dataloader, trainer, self._deals)
         return StageLoader(dataloader, loads, self._most)
 
     @override
@@ -253,9 +258,14 @@ class HybridPipelineStrategy(DDPStrategy):
         own = None if isinstance(batch, NoBatch) else super().batch_to_device(batch, device, dataloader_idx)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if self.deals is not None and trainer.training:
-            self._pipeline.deal(self.deals.at(trainer.current_epoch, trainer.fit_loop.batch_idx + 1))
+        if self._deals is not None and trainer.training:
+            self._pipeline.deal(self._deals.at(trainer.current_epoch, trainer.fit_loop.batch_idx + 1))
         return self._steps.load(own, dataloader_idx)
+
+    @property
+    @override
+    def batch_shares(self) -> Deals | None:
+        return self._deals
 
     def loads(self, shares: Sequence[float]) -> tuple[float, ...]:
         """By which shares the replicas of the first stage load, where all ranks have such ones."""
@@ -277,7 +287,7 @@ class HybridPipelineStrategy(DDPStrategy):
             leave_samplers(self.lightning_module.trainer)  # Lightning's would shuffle what is not to be.
         if not existed:
             end_group_at_exit()
-        self.deals = begin_dealing(self, self.lightning_module.trainer, self._gather)
+        self._deals = begin_dealing(self, self.lightning_module.trainer, self._gather)
 
     @property
     def _is_whole(self) -> bool:
@@ -294,7 +304,7 @@ class HybridPipelineStrategy(DDPStrategy):
         if plan is None:
             yield
             return
-        path = check_module(plan.module, self.network_path)
+        path = check_module(plan.module, self.submodule)
         stage = self.placement.place(self.global_rank).stage
         with own_stage_alone(plan, self.lightning_module, path, self.request, stage) as built:
             yield
@@ -312,7 +322,7 @@ class HybridPipelineStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
-        path = check_module(self.lightning_module, self.network_path)
+        path = check_module(self.lightning_module, self.submodule)
         network = network_at(self.lightning_module, path)
         whole = self._is_whole
         if whole:
@@ -537,24 +547,30 @@ class HybridPipelineStrategy(DDPStrategy):
             checkpoint["state_dict"] = self._steps.divided.whole_state(checkpoint["state_dict"])
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    # In words
+    # Facts
 
-    def describe(self, batch_size: int | None) -> list[tuple[str, str]]:
-        """Microbatches and stages, for a panel.
-
-        Args:
-            batch_size: Samples of a batch in each replica of the first stage; None where they are not known.
-        """
+    @override
+    def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
         return describe_pipeline(self._pipeline, self.request, batch_size)
 
+    @override
     def differences(self, batch_size: int | None) -> list[str]:
-        """What is different from one device, a line each; see :meth:`describe`."""
         return differences_of_pipeline(self._pipeline, batch_size)
 
     @property
-    def device_parameters(self) -> list[int]:
-        """Number of parameters that each stage's devices hold."""
+    @override
+    def parameters_per_device(self) -> list[int]:
+        """Numbers of parameters that the devices of each stage hold."""
         return stage_parameters(self._pipeline)
+
+    @override
+    def check_job(self, module: LightningModule, processes: int) -> None:
+        self.request.check(network_at(module, check_module(module, self.submodule)), processes)
+
+    @override
+    def loading_processes(self, processes: int) -> int:
+        """Return the number of replicas of the first stage."""
+        return self.request.replicas_on(processes)[0]
 
     # The end
 

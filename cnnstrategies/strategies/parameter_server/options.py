@@ -11,8 +11,15 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.compression import AUTO, may_be_lossy, payload_compression
 from cnnstrategies.paramserver.security import check_endpoint, is_local
-from cnnstrategies.paramserver.specification import Compression, RunOptions, Specification, too_small, unknown_choices
+from cnnstrategies.paramserver.specification import (
+    Mode,
+    RunOptions,
+    Specification,
+    too_small,
+    unknown_choices,
+)
 from cnnstrategies.strategies.differences import differences_of_replicas
 
 Dispatch = Literal["static", "dynamic"]
@@ -21,7 +28,18 @@ Security = Literal["auto", "curve", "none"]
 PIPELINED_BYTES = 1 << 19  # of a slice, where each is made when its own pushes are there
 MOST_HEARTBEAT, BEATS = 0.5, 20  # seconds; signs of life in a time-out
 AVERAGING = (1.0, 0.0)  # outer_lr and outer_momentum: the outer step ends at the mean of the workers' weights
+USUAL_STALENESS, USUAL_SYNC_EVERY = 4, 8  # in the modes ssp and local
 LEAST_SECONDS = 5.0  # for a server that gives signs of life to answer: it may be short of a processor
+
+
+def usual_staleness(mode: Mode) -> int:
+    """Return the staleness of a run that names none; 0 in modes that allow none."""
+    return USUAL_STALENESS if mode == "ssp" else 0
+
+
+def usual_sync_every(mode: Mode) -> int:
+    """Return the steps between two outer steps of a run that names none; 1 in modes without outer steps."""
+    return USUAL_SYNC_EVERY if mode == "local" else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +49,20 @@ class ParameterServerOptions(RunOptions):
     sync_every: int
     outer_lr: float
     outer_momentum: float
-    servers: int
+    servers_per_node: int
     endpoints: Sequence[str]
     coordinator: str | None
     data_dispatch: Dispatch
     security: Security
     key_file: str | None
     max_restarts: int
-    combine: bool
+    combine_per_node: bool
     shares: Literal["auto", "equal"] | Sequence[float]
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()
         yield from unknown_choices(self, {"data_dispatch": Dispatch, "security": Security})
-        yield from too_small(self, {"sync_every": 1, "servers": 1, "max_restarts": 0})
+        yield from too_small(self, {"sync_every": 1, "servers_per_node": 1, "max_restarts": 0})
         yield from self._mistakes_of_modes()
         yield from self._mistakes_of_places()
 
@@ -71,24 +89,27 @@ class ParameterServerOptions(RunOptions):
                 f"shares={self.shares} are for mode: sync, not mode: {self.mode}, in which workers make steps of their "
                 "own; leave them out, or have faster workers take more with mode: async and data_dispatch: dynamic"
             )
-        if self.elastic and self.aggregates:
+        if self.max_joiners and self.aggregates:
             mode = self.mode + (" with staleness 0" if self.mode == "ssp" else "")
             yield (
-                f"elastic={self.elastic} is for mode: async, and ssp with a staleness: in mode: {mode} all workers "
-                "step together, and none can come and go; use one of these, or leave it out"
+                f"max_joiners={self.max_joiners} is for mode: async, and ssp with a staleness: in mode: {mode} all "
+                "workers step together, and none can come and go; use one of these, or leave it out"
             )
-        if self.elastic and self.data_dispatch != "dynamic":
+        if self.max_joiners and self.data_dispatch != "dynamic":
             yield (
-                f"elastic={self.elastic} with data_dispatch: {self.data_dispatch}: the shares of an epoch are divided "
-                "before anybody joins; use data_dispatch: dynamic"
+                f"max_joiners={self.max_joiners} with data_dispatch: {self.data_dispatch}: the shares of an epoch are "
+                "divided before anybody joins; use data_dispatch: dynamic"
             )
-        if self.combine and self.mode != "sync":
+        if self.combine_per_node and self.mode != "sync":
             yield (
-                f"combine: true is for mode: sync, not mode: {self.mode}: in others the workers of a node make steps "
-                "of their own, or send seldom; leave it out"
+                f"combine_per_node: true is for mode: sync, not mode: {self.mode}: in others the workers of a node "
+                "make steps of their own, or send seldom; leave it out"
             )
-        if self.combine and self.max_restarts:
-            yield f"combine: true with max_restarts={self.max_restarts}: who comes back has no node; use one of the two"
+        if self.combine_per_node and self.max_restarts:
+            yield (
+                f"combine_per_node: true with max_restarts={self.max_restarts}: a restarted worker has no node; use "
+                "one of the two"
+            )
 
     def _mistakes_of_places(self) -> Iterator[str]:
         """What nobody can reach, or too many could."""
@@ -104,8 +125,11 @@ class ParameterServerOptions(RunOptions):
                 "endpoints: dedicated servers must find the coordinator, which the machine of rank 0 runs: set "
                 "coordinator: tcp://address:port"
             )
-        if self.endpoints and self.servers > 1:
-            yield f"servers={self.servers} are started on each node, and endpoints names dedicated ones: leave one out"
+        if self.endpoints and self.servers_per_node > 1:
+            yield (
+                f"servers_per_node={self.servers_per_node} starts servers on each node, and endpoints names dedicated "
+                "servers: leave one of the two out"
+            )
         if self.endpoints and self.replication > len(self.endpoints):
             yield f"replication={self.replication} needs as many servers, but endpoints names {len(self.endpoints)}"
         if self.key_file is not None and not Path(self.key_file).is_file():
@@ -118,8 +142,8 @@ class ParameterServerOptions(RunOptions):
         """Refuse more copies than there are servers."""
         if self.replication > self.server_count(nodes):
             raise ConfigurationError(
-                f"replication={self.replication} needs as many servers, but servers={self.servers} are started on "
-                f"each node, and num_nodes={nodes}: change one of them"
+                f"replication={self.replication} needs as many servers, but servers_per_node={self.servers_per_node} "
+                f"and num_nodes={nodes}: change one of them"
             )
 
     @property
@@ -134,11 +158,11 @@ class ParameterServerOptions(RunOptions):
 
     def combines(self, per_node: int) -> bool:
         """Whether the workers of a node push as one."""
-        return self.combine and per_node > 1
+        return self.combine_per_node and per_node > 1
 
     def server_count(self, nodes: int) -> int:
         """Number of servers of a run."""
-        return len(self.endpoints) or self.servers * nodes
+        return len(self.endpoints) or self.servers_per_node * nodes
 
     def encrypted(self, coordinator: str) -> bool:
         """Whether a run whose coordinator listens there uses CURVE.
@@ -166,7 +190,7 @@ class ParameterServerOptions(RunOptions):
         if self.mode == "local":
             optimizer = self._outer(module, optimizer)
         # Values come back while gradients leave: with dedicated servers, else both share the nodes' links.
-        dedicated = bool(self.endpoints) and self.mode == "sync" and self.pull_compression in ("none", "fp16", "bf16")
+        dedicated = bool(self.endpoints) and self.mode == "sync" and not may_be_lossy(self.pull_compression)
         if dedicated and "clip_norm" not in changes:
             options = {"pipelined": True, "slice_bytes": PIPELINED_BYTES, **options}
         together = workers // nodes if self.combines(workers // nodes) else 1
@@ -185,12 +209,12 @@ class ParameterServerOptions(RunOptions):
         if self.endpoints:
             where = "dedicated"
         else:
-            where = f"{self.servers} on each of {nodes} nodes" if nodes > 1 else "on this node"
+            where = f"{self.servers_per_node} on each of {nodes} nodes" if nodes > 1 else "on this node"
         text = f"{self.server_count(nodes)} ({where})"
         if self.replication > 1:
             text += f"; each part is on {self.replication} of them"
         mode = self.mode + (f", staleness {self.staleness}" if self.mode == "ssp" else "")
-        if self.combine:
+        if self.combine_per_node:
             mode += ", one push for each node"
         return [("mode", mode), ("servers", text)]
 
@@ -212,12 +236,12 @@ class ParameterServerOptions(RunOptions):
         if self.data_dispatch == "dynamic":
             lines.append("faster workers take more of the batches")
         pushed = "differences" if self.mode == "local" else "gradients"
-        for what, encoding in (
+        for what, compression in (
             (f"{pushed} are sent as", self.compression),
             ("forward and backward use weights that are sent as", self.pull_compression),
         ):
-            if encoding != "none":
-                lines.append(f"{what} {self._in_words(encoding)}")
+            if compression != "none":
+                lines.append(f"{what} {self._in_words(compression)}")
         if sees_gradients and self.mode != "local":
             lines.append(f"gradients leave after {', '.join(sees_gradients)}")
             if workers > 1:
@@ -240,10 +264,7 @@ class ParameterServerOptions(RunOptions):
             else:
                 yield "of weights that may be any number of updates old"
 
-    def _in_words(self, encoding: Compression) -> str:
-        words = {
-            "topk": f"{self.compression_ratio:.3g} of their changes, the rest later",
-            "onebit": "one bit a value, the rest later",
-            "auto": "what makes steps fastest, down to one bit a value",
-        }
-        return words.get(encoding, encoding)
+    def _in_words(self, compression: str) -> str:
+        if compression == AUTO:
+            return "what makes steps fastest, down to one bit a value"
+        return payload_compression(compression).describe(self.topk_density)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from cnnstrategies.cluster.launchers import detected
 from cnnstrategies.cluster.stores import own_store
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, Address, CoordinatorSettings
@@ -97,7 +98,7 @@ def choose_rendezvous(
 def machine_directory(layout: NodeLayout) -> Path:
     """Where the ranks of one machine meet that something else has started; the last to end removes it."""
     # A job of the cluster may start several runs, which have the same port.
-    step = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")]
+    step = [launcher.launch_id(os.environ) for launcher in detected(os.environ)]
     return _shared_directory(f"{layout.main_address}:{layout.main_port} {step}")
 
 
@@ -124,7 +125,7 @@ def open_supervision(
     options: ParameterServerOptions, layout: NodeLayout, place: Rendezvous, training: bool, method: StartMethod
 ) -> Supervision:
     """Start this node's coordinator and servers."""
-    allow_threads(1 + layout.processes + options.servers)
+    allow_threads(1 + layout.processes + options.servers_per_node)
     if layout.node == 0 and place.session == 0:  # A later session's waits for the one before to make room.
         _check_free(place.coordinator)
     servers = options.server_count(layout.nodes) if training else 0
@@ -132,7 +133,7 @@ def open_supervision(
     restarts = options.max_restarts if options.replication > 1 and place.supervised and not options.endpoints else 0
     supervision = Supervision(address, load_keys(place.key_file))
     workers = layout.nodes * layout.processes
-    elastic = options.elastic if training else 0
+    max_joiners = options.max_joiners if training else 0
     if layout.node == 0:
         again = options.max_restarts if place.supervised else 0
         settings = CoordinatorSettings(
@@ -146,7 +147,7 @@ def open_supervision(
             session=place.session,
             nodes=layout.nodes,
             supervisor=supervision.process,
-            elastic=elastic,
+            max_joiners=max_joiners,
         )
         service = CoordinatorProcess(settings, place.key_file, place.directory, _journal(place) if again else None)
 
@@ -155,8 +156,8 @@ def open_supervision(
 
         supervision.start(Watched(COORDINATOR, 0, start_coordinator, again))
     if servers and not options.endpoints:
-        for index in range(options.servers):
-            identity = layout.node * options.servers + index
+        for index in range(options.servers_per_node):
+            identity = layout.node * options.servers_per_node + index
             server = partial(_start_server, options, place, identity, method)
             supervision.start(Watched(SERVER, identity, server, restarts))
     return supervision

@@ -17,17 +17,25 @@ from typing_extensions import override
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
+from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
-from cnnstrategies.paramserver.specification import Compression, Mode, Specification
+from cnnstrategies.paramserver.specification import Mode, PullCompression, PushCompression, Specification
 from cnnstrategies.paramserver.worker.connections import Counters
+from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.dealing import Dealing
 from cnnstrategies.strategies.observer_hooks import HookContexts, gradient_observers, weight_observers
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 from cnnstrategies.strategies.parameter_server.checks import check_module, check_optimizers, watch_gradients
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
-from cnnstrategies.strategies.parameter_server.options import Dispatch, ParameterServerOptions, Security
+from cnnstrategies.strategies.parameter_server.options import (
+    Dispatch,
+    ParameterServerOptions,
+    Security,
+    usual_staleness,
+    usual_sync_every,
+)
 from cnnstrategies.strategies.parameter_server.start import (
     average_buffers,
     meet_servers,
@@ -35,6 +43,7 @@ from cnnstrategies.strategies.parameter_server.start import (
     trainer_state,
 )
 from cnnstrategies.strategies.parameter_server.step import Stepper
+from cnnstrategies.strategies.protocol import StepKind
 
 OUTER_STATE = "outer_optimizer_state"  # in a checkpoint
 CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")  # of a precision plugin
@@ -55,12 +64,12 @@ class ParameterServerStrategy(CoordinatedStrategy):
             as it comes. ``ssp`` does too, but no worker runs more than ``staleness`` steps ahead of the slowest (Ho et
             al., NeurIPS 2013). In ``local`` workers are independent for ``sync_every`` steps of their own optimizer;
             then the servers make an outer step on the mean of the differences (DiLoCo, Douillard et al. 2023).
-        staleness: For ssp; 0 is sync.
-        sync_every: For local: optimizer steps between two outer steps.
+        staleness: For ssp: steps that a worker may be ahead of the slowest one, 4 by default; 0 is sync.
+        sync_every: For local: optimizer steps between two outer steps, 8 by default.
         outer_lr: For local: learning rate of the outer step, which is SGD's. 1 without momentum averages the weights
             (local SGD); DiLoCo's are 0.7 and 0.9.
         outer_momentum: For local: Nesterov momentum of the outer step.
-        servers: Server processes that each node starts.
+        servers_per_node: Server processes that each node starts.
         endpoints: Addresses of dedicated servers, started with ``cnnstrategies-server``, instead. With them each slice
             of a step in ``sync`` is made for itself, so that values come back while gradients leave.
         coordinator: ``tcp://address:port`` on the machine of rank 0; by default a socket in a private directory on one
@@ -68,7 +77,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         compression: Of pushed gradients: ``none``, ``fp16``, ``bf16``, or with error feedback ``topk`` and ``onebit``.
             ``auto`` uses the one of ``none``, ``bf16`` and ``onebit`` with which steps take the least time, as
             measured while it trains.
-        compression_ratio: Share of the elements that ``topk`` sends.
+        topk_density: Share of the elements that ``topk`` sends.
         pull_compression: Of pulled parameters: ``none``, ``fp16`` or ``bf16``. Forward and backward then use rounded
             weights; those of the servers keep their precision, and validation and checkpoints have them. For ``sync``
             and ``local`` also ``topk`` and ``onebit``: of what each step changes, with error feedback (DoubleSqueeze,
@@ -80,18 +89,19 @@ class ParameterServerStrategy(CoordinatedStrategy):
         security: ``curve`` encrypts and authenticates, ``none`` does not; ``auto`` does wherever TCP is used, and needs
             ``key_file`` where other machines are reached.
         key_file: The run's keys, the same on every machine.
-        timeout: Seconds without a sign of life, or without an answer, after which a process counts as dead.
+        timeout: Seconds, or ``minutes:seconds``, without a heartbeat or without an answer after which a
+            process counts as dead.
         max_restarts: How often each process may be started again after it was killed, in the first trainer function
             of a script. Without restarts a run goes on without a dead worker, but not without rank 0, which writes
             checkpoints and logs.
-        elastic: How many workers may join and leave while it trains, with ``cnnstrategies join``. For async and ssp,
-            with ``data_dispatch: dynamic``.
-        combine: For sync: the workers of a node add their gradients up in memory that they share, and one of them
-            pushes and pulls for all, so that the node's link carries one worker's bytes. If it dies another takes its
-            place.
+        max_joiners: How many workers may join and leave while it trains, with ``cnnstrategies join``. For async and
+            ssp, with ``data_dispatch: dynamic``.
+        combine_per_node: For sync: the workers of a node add their gradients up in memory that they share, and one of
+            them pushes and pulls for all, so that the node's link carries one worker's bytes. If it dies another takes
+            its place.
         shares: For sync: each worker's part of a global batch in proportion to the others', such as ``[3, 1]``, or
             ``auto``: equal at first, then by each worker's own time, as under ``ddp_balanced``.
-        first: The shares with which ``auto`` begins, as ``plan`` writes them.
+        initial_shares: The shares with which ``auto`` begins, as ``plan`` writes them.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices.
 
     Raises:
@@ -99,39 +109,48 @@ class ParameterServerStrategy(CoordinatedStrategy):
             processes are started.
     """
 
+    step_kind: StepKind = "worker"
+    joined_late = False
+
     def __init__(
         self,
         mode: Mode = "sync",
-        staleness: int = 0,
-        sync_every: int = 1,
+        staleness: int | None = None,
+        sync_every: int | None = None,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
-        servers: int = 1,
+        servers_per_node: int = 1,
         endpoints: list[str] | None = None,
         coordinator: str | None = None,
-        compression: Compression = "none",
-        compression_ratio: float = 0.01,
-        pull_compression: Compression = "none",
+        compression: PushCompression = "none",
+        topk_density: float = 0.01,
+        pull_compression: PullCompression = "none",
         replication: int = 1,
         data_dispatch: Dispatch = "static",
         security: Security = "auto",
         key_file: str | None = None,
-        timeout: float = 10.0,
+        timeout: Duration = 10.0,
         max_restarts: int = 0,
-        elastic: int = 0,
-        combine: bool = False,
+        max_joiners: int = 0,
+        combine_per_node: bool = False,
         shares: Literal["auto", "equal"] | list[float] = "equal",
-        first: Literal["equal"] | list[float] = "equal",
+        initial_shares: Literal["equal"] | list[float] = "equal",
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         **kwargs: Any,
     ) -> None:
-        given = {**locals(), "endpoints": tuple(endpoints or ())}
+        refuse_old_names(ParameterServerStrategy, kwargs)
+        given = {
+            **locals(),
+            "endpoints": tuple(endpoints or ()),
+            "timeout": seconds(timeout, "timeout"),
+            "staleness": usual_staleness(mode) if staleness is None else staleness,
+            "sync_every": usual_sync_every(mode) if sync_every is None else sync_every,
+        }
         options = ParameterServerOptions(**{field.name: given[field.name] for field in fields(ParameterServerOptions)})
         super().__init__(options=options, start_method=start_method, **kwargs)
         self._stepper: Stepper | None = None
-        self._dealing = Dealing(self, shares, first=first)
+        self._dealing = Dealing(self, shares, initial=initial_shares)
         self._dispatch = BatchDispatch(self)
-        self.came_later = False  # up to its first batch: let in by others that were training already
         self._has_left = False
         self._buffers_are_equal = True
         self._outer_state: dict[str, Any] | None = None
@@ -176,12 +195,12 @@ class ParameterServerStrategy(CoordinatedStrategy):
         return list(self.gather(row, "times").values())
 
     def _waited(self) -> float:
-        return 0.0 if self.counters is None else self.counters.seconds_waited
+        return 0.0 if self.traffic is None else self.traffic.seconds_waited
 
     @override
     def open_session(self) -> None:
         super().open_session()
-        self.came_later = self._has_left = False
+        self.joined_late = self._has_left = False
         self._buffers_are_equal = True
 
     @override
@@ -210,8 +229,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
     # Data
 
     @property
-    def deals(self) -> Deals:
-        """By which shares training batches are dealt."""
+    @override
+    def batch_shares(self) -> Deals:
         return self._dealing.deals
 
     @override
@@ -231,8 +250,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         worker, specification, own_steps = meet_servers(self, self.module, self.optimizers[0], self._outer_state)
         if self.options.mode == "sync" and self.world_size > 1:
             self._watch = watch_gradients(self.module, self.callbacks)
-        self.came_later = own_steps is not None
-        self.collectives.membership.tell(lambda: self._figures(worker))
+        self.joined_late = own_steps is not None
+        self.collectives.membership.report_figures(lambda: self._figures(worker))
         self._stepper = self._stepper_of(worker, specification, own_steps or 0)
 
     def _stepper_of(self, worker: Worker | CombinedWorker, specification: Specification, own_steps: int) -> Stepper:
@@ -263,8 +282,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         """At an epoch's first batch, let in the workers that were started again."""
         if batch_idx > 0 or self._stepper is None:
             return
-        if self.came_later:
-            self.came_later = False  # At this very boundary.
+        if self.joined_late:
+            self.joined_late = False  # At this very boundary.
             return
         self._stepper.worker.interrupt()
         self._stepper.worker.wait_all()
@@ -436,31 +455,32 @@ class ParameterServerStrategy(CoordinatedStrategy):
         super().load_model_state_dict(checkpoint, strict)
 
     @property
-    def counters(self) -> Counters | None:
-        """What this worker has sent, received and waited; None when it does not train."""
+    @override
+    def traffic(self) -> Counters | None:
+        """Bytes, steps and waiting time of this worker; None unless it trains."""
         return None if self._stepper is None else self._stepper.worker.counters
 
     @property
-    def leaves_out_steps(self) -> bool:
-        """Whether others may make steps without this worker's node, which goes on with the one that they are at."""
+    @override
+    def may_skip_steps(self) -> bool:
+        """Whether the other nodes may make a step without this worker's node, which then goes on with their step."""
         return self.options.combines(self.num_processes)
 
     @property
-    def steps_together(self) -> bool:
-        """Whether all workers make the same steps at the same time, and may wait for each other at any of them."""
+    @override
+    def steps_in_lockstep(self) -> bool:
         return self.options.aggregates
 
-    # In words
-
-    def describe(self, batch_size: int | None) -> list[tuple[str, str]]:
-        """Mode and servers, for a panel; there are none when the run does not train."""
+    @override
+    def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
+        """Return the rows about mode and servers; none unless the run trains."""
         if self.trainer.state.fn != TrainerFn.FITTING:
             return []
-        shares = [self._dealing.describe()] * (self.options.shares != "equal")
+        shares = [self._dealing.panel_row()] * (self.options.shares != "equal")
         return self.options.describe(self.num_nodes) + shares
 
+    @override
     def differences(self, batch_size: int | None) -> list[str]:
-        """What is different from one device, a line each; see :meth:`describe`."""
         sees = gradient_observers(self.module, self.callbacks)
         accumulated = self.trainer.accumulate_grad_batches
         return self.options.differences(self.module, self.world_size, batch_size, accumulated, sees)

@@ -23,7 +23,7 @@ class Plan(NamedTuple):
     Attributes:
         survivable: Servers that may be lost at once.
         restarts: How often a process that was killed is started again.
-        elastic: Places for workers that join.
+        max_joiners: Places for workers that join.
         eager: Whether workers load before they know where others are, and come midway: as Lightning does.
         meets: Whether they meet at the end of an epoch.
     """
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
     restarts: int = 0
     epochs: int = 2
     nodes: int = 1
-    elastic: int = 0
+    max_joiners: int = 0
     eager: bool = False
     meets: bool = True
 
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
         survivable = int(draw(seed, 43) < 0.5 and servers > 1)
         eager = draw(seed, EAGER) < 0.25
         restarts = max(int(3 * draw(seed, 44)), int(eager))
-        elastic = int(draw(seed, JOINED) < 0.25) * (1 + int(2 * draw(seed, 51)))
+        max_joiners = int(draw(seed, JOINED) < 0.25) * (1 + int(2 * draw(seed, 51)))
         return cls(
             workers=1 + int(4 * draw(seed, 41)),
             servers=servers,
@@ -53,7 +53,7 @@ class Plan(NamedTuple):
             restarts=restarts,
             epochs=2 + int(2 * draw(seed, 45)),
             nodes=1 + int(3 * draw(seed, 46)),
-            elastic=elastic,
+            max_joiners=max_joiners,
             eager=eager,
             meets=not eager or draw(seed, EAGER, 1) < 0.5,
         )
@@ -62,7 +62,7 @@ class Plan(NamedTuple):
     def places(self) -> list[tuple[str, int]]:
         """The processes that can be hit."""
         places = [("worker", one) for one in range(self.workers)] + [("server", one) for one in range(self.servers)]
-        places += [("worker", self.workers + one) for one in range(self.elastic)]
+        places += [("worker", self.workers + one) for one in range(self.max_joiners)]
         return [*places, ("coordinator", 0), *(("supervision", node) for node in range(self.nodes))]
 
 
@@ -80,14 +80,14 @@ def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome
     """Run a plan; `pace` is a number from which is drawn how long things take."""
     settings = CoordinatorSettings(
         "sim", plan.workers, plan.servers, TIMEOUT, 3 * TIMEOUT, plan.survivable, plan.restarts > 0,
-        nodes=plan.nodes, elastic=plan.elastic,
+        nodes=plan.nodes, max_joiners=plan.max_joiners,
     )  # fmt: skip
     world = World(pace, faults)
     if traced:
         world.trace = []
     toys = Toys(world, settings, plan, pace)
     invariants = Invariants(world, toys, settings)
-    Joiners(pace, world, toys, plan.elastic)
+    Joiners(pace, world, toys, plan.max_joiners)
     return play(world, toys.start, invariants, TIMEOUT / 4)
 
 

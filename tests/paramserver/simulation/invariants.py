@@ -168,7 +168,7 @@ class Invariants:
         self._check_ends()
         self._check_samples()
         entries = self._toys.coordinator.answering.entries
-        members = self._settings.workers + self._settings.servers + self._settings.elastic
+        members = self._settings.workers + self._settings.servers + self._settings.max_joiners
         if entries > ENTRIES * members:
             raise ViolationError(f"14: the coordinator keeps {entries} entries for {members} members")
 
@@ -221,7 +221,7 @@ class Invariants:
         settings = self._settings
         if self._coordinator_is_lost() or str(process.peer) in victims or "worker 0" in victims:
             return True
-        victims = victims - {f"{WORKER} {settings.workers + one}" for one in range(settings.elastic)}
+        victims = victims - {f"{WORKER} {settings.workers + one}" for one in range(settings.max_joiners)}
         if any(victim.startswith(WORKER) and self._struck_before_training(victim) for victim in victims):
             return True
         if any(self._never_came(victim, process) for victim in victims):

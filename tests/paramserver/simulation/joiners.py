@@ -19,12 +19,12 @@ LATEST = 2.5  # seconds: when the first one comes
 class Joiners:
     """Some of them, each of which comes at a moment of its own, and again after each epoch."""
 
-    def __init__(self, seed: int, world: World, toys: Toys, elastic: int) -> None:
+    def __init__(self, seed: int, world: World, toys: Toys, max_joiners: int) -> None:
         self._seed = seed
         self._world = world
         self._toys = toys
         self._draws = 0
-        for number in range(elastic + int(2 * draw(seed, 52))):
+        for number in range(max_joiners + int(2 * draw(seed, 52))):
             world.at(LATEST * draw(seed, 53, number) ** 2, self._join)
 
     def _seconds(self, least: float, most: float) -> float:

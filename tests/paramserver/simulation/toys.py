@@ -171,7 +171,7 @@ class Toys:
             if not joined:
                 boundary = yield from self.collect(participant, "boundary", boundary=True, epoch=epoch)
             meets = (joined and not midway) or (not joined and boundary.fields["admitted"])
-            if meets and (self._settings.elastic or self.plan.eager):
+            if meets and (self._settings.max_joiners or self.plan.eager):
                 yield from self.collect(participant, "admitted")
             first = first or (yield from self._load(epoch))
             if midway and not len(_numbers(first)):

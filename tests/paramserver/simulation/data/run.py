@@ -93,7 +93,7 @@ class Plan(NamedTuple):
             timeout=TIMEOUT,
             session=1,
             pull_compression=self.pulls,
-            compression_ratio=0.5,
+            topk_density=0.5,
             **MODES[self.mode],
         )
 

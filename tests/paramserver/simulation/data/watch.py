@@ -203,7 +203,7 @@ class WatchedChanges(Changes):
     """
 
     def __init__(
-        self, encoding: Encoding, ratio: float, values: Mapping[int, Tensor], whole: Encoding | None, watch: Watch
+        self, encoding: int, ratio: float, values: Mapping[int, Tensor], whole: int | None, watch: Watch
     ) -> None:
         super().__init__(encoding, ratio, values, whole)
         self._watch = watch
@@ -234,7 +234,7 @@ class WatchedStore(Store):
         if specification.pulls_changes:
             encoding, whole = encodings(specification)
             exact = None if whole is None else Encoding.DENSE  # What two contents are rounded to may be the same.
-            self.changes = WatchedChanges(encoding, specification.compression_ratio, self.values, exact, watch)
+            self.changes = WatchedChanges(encoding, specification.topk_density, self.values, exact, watch)
 
     def look(self, keys: Iterable[int]) -> None:
         """See which slices have everything in them that was answered."""
