@@ -59,7 +59,7 @@ def check_optimizer_states(saved: int, needed: int) -> None:
     """
     if saved != needed:
         raise ConfigurationError(
-            f"the checkpoint holds the states of {saved} optimizers, and this run has {needed} optimizers: a checkpoint "
+            f"the checkpoint holds the states of {saved} optimizers, and this run has {needed}: a checkpoint "
             "that is saved after the forked or spawned ranks have ended holds none; resume from one that was saved "
             "during fit, or load the weights alone"
         )
