@@ -8,6 +8,7 @@ from rich.table import Table
 
 from cnnstrategies.cluster.doctor import HostReport, examine, examine_alone
 from cnnstrategies.cluster.environment import find_place
+from cnnstrategies.cluster.launchers import start_programs
 from cnnstrategies.cluster.stores import own_store
 from cnnstrategies.commands.arguments.options import DoctorOptions
 from cnnstrategies.errors import ConfigurationError
@@ -42,8 +43,8 @@ def main(options: DoctorOptions) -> None:
         print(f"mend: {problem}")
     if alone:
         print(
-            "Only this machine was checked; to check several, start doctor as the training will be started, with srun, "
-            "torchrun or mpirun, one process on each machine; docs/doctor.md has the commands"
+            "Only this machine was checked; to check several, start doctor as the training will be started, with "
+            f"{start_programs()}, one process on each machine; docs/doctor.md has the commands"
         )
     elif not problems:
         print(f"All {len(hosts)} hosts agree, reach each other and share {directory}")

@@ -48,11 +48,11 @@ LINES = [
     (FileNotFoundError(errno.ENOENT, "No such file or directory", "labels.csv"), None),
     (
         OSError(errno.EROFS, "Read-only file system", "/mnt/runs"),
-        "Read-only file system: /mnt/runs; give the right to it, or let results go elsewhere",
+        "Read-only file system: /mnt/runs; change its permissions, or choose another folder",
     ),
     (
         TypeError("File is not creatable since parent directory not writable: '/mnt/config.yaml'"),
-        "cannot write /mnt/config.yaml: give the right to it",
+        "cannot write /mnt/config.yaml: change its permissions",
     ),
     (ModuleNotFoundError("Requirement 'mlflow>=1.0.0' not met."), "a package is missing: "),
     (ValueError("boom"), None),

@@ -42,7 +42,7 @@ def test_a_plan_from_files_needs_neither_torch_nor_lightning(files: list[str], t
     assert "…" not in result.stdout, "80 columns are enough"
     assert re.search(r"^ hybrid \[2, 2\], M=\d+ +[\d.]+ +\d+ +compute", result.stdout, re.MULTILINE)
     assert re.search(r"^ ddp +\d+ +\d+ +nic +\S+ +\S+ +[\d.]+", result.stdout, re.MULTILINE)
-    assert "cost: of a million samples" in result.stdout
+    assert "cost: price of a million samples" in result.stdout
     strategy = yaml.safe_load(written.read_text())["trainer"]["strategy"]
     assert strategy["init_args"]["replicas"] == [2, 2]
     assert "cuts" not in strategy["init_args"], "the names of a profile that fit does not know"
@@ -80,7 +80,7 @@ def test_number_of_devices_must_be_known_and_be_the_clusters(tmp_path: Path) -> 
         COMMANDS["plan"].run(["--config", QUICKSTART, "--trainer.devices", "auto"])
     file = tmp_path / "cluster.yaml"
     file.write_text(CLUSTER)
-    said = rf"{file}: nodes: they have 4 devices, but trainer.devices x trainer.num_nodes are 2"
+    said = rf"{file}: nodes: the machines have 4 devices, but trainer.devices x trainer.num_nodes is 2"
     with pytest.raises(ConfigurationError, match=said):
         COMMANDS["plan"].run(["--config", QUICKSTART, f"--cluster={file}"])
 

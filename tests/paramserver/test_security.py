@@ -129,13 +129,13 @@ def test_a_directory_of_somebody_elses_making_is_not_used(tmp_path: Path, monkey
     assert not path.exists(), "the last one has removed it"
     for make in (lambda: path.mkdir(0o755), lambda: path.symlink_to(tmp_path)):
         make()
-        with pytest.raises(ConfigurationError, match="is not a directory that this user alone can enter"):
+        with pytest.raises(ConfigurationError, match="is not a directory that only this user can enter"):
             shared_directory("here")
         path.unlink() if path.is_symlink() else path.rmdir()
     path.mkdir(0o700)
     other = os.getuid() + 1
     monkeypatch.setattr("os.getuid", lambda: other)
-    with pytest.raises(ConfigurationError, match="is not a directory that this user alone can enter"):
+    with pytest.raises(ConfigurationError, match="is not a directory that only this user can enter"):
         hold(path)
 
 

@@ -119,9 +119,21 @@ class Option:
         return Path(text) if self.kind is Path else text
 
 
-def option(default: Any = dataclasses.MISSING, metavar: str = "", **arguments: Any) -> Any:
-    """Return a field whose value has a name in the help, such as ``FOLDER``; without it the type gives a name."""
-    return field(default=default, metadata={"metavar": metavar}, **arguments)
+def option(
+    default: Any = dataclasses.MISSING,
+    metavar: str = "",
+    choices: Callable[[], Sequence[str]] | None = None,
+    **arguments: Any,
+) -> Any:
+    """Return a field of a command's class.
+
+    Args:
+        default: Value if the option is not given.
+        metavar: Name of the value in the help, such as ``FOLDER``; by default the type gives a name.
+        choices: Returns the accepted values of a registry that is imported only when it is needed.
+        arguments: Other arguments of :func:`dataclasses.field`.
+    """
+    return field(default=default, metadata={"metavar": metavar, "choices": choices}, **arguments)
 
 
 def positional(default: Any = dataclasses.MISSING, metavar: str = "", **arguments: Any) -> Any:
@@ -143,6 +155,8 @@ def options_of(declaration: type[Any]) -> list[Option]:
         kind = (members[0] if len(members) == 1 else str) if nullable else kinds[entry.name]
         many = get_origin(kind) is list
         kind = get_args(kind)[0] if many else kind
+        if (choices := entry.metadata.get("choices")) is not None:
+            kind = Literal[tuple(choices())]
         default = entry.default
         if entry.default_factory is not dataclasses.MISSING:
             default = entry.default_factory()

@@ -20,6 +20,18 @@ PROGRAMS: dict[str, Command] = {}  # programs beside `cnnstrategies`
 command = partial(declare, COMMANDS)
 
 
+def _launchers() -> list[str]:
+    from cnnstrategies.cluster.launchers import job_launchers
+
+    return job_launchers()
+
+
+def _process_number() -> int:
+    from cnnstrategies.cluster.launchers import process_number
+
+    return process_number(os.environ)
+
+
 @command(
     "fit",
     "train, as a configuration says",
@@ -259,16 +271,16 @@ class ScalingOptions:
 )
 @dataclass
 class SubmitOptions:
-    """Check a configuration, and send its run to a scheduler.
+    """Check a configuration, and send its run to a cluster.
 
     Attributes:
         command: Command of the job; it is always ``fit``.
-        to: The scheduler.
+        to: The launcher that the run is sent to.
         dry_run: Print the job, and submit nothing.
     """
 
     command: str = positional(metavar="fit")
-    to: Literal["slurm", "kubernetes", "ray"] = "slurm"
+    to: str = option("slurm", choices=_launchers)
     dry_run: bool = False
 
 
@@ -370,10 +382,10 @@ class ServerOptions:
 
     Attributes:
         config: The run's configuration, whose strategy names ``endpoints`` and ``coordinator``; later files add to it.
-        index: Number of the endpoint that this server is; by default the number of the SLURM task, or 0.
+        index: Number of the endpoint that this server is; by default the number that srun or mpirun gives it, or 0.
         make_keys: File for a new pair of keys for a run; nothing is served.
     """
 
     config: list[Path] = field(default_factory=list)
-    index: int = field(default_factory=lambda: int(os.environ.get("SLURM_PROCID", "0")))
+    index: int = field(default_factory=_process_number)
     make_keys: Path | None = None
