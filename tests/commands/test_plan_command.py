@@ -76,7 +76,7 @@ def test_a_configuration_is_measured_and_planned(tmp_path: Path, capsys: pytest.
 
 
 def test_number_of_devices_must_be_known_and_be_the_clusters(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"trainer.devices=auto: a plan needs their number"):
+    with pytest.raises(ConfigurationError, match=r"trainer.devices=auto: a plan needs the number of devices"):
         COMMANDS["plan"].run(["--config", QUICKSTART, "--trainer.devices", "auto"])
     file = tmp_path / "cluster.yaml"
     file.write_text(CLUSTER)

@@ -190,7 +190,7 @@ def check_trained(command: str, model: LightningModule, again: Callable[[], Ligh
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter) or not torch.equal(parameter, rebuilt[name]):
             raise ConfigurationError(
-                f"{command} without ckpt_path: {name} has random values, so this {type(model).__name__} is not trained: "
-                "add --ckpt_path best, or a checkpoint's path"
+                f"{command} without ckpt_path: {name} has random values, so this {type(model).__name__} is not "
+                "trained: add --ckpt_path best, or a checkpoint's path"
             )
     rank_zero_info(f"Weights: no ckpt_path is given, so {type(model).__name__} keeps the weights it was built with")
