@@ -221,7 +221,7 @@ def test_a_start_is_refused_where_its_threads_cannot_be() -> None:
         os.setuid(65534)  # No limit counts for root.
     resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
     with pytest.raises(
-        ConfigurationError, match=r"4 processes .* need some 32 threads.* raise the limit \(`ulimit -u`"
+        ConfigurationError, match=r"4 processes .* need about 32 threads.* raise the limit \(`ulimit -u`"
     ):
         allow_threads(4)
     assert threading.active_count() == 1

@@ -125,7 +125,7 @@ class CombinedWorker:
         return skipped
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
-        """Start the step's gradients."""
+        """Start a step, whose gradients follow."""
         # A worker that was taken for dead must find out in each step, even if it need not wait for anything.
         self._follow_leader()
         self.wait_all()
@@ -144,22 +144,22 @@ class CombinedWorker:
         if self._batches_to_skip:
             return
         if self._staging is None:
-            self._give(index, gradient)
+            self._publish(index, gradient)
         else:
             self._staging.fetch(index, gradient)
-            self._give_fetched()
+            self._publish_fetched()
 
-    def _give(self, index: int, gradient: Tensor) -> None:
+    def _publish(self, index: int, gradient: Tensor) -> None:
         self._own_state.give(index, gradient, self.step)
         if self._engine is not None:
             self._open[index] = None
             self._push_means(self._engine)
 
-    def _give_fetched(self, wait: bool = False) -> None:
+    def _publish_fetched(self, wait: bool = False) -> None:
         """Publish the gradients that have arrived from the device."""
         if self._staging is not None:
             for index, gradient in self._staging.fetched(wait):
-                self._give(index, gradient)
+                self._publish(index, gradient)
 
     def end_step(self) -> None:
         """Finish the step: parameters that were not pushed have no gradient."""
@@ -168,7 +168,7 @@ class CombinedWorker:
             self._batches_to_skip -= 1
             self._counters.dropped += 1
             return
-        self._give_fetched(wait=True)
+        self._publish_fetched(wait=True)
         self._own_state.end(self.step)
         if self._engine is not None:
             self._finish(self._engine)

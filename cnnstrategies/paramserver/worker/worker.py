@@ -193,7 +193,10 @@ class WorkerRole:
         self._outgoing.encode_as(compression, self.pulls.encoding, level + 1)
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
-        """Start a step's pushes; all parameters must be up to date. Messages may not be handed over before it ends."""
+        """Start a step's pushes; all parameters must be up to date.
+
+        The driver hands over messages again only after :meth:`end_step`.
+        """
         if self._pipelined:
             self.pulls.begin(self.step + 1)
         self._outgoing.begin(self.step, groups, samples)
