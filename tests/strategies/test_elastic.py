@@ -21,7 +21,7 @@ from torch import nn
 
 from cnnstrategies.callbacks import summary
 from cnnstrategies.cli import main
-from cnnstrategies.commands.joining_cli import is_for_others, strategy_of
+from cnnstrategies.commands.joining_cli import is_for_others, server_options_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
@@ -128,7 +128,7 @@ def test_the_array_of_the_docs_joins(tmp_path):
 
 def test_what_cannot_be_joined_is_said_in_a_line(capsys, monkeypatch, tmp_path):
     for words, message in (
-        (["--run", "nowhere"], "there is no such folder"),
+        (["--run", "nowhere"], "the folder does not exist"),
         (["--run", str(tmp_path)], "no watch.json lies there"),
         (["--run", "tcp://127.0.0.1:1", "--key_file", "none.key"], "none.key does not exist here"),
     ):
@@ -160,7 +160,7 @@ def coordinator(tmp_path):
 
 
 def test_who_may_not_join_is_told_why(coordinator, tmp_path):
-    with pytest.raises(ConfigurationError, match="lets nobody join: start it with max_joiners: N"):
+    with pytest.raises(ConfigurationError, match="accepts no joiners: start it with max_joiners: N"):
         find_place(coordinator())
     address = coordinator(max_joiners=1)
     place = find_place(address)
@@ -199,8 +199,8 @@ def test_another_configuration_is_not_the_runs(monkeypatch):
     with pytest.raises(ConfigurationError, match="an epoch of the run has 36 batches and of this configuration 72"):
         run.begin(0, 72, "")
     with pytest.raises(ConfigurationError, match=r"trainer\.strategy is ddp: a run is joined with its own"):
-        strategy_of("ddp")
-    assert strategy_of("parameter_server_async").options.mode == "async"
+        server_options_of("ddp")
+    assert server_options_of("parameter_server_async").mode == "async"
 
 
 @pytest.mark.light

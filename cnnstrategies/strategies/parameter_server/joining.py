@@ -139,7 +139,7 @@ class JoiningStrategy(ParameterServerStrategy):
         loop.max_epochs, loop.epoch_loop.max_steps = self._configured
         super().setup(trainer)
         worker = self._enter()
-        self.collectives.membership.tell(worker.counters.figures)
+        self.collectives.membership.report_figures(worker.counters.figures)
         self.epochs.add(self._epoch)
         # Setting up has begun with the same random numbers each time.
         seed_all(mixed_seed(torch.initial_seed(), self.global_rank, self._epoch))

@@ -251,7 +251,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if self.options.mode == "sync" and self.world_size > 1:
             self._watch = watch_gradients(self.module, self.callbacks)
         self.joined_late = own_steps is not None
-        self.collectives.membership.tell(lambda: self._figures(worker))
+        self.collectives.membership.report_figures(lambda: self._figures(worker))
         self._stepper = self._stepper_of(worker, specification, own_steps or 0)
 
     def _stepper_of(self, worker: Worker | CombinedWorker, specification: Specification, own_steps: int) -> Stepper:
