@@ -62,7 +62,13 @@ def keys_of(text):
 
 
 def test_what_help_names_is_there_and_full_help_is_the_parsers():
-    of_class = {"model.init_args.network", "data.init_args.global_batch_size", "data.help", "help_full"}
+    of_class = {
+        "trainer.strategy.OPTION",
+        "model.init_args.network",
+        "data.init_args.global_batch_size",
+        "data.help",
+        "help_full",
+    }
     for name in ("fit", "predict", "plan", "tune", "submit"):
         known = keys_of(help.in_full(name, ""))
         assert len(known) > 60

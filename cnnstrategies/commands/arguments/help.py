@@ -25,6 +25,7 @@ FULL = "--help_full"
 CONFIGURATION = (
     ("--config FILE", "a YAML file, or the name of a recipe (`cnnstrategies configs`); what comes later counts"),
     ("--trainer.strategy NAME", "how the work is divided: auto, ddp, hybrid_pipeline, parameter_server, ..."),
+    ("--trainer.strategy.OPTION VALUE", "an option of it, as in --trainer.strategy.stages 2 after hybrid_pipeline"),
     ("--trainer.devices N", "processes or GPUs on each machine"),
     ("--trainer.num_nodes N", "machines"),
     ("--trainer.accelerator NAME", "auto, cpu or gpu"),
@@ -82,7 +83,7 @@ PARSERS = {
 }  # Of the commands that take no configuration.
 EVERYTHING = (
     ("--help_full [SECTION]", f"all options, or those of {', '.join(name for name in ROOTS)}"),
-    ("--data.help CLASS", "those of a class; so with --model.help and --trainer.strategy.help"),
+    ("--data.help CLASS", "those of a class; so with --model.help CLASS and --trainer.strategy.help NAME"),
     ("--print_config", "the whole configuration, and nothing else"),
 )
 
