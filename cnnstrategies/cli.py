@@ -47,10 +47,10 @@ def _run(words: Sequence[str]) -> None:
     import importlib.metadata
     import os
 
-    from cnnstrategies.commands.arguments import help, recipes
+    from cnnstrategies.commands.arguments import help
     from cnnstrategies.commands.arguments.keys import accepted
+    from cnnstrategies.commands.arguments.options import COMMANDS
     from cnnstrategies.commands.arguments.refuse import show
-    from cnnstrategies.commands.arguments.table import COMMANDS
     from cnnstrategies.runtime.processes import STARTER, end_with_parent, told_by_starter
 
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -64,16 +64,11 @@ def _run(words: Sequence[str]) -> None:
     elif name not in COMMANDS:
         raise ConfigurationError(f"no command {name!r}{accepted(name, list(COMMANDS))}")
     elif any(word in help.HELP_WORDS for word in words):
-        show(help.of_command(name))
+        show(help.of_command(COMMANDS[name]))
     elif help.FULL in words:
-        show(help.in_full(name, "".join(words[words.index(help.FULL) + 1 :][:1])))
-    elif not COMMANDS[name].configured:
-        COMMANDS[name].run(words)
+        show(help.in_full(COMMANDS[name], "".join(words[words.index(help.FULL) + 1 :][:1])))
     else:
-        # As `python -m` does: whoever runs a configuration has the classes that it names beside it.
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
-        COMMANDS[name].run(recipes.with_files(words))
+        COMMANDS[name].run(words[1:])
 
 
 def _exit_on_signal(signum: int, frame: "FrameType | None") -> None:

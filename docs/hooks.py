@@ -1,4 +1,4 @@
-"""What mkdocs does not do by itself, for mkdocs.yml: links to files of the repository, and marks of Sphinx.
+"""Work of mkdocs.yml that mkdocs leaves: links to files of the repository, marks of Sphinx, options of commands.
 
 A link to a benchmark's page, a script or a test works where the repository is browsed, as `../benchmarks/x.md` in
 `docs/`. In the site the file that it names becomes a page, beside those of `docs/` and with its path in the repository.
@@ -12,8 +12,13 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from cnnstrategies.commands.arguments.command import Command
+from cnnstrategies.commands.arguments.options import COMMANDS, PROGRAMS
+
 LINK = re.compile(r"(\]\()([^)#\s:]+)(?=[)#])")
 ROLE = re.compile(r":(?:class|meth|mod|func|attr|exc):<code>(?:~[\w.]*\.)?([\w.]+)</code>")
+OPTIONS = re.compile(r"^<!-- options of (\S+) -->$", re.MULTILINE)
+OTHER_COMMANDS = "<!-- other commands -->"
 SHOWN_AS = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".txt": "text", "": "make"}
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -47,7 +52,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Have links lead to the pages that were made."""
+    """Have links lead to the pages that were made, and put the options of commands where a page asks for them."""
+    markdown = with_options(markdown)
     here = made.get(page.file.src_uri, DOCS / page.file.src_uri)
     if here.suffix != ".md":
         return markdown
@@ -59,6 +65,25 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return link[1] + posixpath.relpath(_uri(named), posixpath.dirname(page.file.src_uri))
 
     return LINK.sub(lead, markdown)
+
+
+def with_options(markdown: str) -> str:
+    """Return a page with the tables of options for which it has a mark.
+
+    A page with the mark of other commands also gets a section for each command without a mark of its own.
+    """
+    commands = {**COMMANDS, **PROGRAMS}
+    others = [command for name, command in COMMANDS.items() if name not in OPTIONS.findall(markdown)]
+    sections = (f"## {command.name}\n\n{command.description}\n\n{_options(command)}" for command in others)
+    markdown = OPTIONS.sub(lambda mark: _options(commands[mark[1]]), markdown)
+    return markdown.replace(OTHER_COMMANDS, "\n\n".join(sections))
+
+
+def _options(command: Command) -> str:
+    rows = [*(option.row for option in command.options), *command.keys]
+    cells = ((f"`{name}`".replace("|", "\\|"), text.removesuffix(".").replace("|", "\\|")) for name, text in rows)
+    lines = (f"| {name} | {text} |" for name, text in cells)
+    return "\n".join(["| Option | |", "| --- | --- |", *lines])
 
 
 def on_page_content(html: str, **_: object) -> str:

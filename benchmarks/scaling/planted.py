@@ -24,7 +24,7 @@ sys.path += [str(Path(__file__).parents[1] / "pipeline"), str(Path(__file__).par
 from quotas import quotas
 from ranks import report
 
-from cnnstrategies.planning.scaling.figures import Facts, Found
+from cnnstrategies.planning.scaling.figures import Facts, Measurements
 from cnnstrategies.planning.scaling.measuring import Bench
 from cnnstrategies.planning.scaling.reasons import reasons
 from cnnstrategies.planning.tune.settings import nested, write_commented
@@ -64,7 +64,7 @@ PLANTS = {
         {"CNNSTRATEGIES_SLOW_GROUP": "cnnbench"},
     ),
     "a link of 100 Mbit/s": Plant("link is slow", {"trainer.strategy": "ddp"}, {"CNNSTRATEGIES_LINK": LINK}),
-    "8 threads for each rank": Plant("threads fight", variables={"OMP_NUM_THREADS": "8"}),
+    "8 threads for each rank": Plant("threads compete", variables={"OMP_NUM_THREADS": "8"}),
     "a callback that sleeps": Plant("Sleeper", {"trainer.callbacks": [{"class_path": "planted_parts.Sleeper"}]}),
     "a batch of 2 for each device": Plant("batches are small", {f"{DATA}.batch_size": 2}),
     "validation longer than training": Plant("validation", {f"{DATA}.validation": 16384}),
@@ -74,7 +74,7 @@ PLANTS = {
 }
 
 
-def measure(*layers: Mapping[str, Any]) -> Found:
+def measure(*layers: Mapping[str, Any]) -> Measurements:
     """What ``scaling`` measures with two ranks."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -89,7 +89,7 @@ def measure(*layers: Mapping[str, Any]) -> Found:
         return Bench({2: words}, folder, Facts(keys=keys), True, time.monotonic() + SECONDS).measure()
 
 
-def rate(found: Found) -> float:
+def rate(found: Measurements) -> float:
     """Samples/s of epochs with all that they have."""
     run, epoch = found.largest, found.facts.epoch
     steps = epoch.steps or 1

@@ -1,4 +1,4 @@
-"""How a device computes a network, for modules that leave it open."""
+"""Settings of how devices compute, for modules that have no such arguments."""
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -8,17 +8,18 @@ from cnnstrategies.runtime.compiling import compile_parts
 
 
 class ComputeSettings(Callback):
-    """Chooses how the devices compute, without a change to the module; ``cnnstrategies tune`` finds what is fastest.
+    """Sets how the devices compute, without a change to the module; ``cnnstrategies tune`` finds the fastest settings.
 
-    :class:`~cnnstrategies.ImageClassifier` has the first two as arguments of its own.
+    :class:`~cnnstrategies.ImageClassifier` has arguments of its own for the first two settings.
 
     Args:
-        channels_last: Store the weights of convolutions with the channels innermost; convolutions turn the images.
-        compile_backend: Compile what the module consists of, under ``hybrid_pipeline`` each stage of it, with this
-            ``torch.compile`` backend, such as ``inductor``.
-        float32_precision: Of products of float32 matrices: ``highest``, ``high`` (TF32) or ``medium``, as in
-            ``torch.set_float32_matmul_precision``; left as it is by default.
-        threads: Of the processor, for each rank's operations; left as they are by default.
+        channels_last: Store the weights of convolutions with the channels innermost. The convolutions convert the
+            images themselves.
+        compile_backend: Compile the module's children with this ``torch.compile`` backend, such as ``inductor``; under
+            ``hybrid_pipeline`` each stage is compiled.
+        float32_precision: Precision of products of float32 matrices: ``highest``, ``high`` (TF32) or ``medium``, as in
+            ``torch.set_float32_matmul_precision``. By default it is not changed.
+        threads: Number of CPU threads for each rank's operations. By default it is not changed.
     """
 
     def __init__(

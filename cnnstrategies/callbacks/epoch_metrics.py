@@ -1,4 +1,4 @@
-"""The metrics of an epoch that was interrupted."""
+"""Metrics of an interrupted epoch, in its checkpoint."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ State = dict[str, Tensor | list[Tensor]]
 
 
 class EpochMetrics(Callback):
-    """Puts what an epoch's metrics have counted into checkpoints, so that a run resumed in its middle counts on.
+    """Saves the state of an epoch's metrics in checkpoints, so that a run resumed within the epoch continues them.
 
-    Otherwise the training loss and accuracy of such an epoch would be those of its last batches. Metrics in the
-    module (torchmetrics) are saved as they are over all ranks; on resuming, rank 0 takes that share and the others
-    start from nothing, so the number of ranks may be another.
+    Otherwise the training loss and accuracy of such an epoch would cover only its last batches. The state of the
+    module's metrics (torchmetrics) is combined over all ranks before it is saved. On resuming, rank 0 loads it and the
+    other ranks start from zero, so the number of ranks may have changed.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class EpochMetrics(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # In a validation the metrics that have counted are also those of the validation, which starts anew.
+        # During a validation the metrics also include those of the validation, which a resumed run starts again.
         if trainer.training:
             checkpoint[KEY] = {
                 name: _over_all_ranks(metric) for name, metric in _metrics(pl_module) if metric.update_called
@@ -51,7 +51,7 @@ def _metrics(module: LightningModule) -> list[tuple[str, Metric]]:
 
 
 def _over_all_ranks(metric: Metric) -> State:
-    """What a metric has counted on all ranks; a collective."""
+    """Return a metric's state combined over all ranks, on the CPU; a collective."""
     with metric.sync_context(dist_sync_fn=metric.dist_sync_fn, process_group=metric.process_group):
         return {name: _moved(value, "cpu") for name, value in metric.metric_state.items()}
 

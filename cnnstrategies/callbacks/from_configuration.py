@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint has what was learned from there, and rates and schedules as it is configured."""
+"""Resumed runs: the checkpoint decides what was learned, the configuration decides learning rates and schedules."""
 
 import copy
 import warnings
@@ -19,34 +19,34 @@ from cnnstrategies._torch_private import PARTS_OF_A_SCHEDULE as PARTS
 from cnnstrategies.checkpoints.check import remedy
 from cnnstrategies.errors import ConfigurationError
 
-# What schedules set in a group as they go; an optimizer that finds its own rate keeps it under other names.
+# Options of a parameter group that schedules set. An optimizer that adapts its own rate keeps it under other names.
 SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "momentum", "base_momentum", "max_momentum", "betas")
-LEARNED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # By a schedule that watches a metric.
-COUNTS = (*(2**power for power in range(20)), *(3 * 2**power for power in range(18)))
+LEARNED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # state of a schedule that watches a metric
+COUNTS = (*(2**power for power in range(20)), *(3 * 2**power for power in range(18)))  # steps at which `_factors` asks
 NOT_OPTIONS = ("params", "param_names")
 
 State = dict[str, Any]
 
 
 class FromConfiguration(Callback):
-    """Lets the configuration decide, when a run is resumed, about all that belongs to it.
+    """Lets changes of the configuration take effect when a run is resumed.
 
-    A checkpoint has the optimizers' options and the whole schedules beside what was learned, and Lightning loads both:
-    another learning rate, or more epochs for a cosine, would have no effect. With this callback a checkpoint says what
-    was configured, too. Where a resumed run is configured otherwise, options take their new values, and schedules
-    begin anew and are taken to the step where the run is; one line says what is different. Where nothing is, the run
-    goes on exactly as saved.
+    Besides what was learned, a checkpoint holds the optimizers' options and the schedules' whole state, and Lightning
+    loads both: a new learning rate, or more epochs for a cosine schedule, would have no effect. This callback also
+    saves in each checkpoint what was configured. If the configuration of a resumed run is different, the options take
+    their new values, the schedules start again and are advanced to the run's step, and one line tells the user what
+    has changed. Otherwise the run continues exactly as it was saved.
 
     Raises:
-        ConfigurationError: The checkpoint is another optimizer's, or a schedule ends before the step where the run is.
+        ConfigurationError: The checkpoint was saved with another optimizer, or a schedule ends before the run's step.
     """
 
     def __init__(self) -> None:
-        self._fresh: State = {}  # Groups and schedules as configured, before they have made a step.
-        self._configured: State = {}  # The same as plain values, which can be saved and compared.
-        self._before: State | None = None  # Those of the run that has saved the checkpoint.
+        self._fresh: State = {}  # groups and schedules as configured, before their first step
+        self._configured: State = {}  # the content of `_fresh` as plain values, which can be saved and compared
+        self._before: State | None = None  # `_configured` of the run that saved the checkpoint
         self._checkpoint: State = {}
-        self._idle = True
+        self._idle = True  # whether this fit has not trained
 
     @override
     def state_dict(self) -> State:
@@ -62,7 +62,7 @@ class FromConfiguration(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Optimizers and schedules are there now; what the checkpoint has of them is loaded next.
+        # At this point optimizers and schedules exist, and Lightning has not yet loaded their state.
         self._idle = True
         self._fresh = _fresh(trainer)
         self._configured = _plain(self._fresh)
@@ -71,12 +71,12 @@ class FromConfiguration(Callback):
         _check_same(trainer, self._checkpoint.get("optimizer_states", []))
         if self._before is None:
             rank_zero_info(
-                f"{trainer.ckpt_path} does not say how its run was configured, as it is not this command line's: "
-                "learning rates and schedules go on as they are in it"
+                f"{trainer.ckpt_path} does not say how its run was configured, because this command line has not saved "
+                "it: learning rates and schedules continue as they are in the checkpoint"
             )
             return
         for index, (old, new) in enumerate(zip(self._before["schedules"], self._fresh["schedules"], strict=False)):
-            if old["schedule"] != new["schedule"]:  # It cannot load the state of another kind.
+            if old["schedule"] != new["schedule"]:  # A schedule cannot load the state of another class.
                 self._checkpoint["lr_schedulers"][index] = copy.deepcopy(new["state"])
 
     @override
@@ -94,12 +94,12 @@ class FromConfiguration(Callback):
             end = "max_epochs" if trainer.max_steps == -1 else "max_steps"
             rank_zero_info(
                 f"Nothing was trained: {trainer.ckpt_path} is at epoch {trainer.current_epoch} and step "
-                f"{trainer.global_step}, and trainer.{end} is {getattr(trainer, end)}; give more to go on"
+                f"{trainer.global_step}, and trainer.{end} is {getattr(trainer, end)}; raise it to train further"
             )
 
 
 def _fresh(trainer: Trainer) -> State:
-    """Optimizers' groups and schedules as they are configured, before they have made a step."""
+    """Return the optimizers' groups and the schedules as they are configured, before their first step."""
     return {
         "optimizers": [
             [{key: value for key, value in group.items() if key not in NOT_OPTIONS} for group in optimizer.param_groups]
@@ -119,7 +119,7 @@ def _fresh(trainer: Trainer) -> State:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers, texts, None, and lists and dictionaries of them."""
+    """Return a value as numbers, texts, None, lists and dictionaries; other objects become the name of their class."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, Counter):  # torch's MultiStepLR
@@ -132,50 +132,52 @@ def _plain(value: Any) -> Any:
 
 
 def _factors(scheduler: Any) -> list[float]:
-    """Some values of functions that a schedule was given, which its state has not."""
-    found = []
-    for one in (scheduler, *getattr(scheduler, PARTS, ())):
-        for function in getattr(one, "lr_lambdas", ()):
+    """Return sampled values of a schedule's functions, which its state does not contain."""
+    factors = []
+    for schedule in (scheduler, *getattr(scheduler, PARTS, ())):
+        for function in getattr(schedule, "lr_lambdas", ()):
             for count in COUNTS:
                 try:
-                    found.append(float(function(count)))
-                except Exception:  # Beyond its end.
-                    found.append(-1.0)
-    return found
+                    factors.append(float(function(count)))
+                except Exception:  # The count is beyond the function's end.
+                    factors.append(-1.0)
+    return factors
 
 
 def _differences(before: State, now: State) -> Iterator[str]:
-    """In words, what is configured in another way."""
+    """Yield a short text for each setting that is configured differently."""
 
-    def is_leaf(value: Any) -> bool:  # A plain list, too.
-        return isinstance(value, list) and not any(isinstance(one, dict | list) for one in value)
+    def is_leaf(value: Any) -> bool:  # A list of plain values is compared as a whole.
+        return isinstance(value, list) and not any(isinstance(item, dict | list) for item in value)
 
     old, new = (dict(tree_leaves_with_path(state, is_leaf)) for state in (before, now))
-    for place in {**new, **old}:
-        one, other, name = old.get(place), new.get(place), str(getattr(place[-1], "key", ""))
-        counts = name.startswith("_") or name == "base_lrs"  # Or follows from the groups.
-        if counts or repr(one) == repr(other) or (name != "schedule" and (place not in old or place not in new)):
+    for path in {**new, **old}:
+        old_value, new_value, name = old.get(path), new.get(path), str(getattr(path[-1], "key", ""))
+        derived = name.startswith("_") or name == "base_lrs"  # These are counts, or follow from the groups.
+        added = name != "schedule" and (path not in old or path not in new)
+        if derived or added or repr(old_value) == repr(new_value):
             continue
-        yield "its function" if name == "function" else f"{name} {other} (was {one})"
+        yield "the schedule's function" if name == "function" else f"{name} {new_value} (was {old_value})"
 
 
 def _check_same(trainer: Trainer, states: Sequence[State]) -> None:
-    """Refuse a checkpoint of another optimizer, whose state would be taken for this one's."""
+    """Refuse a checkpoint of another optimizer, which would be loaded as if it were this optimizer's state."""
     groups = [(optimizer, group) for optimizer in trainer.optimizers for group in optimizer.param_groups]
     saved_groups = [group for state in states for group in state.get("param_groups", [])]
     for (optimizer, group), saved in zip(groups, saved_groups, strict=False):
         ours, theirs = set(optimizer.defaults) - set(saved), set(saved) - set(group) - {"initial_lr", "param_names"}
-        # One alone could be another version of the same one.
+        # If only one of the two has options of its own, it may be another version of the same optimizer.
         if ours and theirs:
             path = str(trainer.ckpt_path)
             raise ConfigurationError(
-                f"ckpt_path: {path} was saved with another optimizer than {type(optimizer).__name__}: it has "
-                f"{', '.join(sorted(theirs)[:3])} and no {', '.join(sorted(ours)[:3])}; {remedy(Path(path))}"
+                f"ckpt_path: {path} was not saved with {type(optimizer).__name__} but with another optimizer: its "
+                f"options include {', '.join(sorted(theirs)[:3])} and not {', '.join(sorted(ours)[:3])}; "
+                f"{remedy(Path(path))}"
             )
 
 
 def _follow(trainer: Trainer, before: State, now: State, fresh: State) -> None:
-    """Set what is configured in another way than it was, and begin all schedules anew."""
+    """Set the options whose configuration has changed, and start all schedules again."""
     scheduled = SCHEDULED if before["schedules"] or now["schedules"] else ()
     schedules = trainer.lr_scheduler_configs
     for number, optimizer in enumerate(trainer.optimizers):
@@ -194,7 +196,7 @@ def _follow(trainer: Trainer, before: State, now: State, fresh: State) -> None:
                 _set(group, "lr", values["lr"] * reduced)
     for index, config in enumerate(schedules):
         past = before["schedules"][index] if index < len(before["schedules"]) else {}
-        _take_there(trainer, config, fresh["schedules"][index]["state"], past)
+        _advance(trainer, config, fresh["schedules"][index]["state"], past)
 
 
 def _set(group: dict[str, Any], key: str, value: Any) -> None:
@@ -204,28 +206,31 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = value
 
 
-def _take_there(trainer: Trainer, config: LRSchedulerConfig, fresh: State, past: State) -> None:
-    """Begin a schedule anew and take it to where the run is; its optimizer has the groups that it begins with."""
+def _advance(trainer: Trainer, config: LRSchedulerConfig, fresh: State, past: State) -> None:
+    """Start a schedule again and advance it to the run's step; its optimizer has the groups as configured."""
     scheduler = config.scheduler
     if isinstance(scheduler, ReduceLROnPlateau):
         learned = {key: vars(scheduler)[key] for key in LEARNED}
         scheduler.load_state_dict({**fresh, **learned})
         return
     if not isinstance(scheduler, LRScheduler):
-        rank_zero_info(f"{type(scheduler).__name__} is no schedule of torch's, and goes on as it is in the checkpoint")
+        rank_zero_info(
+            f"{type(scheduler).__name__} is not a torch.optim.lr_scheduler.LRScheduler, and continues as it is in the "
+            "checkpoint"
+        )
         return
-    same = past.get("schedule") == type(scheduler).__name__
-    if same and (past["interval"], past["frequency"]) == (config.interval, config.frequency):
+    same_class = past.get("schedule") == type(scheduler).__name__
+    if same_class and (past["interval"], past["frequency"]) == (config.interval, config.frequency):
         steps = scheduler.last_epoch
     else:
         steps = (trainer.global_step if config.interval == "step" else trainer.current_epoch) // config.frequency
     scheduler.load_state_dict(fresh)
     try:
-        with warnings.catch_warnings(action="ignore"):  # That no optimizer has stepped between.
+        with warnings.catch_warnings(action="ignore"):  # torch warns that the optimizer does not step in between.
             for _ in range(steps):
                 scheduler.step()
     except ValueError as error:  # torch's OneCycleLR
         raise ConfigurationError(
-            f"the run goes on from step {steps} of its schedule, beyond the end of {type(scheduler).__name__} as it is "
+            f"the run continues at step {steps} of its schedule, beyond the end of {type(scheduler).__name__} as it is "
             f"configured: {error}"
         ) from error

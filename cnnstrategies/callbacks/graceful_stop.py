@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -17,40 +16,43 @@ from typing_extensions import override
 
 from cnnstrategies._lightning_private import ask_of_sigterm
 from cnnstrategies.quantities import Duration, seconds
+from cnnstrategies.strategies.protocol import facts_of
 
 CHECK_SECONDS = 0.5
-# Where each step is logged or validated, there is no better one to wait for.
-MOST_PUT_OFF = 3
+# A run may log or validate after every step: waiting longer would not find a better step.
+MOST_POSTPONED = 3  # steps
 
 
 class StoppedTogether(SystemExit):
-    """Every rank has stopped after the same step: none waits for another one any more."""
+    """Exit of a rank after all ranks have agreed to stop, so that no rank waits for another any more."""
 
 
 class GracefulStop(Callback):
     """On SIGINT, SIGTERM or a warning, finishes the step, saves ``last.ckpt`` and ends every process.
 
-    A step after which something is logged or validated is not the last: Lightning does that after this callback, and
-    a resumed run would go on without it.
+    A run stops only after a batch in which the optimizer has stepped: gradients that are still being accumulated are
+    not in a checkpoint. It also passes over up to three steps after which Lightning logs or validates: Lightning does
+    so after this callback, and a resumed run would not make up for it.
 
     Lightning's own handler runs a broadcast inside the signal handler, while a rank may be in the middle of another
-    collective. Here the handler sets a flag. The ranks' flags are brought together about twice a second (at steps that
-    rank 0 announces, so that all ranks take part), and all ranks leave after the same step: a signal to one of them
-    does, as when a pod is evicted. Whatever does not end within
-    ``grace`` seconds, because a step is long or a peer is gone, is killed; the last checkpoint is whole because it
-    was renamed into place. A second signal kills at once.
+    collective. The handler of this class only sets a flag. The ranks exchange their flags about twice a second, at
+    steps that rank 0 announces so that all ranks take part, and all ranks leave after the same step. A signal to one
+    rank is therefore enough, as when a pod is evicted. Processes that do not end within ``grace`` seconds, because a
+    step is long or a peer is gone, are killed. The last checkpoint is whole even then, because it was renamed into
+    place. A second signal kills at once.
 
-    The warning is what a scheduler such as SLURM sends some time before it ends a job. It leaves more time than the
-    other signals, and may come more than once.
+    The warning is the signal that a scheduler such as SLURM sends some time before it ends a job. It leaves more time
+    than the other signals, and may arrive more than once.
 
-    The exit code is 128 + the signal's number. By it a job's script tells a warned run from one that failed.
+    The exit code is 128 + the signal's number, so that a job's script can tell a warned run from a failed run.
 
     Args:
-        grace: Time, as seconds or ``minutes:seconds``, until a run that has not reached a step boundary is killed.
+        grace: Time from the signal until a run that has not reached a step boundary is killed, as seconds or
+            ``minutes:seconds``.
         warning_signal: The scheduler's signal.
-        warning_grace: Time until that happens after a warning.
-        on_each_node: End with the signal's exit code on every node and not on rank 0's alone, for launchers that start
-            each node's process again by itself, as Kubernetes does.
+        warning_grace: Time from a warning until a run that has not reached a step boundary is killed.
+        on_each_node: End with the signal's exit code on every node and not only on rank 0's node. This is for launchers
+            that restart each node's process independently, as Kubernetes does.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class GracefulStop(Callback):
         self._step_at_start = 0
         self._checked_at = 0.0
         self._checked_step = 0
-        self._put_off = 0
+        self._postponed = 0
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -80,7 +82,7 @@ class GracefulStop(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning installs its handlers after `setup` and `on_fit_start`; this hook comes later.
+        # Lightning installs its own handlers after `setup` and `on_fit_start`, and before this hook.
         self._install(trainer)
         ask_of_sigterm(trainer, not self._previous)
         self._next_check = trainer.global_step
@@ -89,7 +91,7 @@ class GracefulStop(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A rank that was started again begins here, and must ask at the same steps as the others.
+        # A restarted rank begins with a new epoch, and must check at the same steps as the other ranks.
         self._next_check = trainer.global_step
 
     @override
@@ -101,12 +103,13 @@ class GracefulStop(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        # After a batch in which no optimizer has stepped, gradients are accumulated that no checkpoint holds.
+        # Without an optimizer step in this batch, accumulated gradients exist that no checkpoint holds.
         if step == self._step_at_start or step < self._next_check:
             return
-        if not getattr(trainer.strategy, "steps_together", True):
+        facts = facts_of(trainer.strategy)
+        if not facts.steps_in_lockstep:
             # Ranks that take their steps independently must not wait for each other here.
-            stop = trainer.strategy.stop_signal(self._received)  # type: ignore[attr-defined]
+            stop = facts.agree_on_stop(self._received)
             if stop is not None:
                 self._stop(trainer, stop)
             return
@@ -114,13 +117,13 @@ class GracefulStop(Callback):
         pace = max(now - self._checked_at, 1e-6) / (step - self._checked_step)
         self._checked_at, self._checked_step = now, step
         announced = step + max(1, min(1000, int(CHECK_SECONDS / pace))) if trainer.is_global_zero else 0
-        received = self._received or _asked(trainer) or 0
+        received = self._received or facts.requested_stop() or 0
         flags = torch.tensor([received, announced], device=trainer.strategy.root_device)
         stop, self._next_check = trainer.strategy.reduce(flags, reduce_op="max").tolist()
         if not stop:
             return
-        if self._put_off < MOST_PUT_OFF and _more_follows(trainer, batch_idx):
-            self._put_off += 1
+        if self._postponed < MOST_POSTPONED and _more_follows(trainer, batch_idx):
+            self._postponed += 1
             self._next_check = step + 1
             return
         self._stop(trainer, stop)
@@ -149,7 +152,7 @@ class GracefulStop(Callback):
         grace = self.warning_grace if warned else self.grace
         rank_zero_info(
             f"\n{signal.Signals(signum).name}: stopping after this step, within {grace:g} s"
-            + ("" if warned else "; once more to stop at once")
+            + ("" if warned else "; send it again to stop at once")
         )
         timer = threading.Timer(grace, self._kill)
         timer.daemon = True
@@ -157,17 +160,18 @@ class GracefulStop(Callback):
 
     def _stop(self, trainer: Trainer, signum: int) -> None:
         checkpoint = trainer.checkpoint_callback
-        place = "no checkpoint was asked for"
+        outcome = "checkpoints are off, so nothing was saved"
         if (
             isinstance(checkpoint, ModelCheckpoint) and checkpoint.dirpath is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]  # set outside the class
         ):
             path = Path(checkpoint.dirpath) / f"{checkpoint.CHECKPOINT_NAME_LAST}{checkpoint.FILE_EXTENSION}"
             trainer.save_checkpoint(path)
-            place = f"continue with --ckpt_path {path}"
-        rank_zero_info(f"Stopped by {signal.Signals(signum).name} after step {trainer.global_step}; {place}")
-        # Rank 0 speaks for the run; a launcher that watches the others would take their codes for failures.
-        speaks = trainer.local_rank == 0 if self.on_each_node else trainer.is_global_zero
-        raise StoppedTogether(128 + signum if speaks else 0)
+            outcome = f"continue with --ckpt_path {path}"
+        rank_zero_info(f"Stopped by {signal.Signals(signum).name} after step {trainer.global_step}; {outcome}")
+        # Rank 0's exit code is that of the run. A launcher that watches the other ranks would take a code other than 0
+        # for a failure.
+        reports_signal = trainer.local_rank == 0 if self.on_each_node else trainer.is_global_zero
+        raise StoppedTogether(128 + signum if reports_signal else 0)
 
     def _kill(self) -> None:
         assert self._trainer is not None
@@ -177,14 +181,8 @@ class GracefulStop(Callback):
         os._exit(128 + (self._received or signal.SIGKILL))
 
 
-def _asked(trainer: Trainer) -> int | None:
-    """The signal that a process beside the ranks has received, where the strategy has such processes."""
-    asked: Callable[[], int | None] | None = getattr(trainer.strategy, "stop_asked", None)
-    return None if asked is None else asked()
-
-
 def _more_follows(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether Lightning still logs or validates at this step, or ends the epoch."""
+    """Whether Lightning logs, validates or ends the epoch after this step's callbacks."""
     validate_every = trainer.val_check_batch
     validates = isinstance(validate_every, int) and (batch_idx + 1) % validate_every == 0
     logs = bool(trainer.loggers) and trainer.global_step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]

@@ -5,12 +5,12 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.nn.utils import prune
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.protocol import facts_of
 
 PRUNED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 AVERAGING = (WeightAveraging, StochasticWeightAveraging)
@@ -68,7 +68,7 @@ class Pruning(ModelPruning):
                 f"Pruning: {type(pl_module).__name__} has no convolution or linear layer with a weight to prune; "
                 "remove the callback"
             )
-        if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
+        if facts_of(trainer.strategy).shards_parameters:
             raise ConfigurationError(
                 f"Pruning needs whole weights on every rank, and {type(trainer.strategy).__name__} shards them: use "
                 "trainer.strategy=ddp"

@@ -1,19 +1,10 @@
 """What a run is about to do, in a few lines."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    Strategy,
-    StrategyRegistry,
-)
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from typing_extensions import override
@@ -22,9 +13,8 @@ from cnnstrategies.callbacks.tables import print_table, relative
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.models.samples import samples_of
-from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
+from cnnstrategies.strategies.protocol import facts_of
 
-SHARDED = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 PARTS = {
     TrainerFn.FITTING: "train",
     TrainerFn.VALIDATING: "val",
@@ -41,9 +31,7 @@ class StartPanel(Callback):
     pipeline, or the servers; the parameters of the whole network and of each device; precision and memory format; where
     the results go; and what is different from a run on one device. Validation, test and prediction get fewer lines.
 
-    A strategy may speak for itself: by ``strategy_name``, ``describe(batch_size)``, which returns names and texts,
-    ``differences(batch_size)``, which returns lines, and ``device_parameters``, the numbers of parameters that devices
-    hold. ``batch_size`` is that of one process, or None where it is not known.
+    The texts about the strategy come from its :class:`~cnnstrategies.strategies.protocol.StrategyFacts`.
     """
 
     def __init__(self) -> None:
@@ -76,15 +64,15 @@ class StartPanel(Callback):
             print_table(title, self._rows(trainer, module, loader))
 
     def _rows(self, trainer: Trainer, module: LightningModule, loader: Any) -> list[Row]:
-        strategy, training = trainer.strategy, trainer.state.fn == TrainerFn.FITTING
+        facts, training = facts_of(trainer.strategy), trainer.state.fn == TrainerFn.FITTING
         size = samples_of(loader, getattr(trainer, "datamodule", None))
         batch = training_batch if training else evaluation_batch
         rows = [
-            ("strategy", strategy_name(strategy)),
+            ("strategy", facts.display_name),
             ("devices", devices(trainer)),
             *images(trainer),
             batch(trainer, size),
-            *(strategy.describe(size) if hasattr(strategy, "describe") else []),
+            *facts.panel_rows(size),
             ("parameters", parameters(trainer, whole_network(trainer, module, self._before))),
             ("precision", precision(trainer, module)),
         ]
@@ -93,7 +81,7 @@ class StartPanel(Callback):
         folders = [getattr(logger, "log_dir", None) or logger.save_dir for logger in trainer.loggers[:1]]
         rows += [("results", relative(str(folder))) for folder in folders if folder is not None]
         if training:
-            rows.append(("unlike one device", "\n".join(differences(trainer, module, size)) or "nothing"))
+            rows.append(("unlike one device", "\n".join(differences(trainer, size)) or "nothing"))
         return rows
 
 
@@ -110,15 +98,7 @@ def whole_network(trainer: Trainer, module: LightningModule, before: tuple[int, 
     """
     if before[0]:
         return before
-    return None if isinstance(trainer.strategy, SHARDED) else count_parameters(module)
-
-
-def strategy_name(strategy: Strategy) -> str:
-    """Its own ``strategy_name``, else the shortest under which its class is registered, else the class's."""
-    kind = type(strategy)
-    own = {**vars(kind), **vars(strategy)}.get("strategy_name")
-    registered = [name for name, entry in StrategyRegistry.items() if entry["strategy"] is kind]
-    return own or min(registered, key=len, default=kind.__name__)
+    return None if facts_of(trainer.strategy).shards_parameters else count_parameters(module)
 
 
 def devices(trainer: Trainer) -> str:
@@ -202,11 +182,12 @@ def parameters(trainer: Trainer, whole: tuple[int, int] | None) -> str:
     else:
         text = f"{whole[0]:,}" if whole[0] == whole[1] else f"{whole[0]:,}, of which {whole[1]:,} are trained"
     world = trainer.world_size
-    held: Sequence[int] | None = getattr(trainer.strategy, "device_parameters", None)
+    facts = facts_of(trainer.strategy)
+    held = facts.parameters_per_device
     if held is not None:
         least, most = min(held), max(held)
         return f"{text}; {f'{least:,}' if least == most else f'{least:,} to {most:,}'} on a device"
-    if isinstance(trainer.strategy, SHARDED):
+    if facts.shards_parameters:
         return f"{text}; divided over {world} devices"
     return text if world == 1 else f"{text}; all of them on each device"
 
@@ -217,16 +198,12 @@ def precision(trainer: Trainer, module: nn.Module) -> str:
     return f"{trainer.precision}, {'channels_last' if last else 'contiguous'}"
 
 
-def differences(trainer: Trainer, module: LightningModule, size: int | None) -> list[str]:
+def differences(trainer: Trainer, size: int | None) -> list[str]:
     """What is different from one device, a line each."""
-    strategy, sampler = trainer.strategy, dealt(trainer)
+    sampler = dealt(trainer)
     if sampler is not None and len(set(sampler.counts(0))) > 1:
         size = None
-    if hasattr(strategy, "differences"):
-        own: list[str] = strategy.differences(size)
-        return own
-    statistics = RANK_ZERO if isinstance(strategy, DDPStrategy) else "each process's own"
-    return differences_of_replicas(module, trainer.world_size, size, statistics)
+    return facts_of(trainer.strategy).differences(size)
 
 
 def _channels_last(parameter: nn.Parameter) -> bool:

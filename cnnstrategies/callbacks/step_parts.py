@@ -12,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from cnnstrategies._torch_private import communication_seconds, measure_every_step, measure_rarely
-from cnnstrategies.paramserver.worker.connections import Counters
-from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.timeline import Span
+from cnnstrategies.strategies.protocol import StepKind, facts_of
 
 TOTAL = "step"
 # The part that an action stands for which Lightning announces to the profiler, by the end of the action's name.
@@ -66,11 +65,7 @@ STAGES = Parts(
 WORKER = Parts({**BEFORE, "wait": "waiting for the servers", **NETWORK, **AFTER}, ACTIONS, ("wait",))
 
 
-def parts_under(strategy: Any) -> Parts:
-    """The parts of a step under a strategy that has been set up."""
-    if isinstance(getattr(strategy, "pipeline", None), Pipeline):
-        return STAGES
-    return WORKER if hasattr(strategy, "counters") else WHOLE_NETWORK
+PARTS: Mapping[StepKind, Parts] = {"replica": WHOLE_NETWORK, "stages": STAGES, "worker": WORKER}
 
 
 class PartClock(Profiler):
@@ -170,19 +165,18 @@ class StepMeter:
 
     def __init__(self, trainer: Trainer, part_of: Callable[[str], str | None] | None = None) -> None:
         strategy: Any = trainer.strategy
-        self.parts = parts_under(strategy)
+        facts = facts_of(strategy)
+        self.parts = PARTS[facts.step_kind]
         self.steps = 0
-        self.pipeline: Pipeline | None = (
-            pipe if isinstance(pipe := getattr(strategy, "pipeline", None), Pipeline) else None
-        )
+        self.pipeline = facts.pipeline
         self._ddp = strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
         self._engine: dict[str, float] = {}  # Seconds of each kind of the pipeline's tasks so far.
         self._all_reduces: list[tuple[float, float]] = []  # Seconds in the open, and in total.
         self._synchronised = 0  # Measured steps that end with an all-reduce.
 
         def inner() -> Mapping[str, float]:
-            counters = getattr(strategy, "counters", None)
-            return {"wait": counters.seconds_waited} if isinstance(counters, Counters) else self._engine
+            traffic = facts.traffic
+            return self._engine if traffic is None else {"wait": traffic.seconds_waited}
 
         user = trainer.profiler  # type: ignore[attr-defined]  # set outside the class
         self.clock = PartClock(user, strategy.root_device, part_of or self.parts.of, inner)

@@ -1,11 +1,11 @@
-"""Tables of names and texts on the terminal."""
+"""Tables of names and texts for the terminal."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 
 def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Print rows of a name and a text, which may have several lines; a terminal breaks what is longer than it is."""
+    """Print a title and rows of a name and a text; a text may have several lines, and long lines are not wrapped."""
     width = max(len(name) for name, _ in rows)
     lines = [title]
     for name, text in rows:
@@ -15,6 +15,6 @@ def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def relative(path: str) -> str:
-    """A path from the working directory, if it is in there; a URL as it is."""
+    """Return a path relative to the working directory if it lies inside; other paths and URLs are unchanged."""
     whole, here = Path(path).resolve(), Path.cwd()
     return str(whole.relative_to(here)) if "://" not in path and whole.is_relative_to(here) else path

@@ -11,13 +11,14 @@ from cnnstrategies.models.samples import count_samples
 
 
 class SamplesPerSecond(Callback):
-    """Logs ``samples_per_s`` at the end of each training epoch: samples of all ranks over the epoch's time.
+    """Logs ``samples_per_s`` at the end of each training epoch: the samples of all ranks divided by the epoch's time.
 
-    Validation, checkpoints and the first step of the run (which builds caches and connections) are left out of the
-    time. Lightning's ThroughputMonitor needs a function that reads the batch size and reports steps, not epochs.
+    The time does not include validation, checkpoints and the first step of the run (which builds caches and
+    connections). Lightning's ThroughputMonitor is not used because it needs a function that reads the batch size, and
+    reports steps instead of epochs.
 
     Attributes:
-        mean: Samples per second over all epochs of this run, or None before the first has ended.
+        mean: Samples per second over all epochs of this run, or None before the end of the first epoch.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class SamplesPerSecond(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Where the time begins and ends: steps are queued faster than they run.
+        # Steps are queued faster than the device runs them, so the time begins and ends with an empty queue.
         if trainer.strategy.root_device.type == "cuda" and (self._mark is None or trainer.is_last_batch):
             torch.cuda.synchronize()
         now = time.monotonic()
@@ -49,7 +50,7 @@ class SamplesPerSecond(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Validation inside an epoch: its time is not the training's.
+        # The time of a validation within an epoch does not count.
         if self._mark is not None:
             self._mark = time.monotonic()
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ParallelStrategy
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from cnnstrategies._lightning_private import ranks_are_children
@@ -21,6 +20,7 @@ from cnnstrategies.cluster.probe import Answer, Probe, ProbedHost, ping
 from cnnstrategies.cluster.stores import missing_after, on_loopback, open_store
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantities import Duration, seconds
+from cnnstrategies.strategies.protocol import facts_of
 
 UNREACHABLE = 1  # exit code
 MOST_AT_ONCE = 16  # pings under way
@@ -178,15 +178,15 @@ class Watch:
 def across_hosts(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]:
     """Bring the hosts of a run together before it starts, and watch them while it lasts; one host has its loopback.
 
-    Each host's first process speaks for it. A strategy with the attribute ``finds_hosts`` does all that itself, and
-    is told in ``wait`` how long.
+    Each host's first process speaks for it. A strategy that connects its hosts itself only learns how long to wait for
+    them.
     """
     strategy = trainer.strategy
-    environment = getattr(strategy, "cluster_environment", None)
-    finds_hosts = getattr(strategy, "finds_hosts", False)
-    if finds_hosts:
-        strategy.wait = interconnect.wait  # type: ignore[attr-defined]
-    if finds_hosts or not isinstance(strategy, ParallelStrategy) or environment is None:
+    facts = facts_of(strategy)
+    environment = facts.environment
+    if facts.connects_hosts:
+        facts.set_host_timeout(interconnect.wait)
+    if facts.connects_hosts or environment is None:
         yield
         return
     if trainer.num_nodes == 1:
@@ -200,7 +200,7 @@ def across_hosts(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]
         )
     watch, probe = None, None
     address, port = environment.main_address, environment.main_port
-    store = open_store(address, port, strategy.global_rank == 0, interconnect.wait)
+    store = open_store(address, port, environment.global_rank() == 0, interconnect.wait)
     if environment.local_rank() == 0:
         node, nodes = environment.node_rank(), trainer.num_nodes
         interface, probe, others = meet(store, node, nodes, address, interconnect.interface, interconnect.wait)

@@ -61,8 +61,7 @@ def sbatch_script(
         goes_on: Whether the run goes on without a rank that dies.
     """
     parts = [_header(options, size, folder, command), setup_lines(options)]
-    interpreter = options.python or ("python" if options.venv or options.container else python)
-    interpreter = shlex.join([*shlex.split(options.container or ""), interpreter])
+    interpreter = interpreter_words(options, python)
     # Since 22.05 srun does not take over sbatch's CPUs per task.
     cpus = f" --cpus-per-task={options.cpus_per_task}" if options.cpus_per_task else ""
     # A rank that fails alone must not leave the others waiting. Not --kill-on-bad-exit: its SIGTERM reaches ranks that
@@ -125,6 +124,17 @@ def setup_lines(options: ClusterOptions) -> str:
     if options.venv is not None:  # After a module that may have an interpreter of its own.
         lines.append(f"source {shlex.quote(str(options.venv / 'bin/activate'))}")
     return "".join(f"{line}\n" for line in lines)
+
+
+def interpreter_words(options: ClusterOptions, python: str) -> str:
+    """Return the words that start the interpreter of a script, inside the container if there is one.
+
+    Args:
+        options: The section ``cluster``.
+        python: The interpreter, if `options` names neither an interpreter nor an environment that has one.
+    """
+    interpreter = options.python or ("python" if options.venv or options.container else python)
+    return shlex.join([*shlex.split(options.container or ""), interpreter])
 
 
 def _servers(interpreter: str, config: str) -> str:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,81 +27,45 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from cnnstrategies.cluster.launchers import RUN_NAME, Environ, detected
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.loggers import KeptCSVLogger
 from cnnstrategies.runtime.whole_file import whole_file
 
-RUN_NAME = "CNNSTRATEGIES_RUN_NAME"  # Environment variable, of programs that start `fit`.
 NOT_PART_OF_IT = ("config", "ckpt_path", "run_name", "dry_run")  # Keys by which a restart may differ.
 MOST_CHARACTERS = 120
-MADE_UP_BY_TORCHRUN = re.compile(r"torchrun_[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # A UUID, as with --standalone.
 RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
 # The arguments by which other loggers go on in a run, and show its name.
 IDS = {"WandbLogger": ("version", "name"), "MLFlowLogger": ("run_id", "run_name")}
 CSV = loggers_of_lightning.CSVLogger.__name__
 WITH_FOLDERS = (TensorBoardLogger.__name__, CSV, KeptCSVLogger.__name__)  # Their version is a folder.
-Environment = Mapping[str, str]
 
 
-def torchrun(environ: Environment, configuration: str) -> str | None:
-    """``--rdzv-id``; where it is left out torchrun makes one up, or has ``none``."""
-    name = environ.get("TORCHELASTIC_RUN_ID", "none")
-    return None if name == "none" else f"torchrun_{name}"
+def find_run(name: str | None, configuration: str, environ: Environ) -> str | None:
+    """Return the name of the run that this process is a part of; None if nothing starts the run again.
 
+    Args:
+        name: Name from the configuration.
+        configuration: The configuration's hash, from :func:`configuration_hash`.
+        environ: Environment variables of this process.
 
-def kubernetes(environ: Environment, configuration: str) -> str | None:
-    """The name of the Indexed Job or the TrainJob; the host name of their pods ends with the pod's number."""
-    if "KUBERNETES_SERVICE_HOST" not in environ or "JOB_COMPLETION_INDEX" not in environ:
-        return None
-    host, number = environ.get("HOSTNAME", ""), environ["JOB_COMPLETION_INDEX"]
-    # A TrainJob's pods are those of the replicated job `node`, of which there is one.
-    job = re.sub(r"-node-0$", "", host.removesuffix(f"-{number}"))
-    return f"kubernetes_{job}" if host.endswith(f"-{number}") else None
-
-
-def ray(environ: Environment, configuration: str) -> str | None:
-    """The submission id of a Ray job's entry point; a plain job id is the same in each new cluster."""
-    try:
-        metadata = json.loads(environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("metadata") or {}
-    except ValueError:
-        return None
-    submission = metadata.get("job_submission_id")
-    # A script may train several things; that of the same configuration is the same.
-    return None if submission is None else f"ray_{submission}_{configuration}"
-
-
-def slurm(environ: Environment, configuration: str) -> str | None:
-    """The job and its step, which are counted anew when the job is requeued.
-
-    A job's script without srun may train several things; that of the same configuration is the same. The shell of an
-    interactive job is no script: who types there does not start the same run again.
+    Raises:
+        ConfigurationError: A name cannot be that of a folder, or the launcher restarts processes of an unnamed run.
     """
-    job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
-    interactive = "SLURM_PTY_PORT" in environ or environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
-    if job is None or interactive or "SLURM_TASK_PID" not in environ:
-        return None
-    return f"slurm_{job}_{configuration if step is None else step}"
-
-
-LAUNCHERS: tuple[Callable[[Environment, str], str | None], ...] = (torchrun, kubernetes, ray, slurm)
-
-
-def find_run(given: str | None, configuration: str, environ: Environment) -> str | None:
-    """The name of the run that this process is a part of; None where nobody starts it again."""
-    for name, source in ((given, "run_name"), (environ.get(RUN_NAME), RUN_NAME)):
-        if name is not None:
-            return checked(name, source)
-    names = [name for launcher in LAUNCHERS if (name := launcher(environ, configuration)) is not None]
-    # What torchrun has made up does not outlive it; another launcher's, which may start it again, does.
-    names.sort(key=lambda name: MADE_UP_BY_TORCHRUN.fullmatch(name) is not None)
-    if names:
-        return re.sub(r"[^\w.+-]", "-", names[0])[:MOST_CHARACTERS]
-    if environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        raise ConfigurationError(
-            "torchrun --max-restarts without a name for the run: restarted processes would not find its checkpoints; "
-            "add --run_name <name> to the options of cnnstrategies, or --rdzv-id to those of a c10d rendezvous"
-        )
+    for given_name, source in ((name, "run_name"), (environ.get(RUN_NAME), RUN_NAME)):
+        if given_name is not None:
+            return checked(given_name, source)
+    launchers = detected(environ)
+    # A launcher's temporary name ends with that launcher; an outer launcher's name lasts until the run starts again.
+    for temporary in (False, True):
+        for launcher in launchers:
+            run_name = launcher.run_name(environ, configuration)
+            if run_name is not None and launcher.is_temporary(run_name) == temporary:
+                return re.sub(r"[^\w.+-]", "-", run_name)[:MOST_CHARACTERS]
+    for launcher in launchers:
+        if (reason := launcher.lacks_name(environ)) is not None:
+            raise ConfigurationError(reason)
     return None
 
 

@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.cluster.addresses import free_port, resolve, use_interface
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.protocol import facts_of
 
 LOOPBACK, INTERFACE = "127.0.0.1", "lo"
 SERVED = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: another process serves the store, and rank 0 only connects to it.
@@ -47,15 +48,15 @@ def on_loopback(strategy: Strategy) -> Iterator[None]:
     Args:
         strategy: This process is one of its ranks, not connected to the others yet, or will start all of them.
     """
-    environment = getattr(strategy, "cluster_environment", None)
-    several = getattr(strategy, "num_nodes", 1) > 1
-    if several or not isinstance(strategy, ParallelStrategy) or environment is None:
+    facts = facts_of(strategy)
+    environment = facts.environment
+    if facts.host_count > 1 or environment is None:
         yield
         return
     use_interface(INTERFACE)
     os.environ.setdefault("MASTER_ADDR", LOOPBACK)
     address, store = resolve(environment.main_address), None
-    if strategy.local_rank == 0 and ipaddress.ip_address(address).is_loopback:
+    if environment.local_rank() == 0 and ipaddress.ip_address(address).is_loopback:
         with contextlib.suppress(OSError):  # It is served already; or by another program, as torch will say.
             store = serve_on_loopback(address, environment.main_port)
     # Inside a child its number is known.

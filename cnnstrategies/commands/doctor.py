@@ -8,18 +8,20 @@ from rich.table import Table
 
 from cnnstrategies.cluster.doctor import HostReport, examine, examine_alone
 from cnnstrategies.cluster.environment import find_place
+from cnnstrategies.cluster.launchers import start_programs
 from cnnstrategies.cluster.stores import own_store
-from cnnstrategies.commands.arguments.options import doctor_parser
+from cnnstrategies.commands.arguments.options import DoctorOptions
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.quantities import seconds
 
 
-def main(args: Sequence[str]) -> None:
+def main(options: DoctorOptions) -> None:
     """Check the hosts, or this one alone, and exit with 0 if all is well, else with 1."""
-    options = doctor_parser().parse_args(args[1:])
     place = find_place()
     if place is not None and place.local_rank != 0:
         return
     directory = options.shared.absolute()
+    wait = seconds(options.wait, "--wait")
     if place is None or place.nodes == 1:
         hosts: list[HostReport] | None = [examine_alone()]
     else:
@@ -27,7 +29,7 @@ def main(args: Sequence[str]) -> None:
             with own_store():
                 place = find_place()  # Under torchrun the port is another one now.
                 assert place is not None, "it has been found"
-                hosts = examine(place, directory, options.interface, options.wait)
+                hosts = examine(place, directory, options.interface, wait)
         except (ConfigurationError, OSError) as error:
             print(f"mend: {error}", file=sys.stderr)
             sys.exit(1)
@@ -41,8 +43,8 @@ def main(args: Sequence[str]) -> None:
         print(f"mend: {problem}")
     if alone:
         print(
-            "This machine alone; for several, start it as the training will be, with srun, torchrun or mpirun, one "
-            "process on each machine; docs/doctor.md has the commands"
+            f"This machine alone; for several, start it as the training will be, with {start_programs()}, one process "
+            "on each machine; docs/doctor.md has the commands"
         )
     elif not problems:
         print(f"All {len(hosts)} hosts agree, reach each other and share {directory}")

@@ -8,23 +8,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cnnstrategies.commands.arguments.options import parse_join
+from cnnstrategies.commands.arguments.options import JoinOptions
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import RunAddress, find_place
 
 
-def main(args: Sequence[str]) -> None:
-    """Join a run until it is over, or until told to leave."""
-    if "--help" in args:  # All options of the configuration; those of its own are few.
-        from cnnstrategies.commands.run import lightning_cli
-
-        lightning_cli.main(["fit", "--help"])
-        return
-    options, words = parse_join(args[1:])
+def main(options: JoinOptions, words: Sequence[str]) -> None:
+    """Join a run until it is over, or until this process is told to leave."""
     address = RunAddress.find(options.run)
     if options.key_file is not None:
-        address = replace(address, key_file=str(Path(options.key_file).resolve()))
+        address = replace(address, key_file=str(options.key_file.resolve()))
     if address.key_file is not None and not Path(address.key_file).is_file():
         raise ConfigurationError(
             f"--key_file {address.key_file} does not exist here: it lies on the machine of rank 0 unless the run was "

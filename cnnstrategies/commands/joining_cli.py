@@ -27,7 +27,8 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import JoinPlace, RunAddress
 from cnnstrategies.strategies.parameter_server.joining import TOLD, JoiningStrategy
-from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
+from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
+from cnnstrategies.strategies.protocol import facts_of
 
 # What the run's own workers do.
 OTHERS = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, LearningRateMonitor, WeightAveraging)
@@ -100,17 +101,15 @@ class JoiningCLI(CLI):
         kept = [one for one in given if not is_for_others(one)]
         if left := [type(one).__name__ for one in given if one not in kept]:
             print(f"Left to the run's own workers: {', '.join(left)}", file=sys.stderr, flush=True)
-        own = strategy_of(config.trainer.strategy)
-        strategy = JoiningStrategy(own.options, self.address, self.place)
+        self._strategy = JoiningStrategy(server_options_of(config.trainer.strategy), self.address, self.place)
         plugins = [AtomicCheckpointIO(), JoinerEnvironment(self.place)]
-        return super(CLI, self).instantiate_trainer(callbacks=kept, plugins=plugins, strategy=strategy, **kwargs)
+        return super(CLI, self).instantiate_trainer(callbacks=kept, plugins=plugins, strategy=self._strategy, **kwargs)
 
     @override
     def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:
         if self.datamodule is not None:
             self.datamodule.prepare_data()
-        strategy = self.trainer.strategy
-        assert isinstance(strategy, JoiningStrategy)
+        strategy = self._strategy
         try:
             while not (strategy.leaving or self.trainer.should_stop):
                 function(self.model, datamodule=self.datamodule)
@@ -128,15 +127,16 @@ def is_for_others(callback: Callback) -> bool:
     return isinstance(callback, OTHERS) or getattr(callback, "monitor", None) is not None
 
 
-def strategy_of(strategy: Any) -> ParameterServerStrategy:
-    """The strategy of a configuration, which may be a name."""
+def server_options_of(strategy: Any) -> ParameterServerOptions:
+    """Return the options of the servers of a configuration's strategy, which may be a registered name."""
     made = StrategyRegistry.get(strategy) if isinstance(strategy, str) and strategy in StrategyRegistry else strategy
-    if not isinstance(made, ParameterServerStrategy):
+    options = facts_of(made).server_options
+    if options is None:
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise ConfigurationError(
             f"trainer.strategy is {name}: a run is joined with its own configuration, which has parameter_server there"
         )
-    return made
+    return options
 
 
 def run(address: RunAddress, place: JoinPlace, words: Sequence[str]) -> None:

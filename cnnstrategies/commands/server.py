@@ -8,9 +8,7 @@ The strategy in the configuration names ``endpoints``, of which ``--index`` is t
 machine of rank 0 runs. A server serves one run, and may be started before or after it.
 """
 
-import argparse
 import ipaddress
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +18,9 @@ import yaml
 from lightning.pytorch.strategies import StrategyRegistry
 
 from cnnstrategies.cluster.hosts import Interconnect
+from cnnstrategies.commands.arguments import help
+from cnnstrategies.commands.arguments.options import PROGRAMS
+from cnnstrategies.commands.arguments.refuse import show
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import ROOT, is_now, renamed
 from cnnstrategies.paramserver.coordinator.settings import SERVER, Address
@@ -31,27 +32,30 @@ from cnnstrategies.strategies.parameter_server.run import key_file_of, own_addre
 APPEAR = 600.0  # seconds to wait for the run where `interconnect.wait` says nothing
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Entry point; exits with 2 and one line for a mistake in the configuration."""
-    parser = argparse.ArgumentParser(prog="cnnstrategies-server", description="A dedicated parameter server.")
-    parser.add_argument("--config", type=Path, action="append", help="the run's configuration; later ones add to it")
-    # One task of srun is one server.
-    task = int(os.environ.get("SLURM_PROCID", "0"))
-    help = f"which of the strategy's endpoints this server is (default: number of the SLURM task, here {task})"
-    parser.add_argument("--index", type=int, default=task, help=help)
-    parser.add_argument("--make-keys", type=Path, help="write a new pair of keys for a run to this file, and end")
-    options = parser.parse_args(args)
+    words = sys.argv[1:] if words is None else words
+    command = PROGRAMS["cnnstrategies-server"]
+    if any(word in help.HELP_WORDS for word in words):
+        show(help.of_command(command))
+        return
     try:
+        options, _ = command.parse(words)
         if options.make_keys is not None:
-            KeyPair.create().save(options.make_keys)
-            print(f"Wrote {options.make_keys}: copy it to every machine of the run and set key_file to it")
+            _make_keys(options.make_keys)
             return
-        serve_and_exit(server_of(options.config or [], options.index), dedicated=True)
-    except FileExistsError:
-        print(f"cnnstrategies-server: {options.make_keys} exists, and keys are not overwritten", file=sys.stderr)
+        serve_and_exit(server_of(options.config, options.index), dedicated=True)
     except (ConfigurationError, OSError, TypeError) as error:
         print(f"cnnstrategies-server: {error}", file=sys.stderr)
     sys.exit(2)
+
+
+def _make_keys(path: Path) -> None:
+    try:
+        KeyPair.create().save(path)
+    except FileExistsError:
+        raise ConfigurationError(f"--make_keys {path}: the file exists, and keys are not overwritten") from None
+    print(f"Wrote {path}: copy it to every machine of the run and set key_file to it")
 
 
 def server_of(configs: Sequence[Path], index: int) -> ServerProcess:

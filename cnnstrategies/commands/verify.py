@@ -26,11 +26,11 @@ class VerifiedCLI(ModelAndData):
             trainer.strategy.init_args.start_method = "fork"
 
 
-def main(args: Sequence[str]) -> None:
+def main(options: VerifyOptions, words: Sequence[str]) -> None:
     """Train under the strategy and on one device; exit with 1 where it does not come to the same, or one run fails."""
-    cli = VerifiedCLI("verify", args[1:], VerifyOptions)
+    cli = VerifiedCLI("verify", words)
     trainer = {name: value for name, value in vars(cli.config_init.trainer).items() if name not in LEFT_OUT}
-    trainer |= {"steps": cli.own_options().steps, "callbacks": as_list(trainer["callbacks"])}
+    trainer |= {"steps": options.steps, "callbacks": as_list(trainer["callbacks"])}
     try:
         verdict = verify(cli.model, cli.data(), **{**trainer, "plugins": as_list(trainer["plugins"])})
     except TrainingError as error:

@@ -4,7 +4,7 @@ It speaks with the coordinator alone, and needs neither torch nor Lightning.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from cnnstrategies.commands.arguments.options import watch_parser
+from cnnstrategies.commands.arguments.options import WatchOptions
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.places import RunAddress, Watcher
 from cnnstrategies.paramserver.security import KeyPair
@@ -121,11 +121,10 @@ class RunGoneError(Exception):
     """The run is over; the text says what is known of it."""
 
 
-def main(args: Sequence[str]) -> None:
+def main(options: WatchOptions) -> None:
     """Watch a run until it ends, or once."""
-    options = watch_parser().parse_args(args[1:])
     address = RunAddress.find(options.run)
-    key_file = options.key_file or address.key_file
+    key_file = address.key_file if options.key_file is None else str(options.key_file)
     console = Console()
     with Watcher(address.coordinator, _keys(key_file)) as watcher:
         answers = _answers(watcher, address, key_file)

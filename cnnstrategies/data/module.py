@@ -18,6 +18,7 @@ from cnnstrategies.data.preprocessing import Preprocessing
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.shares import Deals
+from cnnstrategies.strategies.protocol import facts_of
 
 TaskName = Literal["classes", "multilabel", "regression"]
 
@@ -305,8 +306,7 @@ def division(trainer: Trainer | None) -> tuple[int, int]:
 
 def deals_of(trainer: Trainer | None) -> Deals | None:
     """Return the shares by which a trainer's strategy divides batches; None for equal shares."""
-    deals: Deals | None = getattr(trainer and trainer.strategy, "deals", None)
-    return deals
+    return None if trainer is None else facts_of(trainer.strategy).batch_shares
 
 
 def schedules_accumulation(trainer: Trainer) -> bool:
@@ -336,9 +336,9 @@ def share(global_batch_size: int, processes: int, accumulated: int) -> int:
 def check_weights(sampler: ShuffledBatches, trainer: Trainer | None) -> None:
     """Refuse unequal batches in a run in which the means of all processes count equally."""
     unequal = {count for batch in sampler.step_of(0) for count in sampler.counts(batch)}
-    if trainer is None or len(unequal) == 1 or getattr(trainer.strategy, "weighs", None):
+    if trainer is None or len(unequal) == 1 or facts_of(trainer.strategy).gradient_weighting != "equal":
         return
-    if not any(getattr(callback, "weighs", False) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+    if not any(getattr(callback, "weighs_samples", False) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         raise ConfigurationError(
             f"global_batch_size={sampler.samples} gives batches of {min(unequal)} and of {max(unequal)} samples: add "
             "cnnstrategies.callbacks.SampleWeights() to the Trainer's callbacks, so that all samples count equally"

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.seeds import mixed_seed
 from cnnstrategies.shares import Deals, deal, turns
-
-Weighs = Literal["own", "all"]  # each rank's gradient by its own samples; all together by those of the global batch
+from cnnstrategies.strategies.protocol import GradientWeighting
 
 
 class BatchRequest(NamedTuple):
@@ -104,7 +103,7 @@ class DealtBatches(DistributedSampler[Any]):
         first = batch // len(self._parts) * len(self._parts)
         return range(first, min(first + len(self._parts), len(self)))
 
-    def weight(self, batch: int, batches: float, weighs: Weighs | None) -> float:
+    def weight(self, batch: int, batches: float, weighting: GradientWeighting) -> float:
         """Return the factor for this rank's mean loss of a batch.
 
         With this factor the mean over ranks and over accumulated batches is the mean over the samples of the step.
@@ -112,14 +111,14 @@ class DealtBatches(DistributedSampler[Any]):
         Args:
             batch: Number of the batch in its epoch.
             batches: Number of batches of an epoch. The end of an epoch also ends a step.
-            weighs: Samples by which the strategy weights the gradients of the ranks.
+            weighting: How the strategy combines the gradients of the ranks.
         """
         counts = self.counts(batch)
         step_counts = [self.counts(other) for other in self.step_of(batch) if other < batches]
-        if weighs == "own":
+        if weighting == "by_rank":
             rank_samples = sum(rank_counts[self.rank] for rank_counts in step_counts)
             return counts[self.rank] * self.accumulated / rank_samples if rank_samples else 1.0
-        part = sum(counts) if weighs == "all" else counts[self.rank] * self.num_replicas
+        part = sum(counts) if weighting == "by_sample" else counts[self.rank] * self.num_replicas
         return part * self.accumulated / sum(map(sum, step_counts))
 
     def rank_batches(self, order: Sequence[int], first: int = 0) -> Iterator[list[int]]:

@@ -54,24 +54,36 @@ class Kind(IntEnum):
     RELAY = 18  # primary to backup: an applied update, with its hyper-parameters or the decision that it belongs to
     ACKNOWLEDGE = 19  # backup to primary: the version of a slice that the backup has
     COPY = 21  # primary to backup: a whole slice: its first values, or for a backup that is new or missed messages
-    PING = 22  # server to server: the number of gaps in the receiver's messages; server to worker: a sign of life
+    PING = 22  # server to server: the number of gaps in the receiver's messages; server to worker: a heartbeat
 
 
 class Encoding(IntEnum):
-    """The form of the numbers in a payload."""
+    """Forms of payloads that the wire format itself uses; compressions use other numbers (:func:`add_encoding`)."""
 
     NOTHING = 0  # No numbers: JSON, or an optimizer's state. In a push: the parameter has no gradient.
-    DENSE = 1  # the parameter's own dtype
-    FP16 = 2
-    BF16 = 3
-    TOPK = 4  # uint32 indices, then as many float32 values
-    ONEBIT = 5  # two float32 means, then one bit for each element
+    DENSE = 1  # the parameter's own dtype: no compression
     KEYS = 6  # uint32 keys of slices
 
 
 # Looking a number up in a dictionary takes a third of the time of calling the enumeration.
 _KIND_BY_NUMBER = {int(kind): kind for kind in Kind}
-_ENCODING_BY_NUMBER = {int(encoding): encoding for encoding in Encoding}
+_encodings = {int(Encoding.NOTHING), int(Encoding.KEYS)}
+
+
+def add_encoding(number: int) -> None:
+    """Have receivers accept payloads in the encoding of a compression.
+
+    Raises:
+        ValueError: The number does not fit into a header, or already has a meaning.
+    """
+    if not 0 <= number <= 255 or number in _encodings:
+        raise ValueError(f"encoding={number}: use a number from 0 to 255 other than {sorted(_encodings)}")
+    _encodings.add(number)
+
+
+def known_encodings() -> list[int]:
+    """Return the encodings that receivers accept: those of the wire format and those of all compressions."""
+    return sorted(_encodings)
 
 
 class InvalidMessageError(ControlError):
@@ -131,7 +143,7 @@ class Header(NamedTuple):
     sender: int
     session: int
     sequence: int
-    encoding: Encoding = Encoding.NOTHING
+    encoding: int = Encoding.NOTHING
     incarnation: int = 0
     key: int = 0
     length: int = 0
@@ -181,7 +193,7 @@ def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) 
     """
     if len(data) != HEADER_BYTES:
         raise InvalidMessageError("the header has the wrong size")
-    magic, version, kind_number, encoding_number, level, *numbers, weight = _LAYOUT.unpack(data)
+    magic, version, kind_number, encoding, level, *numbers, weight = _LAYOUT.unpack(data)
     sender, incarnation, key, payload_length, meta, question, header_session, step, base, sequence = numbers
     if magic != MAGIC:
         raise InvalidMessageError("not a message of cnnstrategies")
@@ -189,8 +201,8 @@ def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) 
         raise InvalidMessageError("another version of the wire format")
     if header_session != session:
         raise InvalidMessageError("a message of another run")
-    kind, encoding = _KIND_BY_NUMBER.get(kind_number), _ENCODING_BY_NUMBER.get(encoding_number)
-    if kind is None or encoding is None:
+    kind = _KIND_BY_NUMBER.get(kind_number)
+    if kind is None or encoding not in _encodings:
         raise InvalidMessageError("unknown kind or encoding")
     if payload_length != length or length > bounds.payload or meta > min(length, LARGEST_JSON):
         raise InvalidMessageError("the length is wrong or too large")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cnnstrategies.paramserver.compression import may_be_lossy
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.optimizers import is_elementwise, load_optimizer
 from cnnstrategies.paramserver.specification import DTYPES, Specification
@@ -127,8 +128,8 @@ def _shared_bytes(specification: Specification) -> int:
 
     Where something is left out of gradients, that of one which comes now and then must wait for it.
     """
-    leaves_out = specification.compression in ("topk", "onebit", "auto")
-    if leaves_out or not is_elementwise(load_optimizer(specification.optimizer)):
+    lossy = may_be_lossy(specification.compression)
+    if lossy or not is_elementwise(load_optimizer(specification.optimizer)):
         return 0
     total = sum(one.numel * DTYPES[one.dtype].itemsize for one in specification.parameters)
     return min(SHARED_BYTES, specification.slice_bytes, total // (SLICES_OF_A_SERVER * specification.servers))

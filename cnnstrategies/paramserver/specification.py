@@ -5,18 +5,24 @@ import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.compression import AUTO, may_be_lossy, payload_names
 from cnnstrategies.paramserver.messages import InvalidMessageError
 
 Options = list[dict[str, Any]]  # of each parameter group
 Mode = Literal["sync", "async", "ssp", "local"]
-Compression = Literal["none", "fp16", "bf16", "topk", "onebit", "auto"]
+if TYPE_CHECKING:
+    PushCompression = str
+    PullCompression = str
+else:  # The command line's help lists these names, and its parser refuses others.
+    PushCompression = Literal[(*payload_names(), AUTO)]
+    PullCompression = Literal[(*payload_names(pulls=True), AUTO)]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -72,9 +78,9 @@ class RunOptions:
 
     mode: Mode = "sync"
     staleness: int = 0
-    compression: Compression = "none"
+    compression: PushCompression = "none"
     topk_density: float = 0.01
-    pull_compression: Compression = "none"
+    pull_compression: PullCompression = "none"
     replication: int = 1
     timeout: float = 60.0
     max_joiners: int = 0
@@ -91,13 +97,15 @@ class RunOptions:
     @property
     def pulls_changes(self) -> bool:
         """Whether workers pull compressed changes of the parameters and not the parameters, or may, with ``auto``."""
-        if self.pull_compression == "auto":
+        if self.pull_compression == AUTO:
             return self.aggregates
-        return self.pull_compression in ("topk", "onebit")
+        return may_be_lossy(self.pull_compression)
 
     def _mistakes(self) -> Iterator[str]:
         """Each that there is, with the remedy."""
-        yield from unknown_choices(self, {"mode": Mode, "compression": Compression, "pull_compression": Compression})
+        yield from unknown_choices(
+            self, {"mode": Mode, "compression": PushCompression, "pull_compression": PullCompression}
+        )
         yield from too_small(self, {"staleness": 0, "replication": 1, "max_joiners": 0})
         if not 0 < self.timeout < math.inf:
             yield f"timeout={self.timeout}: use a number of seconds above 0; 10 is usual"
@@ -145,9 +153,9 @@ class Specification(RunOptions):
     per_node: int = 1
 
     @property
-    def half(self) -> Compression:
-        """How parameters are halved: to the more exact fp16, having no such range as gradients; 16 bits stay."""
-        return "fp16" if any(DTYPES[one.dtype].itemsize > 2 for one in self.parameters) else "none"
+    def itemsize(self) -> int:
+        """Bytes of the parameters' largest data type."""
+        return max((DTYPES[parameter.dtype].itemsize for parameter in self.parameters), default=1)
 
     @property
     def most_workers(self) -> int:
@@ -232,7 +240,7 @@ class Specification(RunOptions):
                 "pipelined=True is for mode='sync' without clip_norm: else something of all slices decides each step; "
                 "leave it out"
             )
-        if self.pipelined and self.pull_compression in ("topk", "onebit", "auto"):
+        if self.pipelined and may_be_lossy(self.pull_compression):
             yield (
                 f"pipelined=True with pull_compression={self.pull_compression!r}: a push asks for what is the same in "
                 "all steps; use pull_compression='fp16', or leave it out"

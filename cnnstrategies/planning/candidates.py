@@ -1,4 +1,4 @@
-"""What is planned for; what can be chosen, what that changes, and what is predicted of it."""
+"""The input of a plan (:class:`Job`) and the strategies that a plan compares (:class:`Candidate`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,24 +12,30 @@ from cnnstrategies.planning.costs import GraphCosts, Profile
 from cnnstrategies.shares import NORMALISED_TOGETHER, deal, proposal
 
 Bottleneck = Literal["compute", "nic", "link", "server", "fill"]
-Checkpointing = Literal["never", "except_last", "always"]  # As the pipeline has it, whose module imports torch.
+# Repeats the type of `pipeline.timetable`, so that this module needs no import of the engine.
+Checkpointing = Literal["never", "except_last", "always"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is planned for; of a hybrid pipeline, what is None is chosen.
+    """A network, a cluster and a global batch, for which a strategy is planned.
+
+    The planner chooses each setting of a hybrid pipeline that is None.
 
     Attributes:
-        cluster: Its devices are the ranks, in order.
-        samples: Of a step, over all devices.
-        shares: For each device how many microbatches it runs in proportion to the other replicas of its stage.
-        cuts: First node of each stage but the first.
-        activation_checkpointing: Whether a stage keeps only its inputs and runs its forward again before the
-            backward: for no microbatch, for all but the last, or for all.
-        run_ahead: Whether stages hold one microbatch more, so that messages travel while they compute; chosen where it
-            gains time and fits into memory.
+        cluster: Cluster whose devices are the ranks, in order.
+        samples: Samples of a step, over all devices.
+        microbatches: Number of microbatches of a step.
+        stages: Number of stages.
+        replicas: Replicas of each stage.
+        shares: Share of each device in the microbatches, in proportion to the other replicas of its stage.
+        cuts: First node of each stage except the first stage.
+        activation_checkpointing: Microbatches for which a stage keeps only its inputs and runs its forward again before
+            the backward: none, all except the last, or all.
+        run_ahead: Whether stages hold one additional microbatch, so that messages travel while the stages compute. If
+            None, stages run ahead where that saves time and fits into memory.
         state_copies: Copies of the parameters that training holds: parameters, gradients, optimizer state.
-        memory_limit: Bytes that a device may hold, beside what the cluster says.
+        memory_limit: Bytes that a device may hold, as an additional limit to that of the cluster.
     """
 
     profile: Profile
@@ -48,28 +54,35 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.samples < 1:
-            raise ConfigurationError(f"batch_size={self.samples}: a step needs at least 1 sample")
+            raise ConfigurationError(f"batch_size={self.samples}: a step needs at least 1 sample; give a larger number")
 
     @property
     def memory(self) -> int | None:
-        """Bytes that a device may hold."""
-        return min((one for one in (self.memory_limit, self.cluster.memory) if one is not None), default=None)
+        """Bytes that a device may hold; None if unlimited."""
+        return min((limit for limit in (self.memory_limit, self.cluster.memory) if limit is not None), default=None)
 
     @property
     def network(self) -> Bottleneck:
-        """What connects its devices, as a bottleneck."""
+        """Name of the connection between the devices, as a bottleneck."""
         return "nic" if len(self.cluster.hosts) > 1 else "link"
 
     def equal(self, batches: int = 1) -> tuple[int, ...]:
-        """Samples of each device in the largest of so many batches that make a step."""
+        """Return the largest number of samples that each device holds at once, with equal shares.
+
+        Args:
+            batches: Number of batches into which a step is split.
+        """
         return deal(-(-self.samples // batches), [1] * self.cluster.devices)
 
     def dealt(self, step: Callable[[Sequence[int]], float], state: int) -> tuple[int, ...]:
-        """Samples of each device as training would deal them by the devices' times; equal ones where that gains little.
+        """Return the samples of each device in the balanced shares that training would reach.
+
+        Training rebalances by the devices' measured times; this method repeats that with predicted times. The counts
+        are equal where other shares would gain too little.
 
         Args:
-            step: Seconds of a step with such samples.
-            state: Bytes that a device holds beside what it keeps of its samples.
+            step: Returns the seconds of a step from the samples of each device.
+            state: Bytes that a device holds besides the activations of its samples.
         """
         counts, most, whole = self.equal(), inf, self.profile.costs
         if self.memory is not None:
@@ -77,14 +90,14 @@ class Job:
         least = NORMALISED_TOGETHER if self.profile.batch_norm else 1
         while True:
             seconds = [time / count for time, count in zip(self._seconds(counts), counts, strict=True)]
-            found = proposal(counts, seconds, step(counts), least, most)
-            then = deal(self.samples, found.shares, least, most) if found else counts
-            if step(then) >= step(counts):
+            better = proposal(counts, seconds, step(counts), least, most)
+            new_counts = deal(self.samples, better.shares, least, most) if better else counts
+            if step(new_counts) >= step(counts):
                 return counts
-            counts = then
+            counts = new_counts
 
     def slowest(self, counts: Sequence[int]) -> tuple[GraphCosts, float]:
-        """The costs and the speed of the device that takes longest for its samples."""
+        """Return the costs and the speed of the device that takes longest for its samples."""
         seconds = self._seconds(counts)
         device = seconds.index(max(seconds))
         return self.profile.at(counts[device]), self.cluster.speeds[device]
@@ -95,7 +108,7 @@ class Job:
 
 
 class Effect(IntEnum):
-    """What a choice changes of what is learned, beside DDP with the same global batch."""
+    """Effect of a choice on the training result, compared with DDP and the same global batch."""
 
     NONE = 0
     ROUNDING = 1
@@ -104,14 +117,15 @@ class Effect(IntEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy with its options, and what is predicted of it.
+    """A strategy with its options and its predicted costs.
 
     Attributes:
-        effect: What it changes of what is learned.
-        step: Seconds in which as many samples as a step has are trained on.
+        family: Registered name of the strategy, or ``hybrid`` for a pipeline.
+        effect: Effect on the training result.
+        step: Seconds in which as many samples are processed as a step has.
         sent_bytes: Bytes that all devices together send for a step.
         memory: Bytes that the fullest device holds.
-        bottleneck: What a step mostly waits for.
+        bottleneck: Resource that limits a step most.
     """
 
     family: str

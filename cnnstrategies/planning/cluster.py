@@ -1,4 +1,4 @@
-"""The machines that a plan is made for: devices in order, and what they are connected by."""
+"""The machines that a plan is made for: their devices in order, and the connections between the devices."""
 
 import difflib
 import functools
@@ -16,10 +16,10 @@ from cnnstrategies.old_names import HOST, is_now, renamed
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.quantities import size_in_bytes
 
-SERVER_RATE = 1e9  # bytes of gradients per second that a server adds up and applies; a core of about 2020
-SERVER_MESSAGE = 5e-5  # seconds of a processor for a message of a parameter server, whatever its size
+SERVER_RATE = 1e9  # Bytes of gradients per second that a server adds up and applies, on a processor core of about 2020.
+SERVER_MESSAGE = 5e-5  # Processor seconds for one message of a parameter server, independent of its size.
 GBIT = 1e9 / 8  # bytes per second
-DEFAULT_US = {"inside": 10.0, "interconnect": 50.0}
+DEFAULT_US = {"inside": 10.0, "interconnect": 50.0}  # Latency in microseconds.
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,12 @@ class Host:
     """One machine.
 
     Attributes:
-        interconnect: Connection to the other machines; the devices of this machine share it.
-        inside: Connection between two of its devices; equal to ``interconnect`` where it is left out.
-        speed: Of a device, as a multiple of the one that the profile was taken on.
-        memory: Bytes of a device; unlimited when None.
-        price: Of the whole machine, for an hour.
+        devices: Number of its devices.
+        interconnect: Connection to the other machines, which all devices of the machine share.
+        inside: Connection between two devices of the machine.
+        speed: Speed of a device, as a multiple of the speed of the device on which the profile was measured.
+        memory: Bytes of memory of a device; None if unlimited.
+        price: Price of the whole machine for an hour.
     """
 
     devices: int
@@ -48,7 +49,7 @@ class Cluster:
 
     Attributes:
         server_rate: Bytes of gradients per second that a parameter server adds up and applies.
-        server_message: Seconds that each message of it costs who sends or receives it.
+        server_message: Processor seconds that each message of a parameter server costs its sender and its receiver.
     """
 
     hosts: tuple[Host, ...]
@@ -57,107 +58,111 @@ class Cluster:
 
     @staticmethod
     def flat(devices: int, link: Link) -> "Cluster":
-        """Equal devices with the same connection between any two, as if each were a machine."""
+        """Return a cluster of equal devices with the same connection between any two, each on a machine of its own."""
         return Cluster((Host(1, link, link),) * devices)
 
     @cached_property
     def devices(self) -> int:
-        """Devices of all machines."""
+        """Number of devices of all machines."""
         return len(self.host_of)
 
     @cached_property
     def host_of(self) -> tuple[int, ...]:
-        """The machine of each device."""
+        """Index of the machine of each device."""
         return tuple(index for index, host in enumerate(self.hosts) for _ in range(host.devices))
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """The speed of each device."""
+        """Speed of each device."""
         return tuple(self.hosts[host].speed for host in self.host_of)
 
     @cached_property
     def memory(self) -> int | None:
-        """Bytes of the device that has least."""
+        """Bytes of memory of the device that has least; None if all are unlimited."""
         return min((host.memory for host in self.hosts if host.memory is not None), default=None)
 
-    def link(self, one: int, other: int) -> Link:
-        """The connection between two devices."""
-        first, second = self.hosts[self.host_of[one]], self.hosts[self.host_of[other]]
-        return (
-            first.inside
-            if self.host_of[one] == self.host_of[other]
-            else slower(first.interconnect, second.interconnect)
-        )
+    def link(self, device: int, peer: int) -> Link:
+        """Return the connection between two devices."""
+        first, second = self.hosts[self.host_of[device]], self.hosts[self.host_of[peer]]
+        if self.host_of[device] == self.host_of[peer]:
+            return first.inside
+        return slower(first.interconnect, second.interconnect)
 
     def ring(self, first: int, count: int) -> Link:
-        """The slowest connection of a ring through devices that are numbered one after another, at least two."""
-        return slower(*(self.link(one, other) for one, other in itertools.pairwise(range(first, first + count))))
+        """Return the slowest connection between neighbours among ``count`` consecutive devices, at least two."""
+        return slower(*(self.link(device, peer) for device, peer in itertools.pairwise(range(first, first + count))))
 
 
 @functools.lru_cache(maxsize=1024)
 def slower(*links: Link) -> Link:
-    """The connection with the least bandwidth, with the greatest latency and work of all."""
+    """Return a connection with the least bandwidth, the greatest latency and the greatest work of some connections."""
     return Link(
         min(link.bandwidth for link in links), max(link.latency for link in links), max(link.work for link in links)
     )
 
 
 def read_cluster(file: Path, devices: int | None = None) -> Cluster:
-    """The cluster that a file describes.
+    """Return the cluster that a YAML file describes.
 
     Args:
-        file: With ``nodes``, a list; and, if wished, ``server``.
-        devices: How many it must have, where a configuration says so too.
+        file: File with the list ``nodes`` and, optionally, the mapping ``server``.
+        devices: Number of devices that the cluster must have; None if the configuration does not give a number.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or a value in it is not accepted.
     """
     try:
-        given = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeError) as error:
         raise ConfigurationError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"{file}: this is not YAML: {' '.join(str(error).split())}") from error
-    found = _mapping(f"{file}: ", given, {"nodes": _nodes, "server": _server})
-    if "nodes" not in found:
+        raise ConfigurationError(f"{file}: the file is not valid YAML: {' '.join(str(error).split())}") from error
+    settings = _mapping(f"{file}: ", content, {"nodes": _nodes, "server": _server})
+    if "nodes" not in settings:
         _refuse(
-            f"{file}: ", "nodes is missing, a list of machines such as {count: 4, devices: 4, interconnect: {gbit: 10}}"
+            f"{file}: ",
+            "nodes is missing; it is a list of machines such as {count: 4, devices: 4, interconnect: {gbit: 10}}",
         )
-    cluster = Cluster(tuple(found["nodes"]), **found.get("server", {}))
+    cluster = Cluster(tuple(settings["nodes"]), **settings.get("server", {}))
     if devices is not None and cluster.devices != devices:
         _refuse(
             f"{file}: nodes: ",
-            f"they have {cluster.devices} devices, but trainer.devices x trainer.num_nodes are {devices}: "
-            "give both the same",
+            f"the machines have {cluster.devices} devices, but trainer.devices x trainer.num_nodes is {devices}; "
+            "make both numbers the same",
         )
     return cluster
 
 
-# Reads a value: where it is, and the value.
+# Reads and checks a value. Its arguments are the value's place in the file, for messages, and the value.
 Read = Callable[[str, Any], Any]
 
 
-def _refuse(where: str, why: str) -> NoReturn:
-    raise ConfigurationError(f"{where}{why}")
+def _refuse(where: str, reason: str) -> NoReturn:
+    raise ConfigurationError(f"{where}{reason}")
 
 
-def _mapping(where: str, given: Any, known: Mapping[str, Read]) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        _refuse(where, f"a mapping is needed, with some of {', '.join(known)}")
-    found = {}
-    for name, value in given.items():
+def _mapping(where: str, content: Any, known: Mapping[str, Read]) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        _refuse(where, f"a mapping is needed, with some of the keys {', '.join(known)}")
+    values = {}
+    for name, value in content.items():
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ";"
             _refuse(where, f"unknown key {name!r}{hint} accepted: {', '.join(known)}")
-        found[name] = known[name](f"{where}{name}: ", value)
-    return found
+        values[name] = known[name](f"{where}{name}: ", value)
+    return values
 
 
-def _nodes(where: str, given: Any) -> list[Host]:
-    if not isinstance(given, list) or not given:
+def _nodes(where: str, content: Any) -> list[Host]:
+    if not isinstance(content, list) or not content:
         _refuse(where, "a list is needed, with at least one machine")
-    return [host for index, item in enumerate(given) for host in _hosts(f"{where.removesuffix(': ')}[{index}]: ", item)]
+    return [
+        host for index, item in enumerate(content) for host in _hosts(f"{where.removesuffix(': ')}[{index}]: ", item)
+    ]
 
 
-def _hosts(where: str, given: Any) -> list[Host]:
+def _hosts(where: str, content: Any) -> list[Host]:
     known: dict[str, Read] = {
         "count": _count,
         "devices": _count,
@@ -167,63 +172,67 @@ def _hosts(where: str, given: Any) -> list[Host]:
         "inside": functools.partial(_link, DEFAULT_US["inside"]),
         "interconnect": functools.partial(_link, DEFAULT_US["interconnect"]),
     }
-    for name in given if isinstance(given, dict) else ():
+    for name in content if isinstance(content, dict) else ():
         if (new := renamed(HOST, name)) is not None:
             _refuse(where, is_now(name, new))
-    found = {"devices": 1, **_mapping(where, given, known)}
-    if "interconnect" not in found and "inside" not in found:
-        _refuse(where, "interconnect is missing, how machines are connected, such as {gbit: 10, us: 50}")
-    if found["devices"] > 1 and "inside" not in found:
-        _refuse(where, f"inside is missing, how its {found['devices']} devices are connected, such as {{gbit: 96}}")
-    found.setdefault("interconnect", found.get("inside"))
-    found.setdefault("inside", found["interconnect"])
-    count = found.pop("count", 1)
-    return [Host(**found)] * count
+    settings = {"devices": 1, **_mapping(where, content, known)}
+    if "interconnect" not in settings and "inside" not in settings:
+        _refuse(where, "interconnect is missing; give the connection between the machines, such as {gbit: 10, us: 50}")
+    if settings["devices"] > 1 and "inside" not in settings:
+        _refuse(
+            where,
+            f"inside is missing; give the connection between the machine's {settings['devices']} devices, "
+            "such as {gbit: 96}",
+        )
+    settings.setdefault("interconnect", settings.get("inside"))
+    settings.setdefault("inside", settings["interconnect"])
+    count = settings.pop("count", 1)
+    return [Host(**settings)] * count
 
 
-def _link(us: float, where: str, given: Any) -> Link:
+def _link(us: float, where: str, content: Any) -> Link:
     known = {
         "gbit": _number(above=0.0),
         "us": _number(least=0.0),
         "work_us": _number(least=0.0),
         "efficiency": _number(above=0.0, most=1.0),
     }
-    found = _mapping(where, given, known)
-    if "gbit" not in found:
-        _refuse(where, "gbit is missing, the rate of large messages in Gbit/s")
-    bandwidth = found["gbit"] * GBIT * found.get("efficiency", 1.0)
-    return Link(bandwidth, found.get("us", us) * 1e-6, found.get("work_us", 0.0) * 1e-6)
+    settings = _mapping(where, content, known)
+    if "gbit" not in settings:
+        _refuse(where, "gbit is missing; give the rate of large messages in Gbit/s")
+    bandwidth = settings["gbit"] * GBIT * settings.get("efficiency", 1.0)
+    return Link(bandwidth, settings.get("us", us) * 1e-6, settings.get("work_us", 0.0) * 1e-6)
 
 
-def _server(where: str, given: Any) -> dict[str, float]:
-    found = _mapping(where, given, {"gbyte_per_s": _number(above=0.0), "us": _number(least=0.0)})
+def _server(where: str, content: Any) -> dict[str, float]:
+    settings = _mapping(where, content, {"gbyte_per_s": _number(above=0.0), "us": _number(least=0.0)})
     names = {"gbyte_per_s": ("server_rate", 1e9), "us": ("server_message", 1e-6)}
-    return {names[key][0]: value * names[key][1] for key, value in found.items()}
+    return {names[key][0]: value * names[key][1] for key, value in settings.items()}
 
 
 def _number(least: float = float("-inf"), above: float = float("-inf"), most: float = float("inf")) -> Read:
     bounds = {"of at least": least, "above": above, "of at most": most}
     expected = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if abs(bound) < float("inf"))
 
-    def read(where: str, given: Any) -> float:
+    def read(where: str, value: Any) -> float:
         try:
-            number = float(given)
+            number = float(value)
         except (TypeError, ValueError):
             number = float("nan")
         if not (least <= number <= most and above < number < float("inf")):
-            _refuse(where, f"{given!r} is not accepted; it must be a number {expected}")
+            _refuse(where, f"{value!r} is not accepted; it must be a number {expected}")
         return number
 
     return read
 
 
-def _count(where: str, given: Any) -> int:
-    if type(given) is not int or given < 1:
-        _refuse(where, f"{given!r} is not accepted; it must be a whole number of at least 1")
-    return given
+def _count(where: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        _refuse(where, f"{value!r} is not accepted; it must be a whole number of at least 1")
+    return value
 
 
-def _size(where: str, given: Any) -> int:
+def _size(where: str, value: Any) -> int:
     """Return a size in bytes."""
-    size: int = size_in_bytes(given, where.removesuffix(": "))
+    size: int = size_in_bytes(value, where.removesuffix(": "))
     return size

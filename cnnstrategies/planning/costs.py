@@ -1,4 +1,4 @@
-"""What a network's nodes and the links between devices cost: the planner's only input."""
+"""Costs of a network's nodes and of the links between devices: the planner's only input."""
 
 import functools
 from collections.abc import Sequence
@@ -11,9 +11,10 @@ class NodeCost:
     """The cost of one node of the traced network for one microbatch; times are in seconds.
 
     Attributes:
-        backward: Backward time in seconds, with the addition to the parameters' gradients.
-        saved_bytes: Bytes that the node makes and that are kept until the backward, by itself or by the nodes
-            that use them.
+        forward: Seconds of the forward.
+        backward: Seconds of the backward, including the addition to the parameters' gradients.
+        saved_bytes: Bytes of the tensors that the node makes and that are kept until the backward, by the node itself
+            or by the nodes that use them.
     """
 
     name: str
@@ -25,10 +26,13 @@ class NodeCost:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor (or a group of tensors) that one node makes and later nodes use.
+    """A tensor, or a group of tensors, that one node makes and later nodes use.
 
     Attributes:
-        gradient_bytes: Size of its gradient; 0 where none flows back.
+        producer: Index of the node that makes the value.
+        consumers: Indices of the nodes that use the value.
+        bytes: Size of the value.
+        gradient_bytes: Size of the value's gradient; 0 if no gradient flows back.
     """
 
     producer: int
@@ -44,7 +48,8 @@ class Link:
     Attributes:
         bandwidth: Bytes per second.
         latency: Seconds from the start of a message to the arrival of its first byte.
-        work: Seconds of the device itself that a message costs who sends and who receives it, whatever its size.
+        work: Seconds that a message takes from the computation of its sender and of its receiver, independent of the
+            message's size.
     """
 
     bandwidth: float
@@ -52,11 +57,13 @@ class Link:
     work: float = 0.0
 
     def time(self, size: float) -> float:
-        """Seconds in which ``size`` bytes arrive; 0 bytes cost nothing, since nothing is sent."""
+        """Return the seconds in which ``size`` bytes arrive; 0 bytes cost nothing, since nothing is sent."""
         return self.latency + size / self.bandwidth if size else 0.0
 
     def all_reduce_time(self, size: float, members: int) -> float:
-        """Seconds of a ring all-reduce of ``size`` bytes: 2 (n - 1) steps of size / n bytes, sent and received.
+        """Return the seconds of a ring all-reduce of ``size`` bytes among ``members`` devices.
+
+        With n members the ring takes 2 (n - 1) steps, in each of which every member sends and receives size / n bytes.
 
         Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (2009).
         """
@@ -70,9 +77,11 @@ class GraphCosts:
     """The costs of a network in topological order.
 
     Attributes:
-        nodes: A cut at position c separates nodes ``[0, c)`` from ``[c, len(nodes))``.
-        cut_positions: Where a cut is possible, ascending, each in ``[1, len(nodes) - 1]``.
-        microbatch_size: Samples for which the costs hold; a mean where microbatches differ by one.
+        nodes: Costs of the nodes. A cut at position c separates nodes ``[0, c)`` from ``[c, len(nodes))``.
+        values: Values that pass between nodes.
+        cut_positions: Positions at which a cut is possible, ascending, each in ``[1, len(nodes) - 1]``.
+        microbatch_size: Samples for which the costs hold; a mean if the sizes of microbatches differ by one sample.
+        input_bytes: Bytes of the network's inputs.
     """
 
     nodes: tuple[NodeCost, ...]
@@ -83,12 +92,12 @@ class GraphCosts:
 
     @cached_property
     def sent_bytes(self) -> tuple[int, ...]:
-        """For each position the bytes of all values that are made before it and used at or after it."""
+        """Bytes of the values that are made before each position and used at or after that position."""
         return self._crossing([value.bytes for value in self.values])
 
     @cached_property
     def sent_gradient_bytes(self) -> tuple[int, ...]:
-        """For each position the bytes of the gradients that flow back over it."""
+        """Bytes of the gradients that flow back over each position."""
         return self._crossing([value.gradient_bytes for value in self.values])
 
     @cached_property
@@ -98,7 +107,7 @@ class GraphCosts:
 
     @cached_property
     def kept_bytes(self) -> int:
-        """Bytes that are kept until the backward."""
+        """Bytes that the whole network keeps until the backward."""
         return self.input_bytes + sum(node.saved_bytes for node in self.nodes)
 
     @cached_property
@@ -120,13 +129,14 @@ class GraphCosts:
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs of a network's nodes.
+    """Costs of a network as a function of the number of samples.
 
     Attributes:
-        fixed: Seconds of each node's forward and backward that do not depend on the samples; empty where only one
-            batch size was measured, and time is taken to be proportional to the samples.
-        batch_norm: Whether the result depends on how the batch is divided.
-        nodes_have_names: Whether ``fit`` knows the nodes by their names.
+        costs: Costs for the largest number of samples that was measured.
+        fixed: Seconds of each node's forward and backward that do not depend on the number of samples. The tuple is
+            empty if only one batch size was measured; times are then taken as proportional to the number of samples.
+        batch_norm: Whether the training result depends on the division of the batch.
+        nodes_have_names: Whether ``fit`` knows the nodes by the profile's names.
     """
 
     costs: GraphCosts
@@ -135,7 +145,7 @@ class Profile:
     nodes_have_names: bool = True
 
     def at(self, samples: float) -> GraphCosts:
-        """The costs for so many samples."""
+        """Return the costs for a number of samples."""
         return _scaled(self, samples)
 
 
@@ -161,9 +171,10 @@ def _scaled(profile: Profile, samples: float) -> GraphCosts:
 
 
 def from_two_sizes(large: GraphCosts, small: GraphCosts, batch_norm: bool) -> Profile:
-    """A profile from two measurements of the same network: time = a + c samples for every node.
+    """Return a profile from two measurements of the same network, with time = a + c * samples for every node.
 
-    Where noise has made the small batch slower than the line allows, a is between 0 and the large batch's time.
+    If noise made one of the measurements too slow or too fast for such a line, a is limited to the range from 0 to the
+    time of the large batch.
     """
     ratio = small.microbatch_size / large.microbatch_size
     if ratio == 1:
@@ -173,18 +184,21 @@ def from_two_sizes(large: GraphCosts, small: GraphCosts, batch_norm: bool) -> Pr
         return min(max(0.0, (small_time - ratio * large_time) / (1 - ratio)), large_time)
 
     pairs = zip(large.nodes, small.nodes, strict=True)
-    times = tuple((fixed(one.forward, two.forward), fixed(one.backward, two.backward)) for one, two in pairs)
+    times = tuple(
+        (fixed(large_node.forward, small_node.forward), fixed(large_node.backward, small_node.backward))
+        for large_node, small_node in pairs
+    )
     return Profile(large, times, batch_norm)
 
 
 def digits(value: float, count: int = 3) -> str:
-    """With so many digits that count, and not as a power of ten, as which nobody reads milliseconds."""
+    """Return a number as text with ``count`` significant digits, without an exponent."""
     rounded = float(f"{value:.{count}g}")
     return f"{rounded:.0f}" if rounded >= 10 ** (count - 1) else f"{rounded:g}"
 
 
 def format_bytes(size: float) -> str:
-    """A size with a unit, in 8 characters at most up to a terabyte: 1.5 MiB, 224 MiB."""
+    """Return a size with a unit, such as 1.5 MiB, in at most 8 characters for sizes up to a terabyte."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1000:
             return f"{size:.1f} {unit}" if size < 10 and unit != "B" else f"{size:.0f} {unit}"

@@ -1,4 +1,4 @@
-"""The hybrid pipeline: stages with replicas, and the microbatches to run them with."""
+"""Candidates of the strategy hybrid_pipeline: stages with replicas, and numbers of microbatches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,59 +8,74 @@ from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.stage_costs import sent_in_a_step
 
-SEARCHES = 2  # after which the layouts that are known are only tried with other numbers of microbatches
-SHOWN = 64  # devices up to which a pipeline is shown although data parallel is quicker than any
-SMALLEST_SHARE = 8  # of the measured batch that a microbatch is at least, where only one batch size was measured
+SEARCHES = 2  # Further numbers of microbatches are only tried with the layouts that the first two searches return.
+SHOWN = 64  # Up to this number of devices the best pipeline is shown even if data parallelism is faster.
+SMALLEST_SHARE = 8  # A microbatch has at least 1/8 of the measured batch if only one batch size was measured.
 
 
 @dataclass(frozen=True)
 class Hybrid(Candidate):
-    """A pipeline, and what it was chosen by."""
+    """A pipeline as a candidate.
+
+    Attributes:
+        layout: Cuts and replicas of its stages.
+        predictor: Predictor that chose the layout.
+    """
 
     layout: Layout
     predictor: Predictor
 
 
 def hybrids(job: Job) -> Iterator[Hybrid]:
-    """The best layout for each number of microbatches; likelier numbers first, those that cannot win left out."""
+    """Yield the best layout for each number of microbatches.
+
+    More likely numbers come first. A number is left out if no layout with it can be the fastest.
+    """
     best = float("inf")
     known: list[Layout] = []
     for microbatches in _microbatches(job):
         costs = job.profile.at(job.samples / microbatches)
-        # All devices computing all the time.
+        # A lower bound: the step time if all devices computed all the time.
         least = microbatches * costs.time / sum(job.cluster.speeds)
         if least > 1.03 * best:
             continue
         predictor = Predictor(replace(job, microbatches=microbatches))
         layout = predictor.fixed_layout() or _best(predictor, known)
         if layout is not None and len(layout.replicas) == 1 and job.stages is None and job.cluster.devices <= SHOWN:
-            # No stages are best. For comparison the best of two, if there is one.
+            # A single stage is best. For comparison the best layout with two stages is shown.
             predictor = Predictor(replace(job, microbatches=microbatches, stages=2))
             layout = _best(predictor, known)
         if layout is None or len(layout.replicas) == 1:
             continue
-        made = _candidate(predictor, layout, microbatches)
-        best = min(best, made.step)
-        yield made
+        candidate = _candidate(predictor, layout, microbatches)
+        best = min(best, candidate.step)
+        yield candidate
 
 
 def _microbatches(job: Job) -> list[int]:
-    """The numbers of microbatches to try."""
+    """Return the numbers of microbatches to try."""
     if job.microbatches is not None:
         return [job.microbatches]
     devices, most = job.cluster.devices, job.samples
     if not job.profile.fixed:
-        # Nothing is known of how much slower small batches are for each sample.
+        # With one measured batch size the time per sample of much smaller batches is unknown.
         most = min(most, max(devices, round(SMALLEST_SHARE * most / job.profile.costs.microbatch_size)))
-    # With one device behind the others' stage, what they divide.
+    # A first stage with all devices except one has this number of replicas, which should divide the microbatches.
     most_replicas = devices - 1
     wanted = [4 * devices, 2 * most_replicas, 4 * most_replicas, 2 * devices, devices, most_replicas]
     return [count for count in dict.fromkeys(wanted) if 2 <= count <= most] or [min(devices, job.samples)]
 
 
 def _best(predictor: Predictor, known: list[Layout]) -> Layout | None:
-    """By a search, or, once some have been made, the best of what they found; None where none fits."""
-    fitting = [one for one in known if len(one.replicas) > 1 and max(one.replicas) <= predictor.problem.microbatches]
+    """Return the best layout, or None if no layout fits into memory.
+
+    The first calls search. Later calls choose from the layouts that earlier searches returned, which is faster.
+    """
+    fitting = [
+        candidate
+        for candidate in known
+        if len(candidate.replicas) > 1 and max(candidate.replicas) <= predictor.problem.microbatches
+    ]
     if len(known) < SEARCHES or not fitting:
         layout = predictor.search()
         known += [layout] if layout is not None else []
@@ -71,10 +86,10 @@ def _best(predictor: Predictor, known: list[Layout]) -> Layout | None:
 
 def _candidate(predictor: Predictor, layout: Layout, microbatches: int) -> Hybrid:
     job, step, shares = predictor.job, predictor.time(layout), list(predictor.problem.shares(layout.replicas))
-    given = {"shares": shares} if job.shares else {"shares": "auto", "initial_shares": shares}
+    share_options = {"shares": shares} if job.shares else {"shares": "auto", "initial_shares": shares}
     return Hybrid(
         family="hybrid",
-        options={"replicas": list(layout.replicas), "microbatches": microbatches} | (given if shares else {}),
+        options={"replicas": list(layout.replicas), "microbatches": microbatches} | (share_options if shares else {}),
         effect=Effect.LEARNING if job.profile.batch_norm else Effect.ROUNDING,
         step=step,
         sent_bytes=sent_in_a_step(predictor.costs, layout, microbatches),
@@ -86,7 +101,7 @@ def _candidate(predictor: Predictor, layout: Layout, microbatches: int) -> Hybri
 
 
 def _bottleneck(predictor: Predictor, layout: Layout, step: float) -> Bottleneck:
-    """What the step mostly consists of: the slowest stage's work, what it waits for, or filling and draining."""
+    """Return the largest part of the step: the slowest stage's work, its waits, or filling and draining."""
     problem = predictor.problem
     work, first = 0.0, 0
     for start, end, count in problem.stages(layout):

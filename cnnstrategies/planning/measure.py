@@ -1,4 +1,4 @@
-"""Measure a traced network node by node, in the precision that it will train in, and what its optimizer holds."""
+"""Measure a traced network node by node in the precision of training, and the size of its optimizer's state."""
 
 import contextlib
 import gc
@@ -25,8 +25,7 @@ from cnnstrategies.pipeline.tracing import changed_in_place, cut_positions, mode
 from cnnstrategies.planning.costs import GraphCosts, NodeCost, Profile, Value, from_two_sizes
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-# A second batch is so much smaller, since microbatches are between the two; batch normalisation refuses one sample.
-SMALLER = 4
+SMALLER = 4  # The second measured batch is a fourth of the first, since microbatches are between the two sizes.
 USUAL_STATES = 2  # Copies of the parameters that Adam holds.
 
 
@@ -40,24 +39,31 @@ def profile(
 ) -> GraphCosts:
     """Measure forward and backward time, activation and parameter bytes of every node.
 
-    Each sweep runs the nodes forward in order and then backward in reverse order, every node with an
-    autograd graph of its own, as if there were a cut at every node: memory and caches are those of training.
-    Between the sweeps the network is run as a whole, and the nodes' medians are scaled to the whole's median,
-    since a node measured alone pays for the measurement. The network is measured in training mode and left as
-    it was: buffers, gradients, modes and random numbers.
+    Each sweep runs the nodes forward in order and then backward in reverse order. Every node has an autograd graph of
+    its own, as if the network were cut at every node, so that memory and caches are as in training. Between the sweeps
+    the network runs as a whole, and the nodes' medians are scaled to the median of the whole, since a node that is
+    measured alone also pays for the measurement. The network is measured in training mode. Its buffers, gradients and
+    modes, and the random numbers, are restored afterwards.
 
-    A network that does not fit on its device stays on the host, where its bytes are counted, and one node at a time
-    is brought there, run forward and at once backward. There is no whole to scale to then.
+    A network that does not fit on its device stays on the host, where its bytes are counted. One node at a time moves
+    to the device and runs forward and immediately backward. The times are not scaled then, because the network cannot
+    run as a whole.
 
     Args:
-        microbatch: Input (n, C, H, W) on the network's device; several where it takes several.
-        budget: Seconds after which a slow network is measured no more, once there is one measured sweep.
-        apart_on: The device that the network does not fit on.
+        traced: The traced network.
+        microbatch: Input (n, C, H, W) on the network's device; several inputs if the network takes several.
+        warm_up: Sweeps that are not measured.
+        repeats: Measured sweeps.
+        budget: Seconds after which no further sweep begins, provided that at least one sweep was measured.
+        apart_on: Device on which the network does not fit; None if the network fits.
+
+    Returns:
+        The costs of all nodes for the microbatch.
     """
     order = ordered_nodes(traced)
     with preserved(traced), mode(traced, training=True), _same_random_numbers(apart_on):
         for parameter in traced.parameters():
-            # Zeros, so that a backward adds, as it does from the second microbatch of a step on.
+            # With gradients of zeros a backward adds to them, as from the second microbatch of a step on.
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         counted = _sweep(traced, order, microbatch, count=True)
         sweeps: list[_Sweep] = []
@@ -92,7 +98,7 @@ def profile(
     values = []
     input_bytes = sum(tensor.nbytes for tensor in tree_leaves(microbatch))
     for image in (node for node in traced.graph.nodes if node.op == "placeholder"):
-        # The first node's stage has the images and sends them to the stages that use them once more.
+        # The first node's stage holds the images and sends them to later stages that also use them.
         later = tuple(sorted(position[user] for user in image.users if position.get(user, 0) > 0))
         if later:
             values.append(Value(0, later, input_bytes, 0))
@@ -105,7 +111,7 @@ def profile(
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Run a function to its end on the device; the seconds that it takes, and its result."""
+    """Run a function until the device has finished; return the seconds that this takes and the function's result."""
     _synchronize(device)
     start = time.perf_counter()
     result = function()
@@ -115,7 +121,14 @@ def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any
 
 @dataclass
 class _Sweep:
-    """What one pass over the nodes found."""
+    """Measurements of one pass over the nodes.
+
+    Attributes:
+        forward: Seconds of each node's forward.
+        backward: Seconds of each node's backward.
+        saved_bytes: Bytes that each node makes and that autograd saves.
+        sizes: Bytes of each node's outputs, and of those outputs that need a gradient.
+    """
 
     forward: dict[fx.Node, float] = field(default_factory=dict)
     backward: dict[fx.Node, float] = field(default_factory=dict)
@@ -133,10 +146,11 @@ def _sweep(
     """Run the nodes forward, then backward.
 
     Args:
-        count: Note the saved bytes, which costs time.
-        apart_on: Bring each node to this device alone, and run its backward at once.
+        count: Whether to record the saved bytes, which takes additional time.
+        apart_on: Device to which each node moves alone for its forward and backward; None to run the whole network
+            where it is.
     """
-    found = _Sweep()
+    sweep = _Sweep()
     device = apart_on or tree_leaves(microbatch)[0].device
     interpreter = fx.Interpreter(traced)
     environment: dict[fx.Node, Any] = {}
@@ -145,7 +159,8 @@ def _sweep(
             environment[node] = microbatch
         elif node.op == "get_attr":
             environment[node] = interpreter.fetch_attr(str(node.target))
-    # Storages, by address; those of the sweep all live to its end. What stays anyway belongs to no node.
+    # The node that made each storage, by address. All storages of the sweep live until its end, so that no address is
+    # used twice. Parameters, buffers and inputs exist without the sweep and belong to no node.
     owner: dict[int, fx.Node | None] = {
         _address(tensor): None for tensor in (*traced.parameters(), *traced.buffers(), *tree_leaves(microbatch))
     }
@@ -155,10 +170,11 @@ def _sweep(
     def run_backward(node: fx.Node) -> None:
         roots = outputs.pop(node)
         backward = partial(torch.autograd.backward, roots, [torch.ones_like(root) for root in roots])
-        found.backward[node] = timed(backward, device)[0] if roots else 0.0
+        sweep.backward[node] = timed(backward, device)[0] if roots else 0.0
 
     for node in order:
-        # A leaf cannot be changed in place; in training it is the producer's output, which can.
+        # Autograd does not allow an in-place change of a leaf. In training the input is another node's output, which
+        # may be changed, so this node gets a copy.
         cut = partial(_cut, device=apart_on, copied=changed_in_place(traced, node) is not None)
         with _brought(traced, node, apart_on), _recording(saved) if count else nullcontext():
             inputs = {
@@ -167,40 +183,40 @@ def _sweep(
                 else tree_map(cut, environment[source])
                 for source in node.all_input_nodes
             }
-            arguments = (fx.node.map_arg(given, inputs.__getitem__) for given in (node.args, node.kwargs))
-            found.forward[node], result = timed(partial(getattr(interpreter, node.op), node.target, *arguments), device)
+            arguments = (fx.node.map_arg(values, inputs.__getitem__) for values in (node.args, node.kwargs))
+            sweep.forward[node], result = timed(partial(getattr(interpreter, node.op), node.target, *arguments), device)
             tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             outputs[node] = [tensor for tensor in tensors if tensor.requires_grad]
-            found.sizes[node] = (sum(t.nbytes for t in tensors), sum(t.nbytes for t in outputs[node]))
+            sweep.sizes[node] = (sum(t.nbytes for t in tensors), sum(t.nbytes for t in outputs[node]))
             if apart_on is not None:
                 run_backward(node)
         environment[node] = tree_map(partial(_cut, device=None if apart_on is None else CPU), result)
         for address in (*map(_address, tensors), *saved):
             owner.setdefault(address, node)
-    found.saved_bytes = dict.fromkeys(order, 0)
+    sweep.saved_bytes = dict.fromkeys(order, 0)
     for address, size in saved.items():
-        if (by := owner[address]) is not None:
-            found.saved_bytes[by] += size
+        if (producer := owner[address]) is not None:
+            sweep.saved_bytes[producer] += size
     for node in reversed(order) if apart_on is None else ():
         run_backward(node)
-    return found
+    return sweep
 
 
 @contextmanager
 def _brought(traced: fx.GraphModule, node: fx.Node, device: torch.device | None) -> Iterator[None]:
-    """A node's own module, if it has one, on a device meanwhile."""
+    """Move the module of a node, if the node calls one, to a device and back afterwards."""
     if device is None or node.op != "call_module":
         yield
         return
     module = traced.get_submodule(str(node.target))
-    home = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), device)
+    previous_device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), device)
     module.to(device)
     yield
-    module.to(home)
+    module.to(previous_device)
 
 
 def _run_whole(traced: fx.GraphModule, microbatch: Images) -> tuple[float, float]:
-    """Seconds of the whole network's forward and of its backward."""
+    """Return the seconds of the whole network's forward and of its backward."""
     device = tree_leaves(microbatch)[0].device
     forward, result = timed(partial(traced, microbatch), device)
     roots = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -211,7 +227,7 @@ def _run_whole(traced: fx.GraphModule, microbatch: Images) -> tuple[float, float
 
 @contextmanager
 def _recording(saved: dict[int, int]) -> Iterator[None]:
-    """Note address and size of the storages that autograd saves."""
+    """Record address and size of the storages that autograd saves."""
 
     def pack(tensor: Tensor) -> Tensor:
         saved[_address(tensor)] = tensor.untyped_storage().nbytes()
@@ -222,7 +238,7 @@ def _recording(saved: dict[int, int]) -> Iterator[None]:
 
 
 def _cut(value: Any, device: torch.device | None = None, copied: bool = False) -> Any:
-    """The value as a stage of its own would receive it: a leaf that asks for a gradient, or a copy of one."""
+    """Return a value as a separate stage receives it: as a leaf that requires a gradient, or a copy of the leaf."""
     if not isinstance(value, Tensor):
         return value
     leaf = value.detach().to(device).requires_grad_(value.requires_grad)
@@ -230,14 +246,17 @@ def _cut(value: Any, device: torch.device | None = None, copied: bool = False) -
 
 
 def _same_random_numbers(device: torch.device | None) -> AbstractContextManager[None]:
-    """What is drawn on a device besides the network's own leaves no trace there."""
+    """Return a context that restores the random numbers of an accelerator.
+
+    :func:`preserved` only restores the random numbers of the device on which the network is.
+    """
     if device is None or device.type == "cpu":
         return nullcontext()
     return torch.random.fork_rng([device], device_type=device.type)
 
 
 def _parameter_bytes(traced: fx.GraphModule, order: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """Bytes of the parameters of each node; a parameter used by several belongs to the first."""
+    """Return the bytes of each node's parameters; a parameter of several nodes counts for the first node."""
     parameters = dict(traced.named_parameters(remove_duplicate=False))
     seen: set[nn.Parameter] = set()
     owned: dict[fx.Node, int] = {}
@@ -260,53 +279,66 @@ def _synchronize(device: torch.device) -> None:
 def measure_profile(
     traced: fx.GraphModule, images: Images, size: int, device: torch.device, precision: str, channels_last: bool
 ) -> Profile:
-    """Costs by the samples, from a device's share of a step's batch and a fourth of it.
+    """Measure a network with a device's share of a step's batch and with a fourth of that share.
+
+    A network that does not fit on the device is measured there one node at a time.
 
     Args:
-        traced: The traced network; it comes back to where it is. What does not fit on the device is measured there
-            one node at a time.
+        traced: The traced network. It returns to its present device afterwards.
+        images: Inputs from which both batches are made, by repetition if there are too few.
         size: Samples of the device's share.
+        device: Device to measure on.
+        precision: Precision of the trainer, such as ``bf16-mixed``.
+        channels_last: Whether images are stored in the memory format channels_last.
     """
     dtype = AUTOCAST.get(precision)
-    home = next(traced.parameters()).device
+    previous_device = next(traced.parameters()).device
 
     def batch_of(count: int, place: torch.device) -> Images:
         rows = torch.arange(count) % len(tree_leaves(images)[0])
 
-        def taken(one: Tensor) -> Tensor:
-            last = channels_last and one.ndim == 4
-            chosen = one[rows.to(one.device)].to(place)
-            return chosen.contiguous(memory_format=torch.channels_last) if last else chosen
+        def taken(tensor: Tensor) -> Tensor:
+            is_channels_last = channels_last and tensor.ndim == 4
+            chosen = tensor[rows.to(tensor.device)].to(place)
+            return chosen.contiguous(memory_format=torch.channels_last) if is_channels_last else chosen
 
         result: Images = tree_map(taken, images)
         return result
 
     def measured(place: torch.device, apart_on: torch.device | None = None) -> Profile:
         traced.to(place)
-        sizes = size, max(min(2, size), size // SMALLER)
+        sizes = size, max(min(2, size), size // SMALLER)  # Batch normalisation refuses a batch of one sample.
         large, small = (profile(traced, batch_of(count, place), apart_on=apart_on) for count in sizes)
         return from_two_sizes(large, small, has_batch_norm(traced))
 
     with contextlib.ExitStack() as stack:
-        stack.callback(traced.to, home)
+        stack.callback(traced.to, previous_device)
         for kind in {device.type, CPU.type} if dtype else ():
             stack.enter_context(torch.autocast(kind, dtype))
         with contextlib.suppress(torch.OutOfMemoryError):
             return measured(device)
-        gc.collect()  # What an exception has held, so that it goes from the device, too.
+        gc.collect()  # The exception's traceback held tensors, which have to leave the device as well.
         return measured(CPU, apart_on=device)
 
 
 def states_of(optimizer: Optimizer) -> int:
-    """Copies of the parameters that an optimizer of this kind and these options holds; tried on a small one."""
+    """Return the number of copies of the parameters that an optimizer's state holds.
+
+    A new optimizer of the same class and options makes one step with a small parameter. If that fails, the number is
+    Adam's.
+    """
     parameter = torch.nn.Parameter(torch.zeros(8, 8))
     parameter.grad = torch.ones_like(parameter)
     try:
         accepted = inspect.signature(type(optimizer)).parameters
         options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-        tried = type(optimizer)([parameter], **options)
-        tried.step()
-        held = [value for value in tried.state[parameter].values() if isinstance(value, Tensor) and value.numel() > 1]
+        small_optimizer = type(optimizer)([parameter], **options)
+        small_optimizer.step()
+        held = [
+            value
+            for value in small_optimizer.state[parameter].values()
+            if isinstance(value, Tensor) and value.numel() > 1
+        ]
     except Exception:
         return USUAL_STATES
     return math.ceil(sum(value.numel() for value in held) / parameter.numel())

@@ -17,20 +17,24 @@ SMALL = 1024
 LARGE = 8 * 2**20
 WARM_UP = 4
 ROUNDS = 12
-# In a run, whose network may be slow.
+# A run may have a slow network, so the measurement at its start uses smaller messages and fewer rounds.
 MEDIUM = 2**20
 FEW_ROUNDS = 4
-LEAST = 0.01  # of a large message's time: less than this is not told apart from noise
+LEAST = 0.01  # Smaller differences, as a part of the large message's time, cannot be distinguished from noise.
 
 
 def measure_local_link(device: torch.device, backend: str) -> Link:
-    """Latency and bandwidth between two processes of this machine, by messages that go there and back.
+    """Measure latency and bandwidth between two processes of this machine by the round trips of messages.
 
     Args:
-        device: A device of the kind that will be used; with several GPUs the second process takes the next one.
+        device: Device of the kind that training will use. With several GPUs the two processes take the first two.
+        backend: Backend of torch.distributed.
 
     Returns:
-        The link, from the fastest of 12 round trips of 1 KiB and of 8 MiB.
+        The link, computed from the fastest of 12 round trips of 1 KiB and of 8 MiB.
+
+    Raises:
+        RuntimeError: One of the processes failed, for example because the backend is not available.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -38,12 +42,12 @@ def measure_local_link(device: torch.device, backend: str) -> Link:
                 _ping_pong,
                 (folder, device, backend),
                 nprocs=2,
-                start_method="fork" if device.type == "cpu" else "spawn",  # CUDA does not survive a fork.
+                start_method="fork" if device.type == "cpu" else "spawn",  # CUDA cannot be used after a fork.
             )
         except (ProcessExitedException, ProcessRaisedException) as error:
-            said = str(error).strip().splitlines()[-1]
+            reason = str(error).strip().splitlines()[-1]
             raise RuntimeError(
-                f"measuring the link with backend {backend!r} failed: {said}; give it instead"
+                f"measuring the link with backend {backend!r} failed: {reason}; give --bandwidth and --latency instead"
             ) from error
         small, large = (float(line) for line in (Path(folder) / "times").read_text().split())
     return _link(small, large, LARGE)
@@ -65,10 +69,15 @@ def _ping_pong(rank: int, folder: str, device: torch.device, backend: str) -> No
 
 
 def measure_cluster(nodes: int, device: torch.device) -> Cluster:
-    """The devices of a run, as the ranks of the default group see each other; a collective.
+    """Measure the links between the ranks of the default process group; all ranks call this function together.
+
+    Args:
+        nodes: Number of machines.
+        device: This rank's device.
 
     Returns:
-        On rank 0 what it has measured to the next rank and to the next machine; on the others nothing to go by.
+        The cluster of all ranks. On rank 0 its links are measured, to the next rank and to the next machine. The links
+        on other ranks are meaningless.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     inside = _between(rank, 1, device)
@@ -87,19 +96,26 @@ def _between(rank: int, peer: int, device: torch.device) -> Link:
 
 
 def _link(small: float, large: float, size: int) -> Link:
-    """A link, from the seconds of a round trip of ``SMALL`` and of `size` bytes; one way is half of it."""
+    """Return a link from the seconds of a round trip of ``SMALL`` and of ``size`` bytes; one way takes half of that."""
     return Link(bandwidth=(size - SMALL) / (max(large - small, LEAST * large) / 2), latency=small / 2)
 
 
 def round_trips(first: bool, peer: int, sizes: tuple[int, ...], device: torch.device, rounds: int) -> list[float]:
-    """Seconds of the fastest round trip of each size; the others were held up by what else the machine does.
+    """Return the seconds of the fastest round trip of each size, since slower trips include other work of the machine.
 
-    The sizes take turns, so that a while in which it does much else slows all of them.
+    The sizes take turns, so that a busy period of the machine slows all sizes.
+
+    Args:
+        first: Whether this rank sends first.
+        peer: The other rank.
+        sizes: Sizes of the messages, in bytes.
+        device: Device of the messages.
+        rounds: Round trips of each size.
     """
     buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
     times: list[list[float]] = [[] for _ in sizes]
     for _ in range(WARM_UP + rounds):
-        for buffer, taken in zip(buffers, times, strict=True):
+        for buffer, seconds in zip(buffers, times, strict=True):
             start = time.perf_counter()
             if first:
                 dist.send(buffer, peer)
@@ -109,5 +125,5 @@ def round_trips(first: bool, peer: int, sizes: tuple[int, ...], device: torch.de
                 dist.send(buffer, peer)
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
-            taken.append(time.perf_counter() - start)
-    return [min(taken[WARM_UP:]) for taken in times]
+            seconds.append(time.perf_counter() - start)
+    return [min(seconds[WARM_UP:]) for seconds in times]

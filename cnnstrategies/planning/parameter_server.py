@@ -1,4 +1,7 @@
-"""The parameter server: synchronous steps by a recurrence over layers, others by a closed network of queues."""
+"""Predictions for the parameter server.
+
+Synchronous steps are computed by a recurrence over the layers, asynchronous steps by a closed network of queues.
+"""
 
 import heapq
 from collections.abc import Iterator, Sequence
@@ -8,12 +11,15 @@ from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job
 from cnnstrategies.planning.cluster import slower
 from cnnstrategies.planning.costs import GraphCosts
 
-PART = 2**22  # bytes of a layer at once
-STALENESS = 2  # of ssp, as its recipe has it
+PART = 2**22  # Bytes of a layer in one message.
+STALENESS = 2  # The staleness of the recipe parameter_server_ssp.
 
 
 class ParameterServer:
-    """Workers on all devices, a server process on each machine, whose connection both share."""
+    """A parameter server with workers on all devices and one server process on each machine.
+
+    The workers and the server of a machine share its connection to the other machines.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -21,21 +27,21 @@ class ParameterServer:
         self.workers = cluster.devices
         self.servers = len(cluster.hosts)
         self.most = max(host.devices for host in cluster.hosts)
-        # What workers send and what servers send back leaves a machine through the same connection.
+        # Pushes of the workers and answers of the server leave a machine through the same connection.
         self.one_port = self.servers > 1
         self.link = slower(*(host.interconnect for host in cluster.hosts)) if self.one_port else cluster.hosts[0].inside
-        # Of what a worker sends, the part for its own machine's server does not leave it.
+        # The part of a worker's pushes that leaves its machine: pushes to the server on the same machine do not.
         self.leaving = (self.servers - 1) / self.servers if self.one_port else 1.0
 
     def candidates(self) -> Iterator[Candidate]:
-        """The three modes; the step of an asynchronous one is as many updates as there are workers."""
+        """Yield candidates of the three modes; a step of an asynchronous mode has as many updates as workers."""
         job = self.job
         if not 2 <= self.workers <= job.samples:
             return
         equal = job.equal()
         mean = job.profile.at(job.samples / self.workers)
         free, waits = self._asynchronous(mean)
-        # Nobody is far ahead of the slowest, so all go at its mean rate in the long run.
+        # No worker is far ahead of the slowest worker, so that in the long run all advance at the slowest one's rate.
         bounded = max(free, mean.time / min(job.cluster.speeds))
         dealt = job.dealt(lambda counts: self._synchronous(counts)[0], 2 * mean.parameter_bytes)
         rows: list[tuple[str, dict[str, Any], Sequence[int], float, Bottleneck]] = [
@@ -57,7 +63,10 @@ class ParameterServer:
             )
 
     def _synchronous(self, counts: Sequence[int]) -> tuple[float, Bottleneck]:
-        """The time between two steps: each layer's forward awaits its own weights, each push leaves in the backward."""
+        """Return the seconds between two synchronous steps, and their bottleneck.
+
+        The forward of each layer waits for the layer's own weights, and each push leaves during the backward.
+        """
         costs, speed = self.job.slowest(counts)
         arrived = [0.0] * len(costs.nodes)
         ends: list[float] = []
@@ -69,23 +78,30 @@ class ParameterServer:
             for index in range(len(costs.nodes) - 1, -1, -1):
                 node = costs.nodes[index]
                 now += node.backward / speed + self._messages(node.parameter_bytes)
-                # A large layer is sent in parts, which are applied and sent back while others still come.
+                # A large layer is sent in parts: the first ones are applied and sent back while others still arrive.
                 pushes += [(now, index)] * parts_of(node.parameter_bytes)
             arrived = self._arrivals(costs, pushes)
             ends.append(now)
         step = ends[-1] - ends[-2]
         moved, applied = (
-            sum(map(of, (n.parameter_bytes for n in costs.nodes))) for of in (self._moving, self._applying)
+            sum(map(seconds_of, (n.parameter_bytes for n in costs.nodes)))
+            for seconds_of in (self._moving, self._applying)
         )
         if step < 1.5 * costs.time / speed:
             return step, "compute"
         return step, "server" if applied > moved else self.job.network
 
     def _arrivals(self, costs: GraphCosts, pushes: Sequence[tuple[float, int]]) -> list[float]:
-        """When each layer's new values are there, from when each part of a layer is ready to be sent, in order."""
+        """Return the time at which each layer's new values arrive.
+
+        Args:
+            costs: Costs of the network.
+            pushes: Time at which each part of a layer is ready to be sent, with the index of the layer, in order.
+        """
         arrived = [0.0] * len(costs.nodes)
         pushed = server = free = 0.0
-        # By time: what is ready to leave, gradients by way of the workers' port, new values by way of the servers'.
+        # Parts that wait to be sent, in order of time: gradients through the workers' port, new values through the
+        # servers' port.
         waiting = [(ready, False, index) for ready, index in pushes]
         heapq.heapify(waiting)
         while waiting:
@@ -105,22 +121,23 @@ class ParameterServer:
         return arrived
 
     def _moving(self, size: int) -> float:
-        """Seconds in which all workers of a machine send a layer, or its servers receive it."""
+        """Return the seconds in which all workers of a machine send a layer, or its server receives the layer."""
         return size * self.most * self.leaving / self.link.bandwidth
 
     def _applying(self, size: int) -> float:
-        """Seconds in which a server handles its part of a layer from all workers."""
+        """Return the seconds in which a server processes its part of a layer from all workers."""
         return (size / self.job.cluster.server_rate + self._messages(size)) * self.workers / self.servers
 
     def _messages(self, size: int) -> float:
-        """Seconds of a processor in which a layer's messages are sent or received."""
+        """Return the processor seconds in which a layer's messages are sent or received."""
         return parts_of(size) * self.job.cluster.server_message
 
     def _asynchronous(self, costs: GraphCosts) -> tuple[float, Bottleneck]:
-        """Seconds in which the workers make as many updates as they are.
+        """Return the seconds in which the workers together make one update each, and the bottleneck.
 
-        Mean value analysis (Reiser and Lavenberg, 1980): while a worker computes it is away; its update and its new
-        weights pass through the machines' connections and the servers, a part of it through each at once.
+        Source: mean value analysis (Reiser and Lavenberg, 1980). A worker that computes is outside of the queues. Its
+        update and its new weights pass through the machines' connections and the servers, with an equal part of them
+        through each machine at the same time.
         """
         speeds = self.job.cluster.speeds
         size = costs.parameter_bytes
@@ -136,14 +153,17 @@ class ParameterServer:
 
 
 def parts_of(size: int) -> int:
-    """In how many messages a layer is sent."""
+    """Return the number of messages in which a layer of ``size`` bytes is sent."""
     return -(-size // PART)
 
 
 def mean_value_analysis(away: float, demands: Sequence[float], customers: int) -> float:
-    """Customers per second that pass a closed network of queues.
+    """Return the number of customers per second that pass a closed network of queues.
 
-    In a round each spends ``away`` seconds outside of the queues, and at each queue its demand, in seconds of service.
+    Args:
+        away: Seconds that a customer spends outside of the queues in each round.
+        demands: Seconds of service that a customer needs at each queue in a round.
+        customers: Number of customers.
     """
     queues = [0.0] * len(demands)
     rate = 0.0

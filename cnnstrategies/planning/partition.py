@@ -1,7 +1,8 @@
 """Choose where to cut a network and how often to replicate each stage, from the costs of its nodes.
 
-Of a few layouts all are looked at. Of many, a local search by the closed model of the step time begins at layouts whose
-cuts are far apart; the simulator ranks where it ends, and from there the search goes on by simulated times.
+If only a few layouts are possible, all of them are considered. Otherwise a local search by the closed model of the
+step time begins at layouts whose cuts are far apart. The simulator ranks the layouts at which this search ends, and a
+second local search by simulated times begins at the best of them.
 """
 
 import bisect
@@ -16,28 +17,36 @@ from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.problem import Problem
 
-ALL = 800  # layouts: so few are all looked at
-STARTS = 6400  # sets of cuts at most that the search by the model can begin at, for all numbers of stages
-STAGES = 16  # at most where it is free
-PROPOSALS = 24  # that the simulator ranks
-VARIED = 12  # of the ranked, unlike each other, that a local search starts from
-TOGETHER = 3  # cuts at most that a local search moves at once
-STEPS = 50  # of a local search at most
-SMALL = 8  # devices up to which all is simulated that may be the best
-LIKELY = 12  # of some layouts for a larger cluster that are simulated
-MOST = 60  # simulations for a larger cluster
-SLACK = 1.2  # there the model's time may be so many times the best simulated one's, since the model is no simulator
-MOVES = (-8, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 8)  # of cuts in a local search, in places to cut
+ALL = 800  # Up to this number of layouts all are considered.
+STARTS = 6400  # Largest number of sets of cuts at which the search by the model can begin, over all numbers of stages.
+STAGES = 16  # Largest number of stages if the user gives none.
+PROPOSALS = 24  # Layouts that the simulator ranks.
+VARIED = 12  # Dissimilar ranked layouts at which a local search begins.
+TOGETHER = 3  # Largest number of cuts that a local search moves at once.
+STEPS = 50  # Largest number of steps of a local search.
+SMALL = 8  # Up to this number of devices every layout that may be the best is simulated.
+LIKELY = 12  # Layouts that are simulated out of one set, for a larger cluster.
+MOST = 60  # Simulations in total, for a larger cluster.
+# For a larger cluster a layout is simulated if the model's time is at most this multiple of the best simulated time.
+# The tolerance is needed because the model is less exact than the simulator.
+SLACK = 1.2
+# Distances by which a local search moves cuts, in positions at which a cut is possible.
+MOVES = (-8, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 8)
 
-# What a layout costs: bytes that it needs too many, then seconds.
+# Cost of a layout: bytes beyond the memory limit, then seconds of a step.
 Cost = tuple[float, float]
 
 
 def best_layout(problem: Problem, cost: Callable[[Layout], Cost], model: Callable[[Layout], Cost]) -> Layout | None:
-    """The layout that costs least of those that were found.
+    """Return the layout with the least cost that the search visits.
+
+    Args:
+        problem: Network, cluster and constraints.
+        cost: Returns the simulated cost of a layout.
+        model: Returns the cost of a layout by the closed model.
 
     Returns:
-        The layout; None where the network has too few places to cut.
+        The layout; None if the network has too few positions at which a cut is possible.
     """
     search = _Search(problem, cost, functools.cache(model))
     if not search.is_large and _number_of_layouts(problem) <= ALL:
@@ -48,7 +57,8 @@ def best_layout(problem: Problem, cost: Callable[[Layout], Cost], model: Callabl
         free = problem.job.replicas is None
         starts = search.varied(search.likeliest(_starts(problem), STARTS), VARIED // 2 if free else VARIED)
         if free:
-            # The model underrates what a stage on parts of two machines costs.
+            # The model underestimates the cost of a stage on parts of two machines, so the search also begins at
+            # layouts whose stages fill whole machines.
             starts += search.varied(search.likeliest(_on_whole_machines(problem), STARTS), VARIED // 2)
         ends = [search.descend(start, search.by_model) for start in starts]
         search.look_at(search.likeliest({*starts, *ends}, PROPOSALS))
@@ -58,7 +68,13 @@ def best_layout(problem: Problem, cost: Callable[[Layout], Cost], model: Callabl
 
 
 class _Search:
-    """The layouts that have been simulated, and which others are worth it."""
+    """The layouts that have been simulated, and the choice of further layouts to simulate.
+
+    Attributes:
+        is_large: Whether the cluster is too large to simulate every layout that may be the best.
+        costs: Simulated costs.
+        least: Least simulated cost.
+    """
 
     def __init__(self, problem: Problem, cost: Callable[[Layout], Cost], model: Callable[[Layout], Cost]) -> None:
         self.is_large = problem.cluster.devices > SMALL
@@ -69,19 +85,25 @@ class _Search:
         self.least: Cost = (math.inf, math.inf)
 
     def likeliest(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
-        """Those that the model likes most."""
-        found = heapq.nsmallest(count, ((self.model(one), one.cuts, one.replicas, one) for one in layouts))
-        return [layout for *_, layout in found]
+        """Return the ``count`` layouts with the least cost by the model."""
+        ranked = heapq.nsmallest(
+            count, ((self.model(layout), layout.cuts, layout.replicas, layout) for layout in layouts)
+        )
+        return [layout for *_, layout in ranked]
 
     def varied(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
-        """Of layouts in order the first few that no local search goes through on its way from one before."""
-        found: dict[tuple[int, ...], list[list[int]]] = {}
+        """Return the first ``count`` dissimilar layouts, in order.
+
+        A layout is left out if an earlier chosen layout has equal replicas and each of its cuts within the largest
+        move, since a local search from the earlier layout reaches it.
+        """
+        positions_by_replicas: dict[tuple[int, ...], list[list[int]]] = {}
         chosen: list[Layout] = []
         for layout in layouts:
             places = [bisect.bisect_left(self.problem.costs.cut_positions, cut) for cut in layout.cuts]
-            others = found.setdefault(layout.replicas, [])
+            others = positions_by_replicas.setdefault(layout.replicas, [])
             if not others or all(
-                max(map(abs, map(operator.sub, places, one)), default=0) > MOVES[-1] for one in others
+                max(map(abs, map(operator.sub, places, other)), default=0) > MOVES[-1] for other in others
             ):
                 others.append(places)
                 chosen.append(layout)
@@ -90,41 +112,46 @@ class _Search:
         return chosen
 
     def look_at(self, layouts: Iterable[Layout]) -> None:
-        """Simulate the layouts, the likeliest first, but those that cannot be better than the best."""
+        """Simulate the layouts in order of their lower bounds, except layouts that cannot be better than the best."""
         new = {layout for layout in layouts if layout not in self.costs}
         if self.is_large:
-            # Each simulation takes long: only those that the model likes.
+            # A simulation takes long, so only the layouts with the least costs by the model are simulated.
             excess, time = self.least
-            new = {one for one in self.likeliest(new, LIKELY) if self.model(one) < (excess, SLACK * time)}
-        for bound, layout in sorted(((self.problem.bound(one), one) for one in new), key=lambda pair: pair[0]):
+            new = {layout for layout in self.likeliest(new, LIKELY) if self.model(layout) < (excess, SLACK * time)}
+        for bound, layout in sorted(((self.problem.bound(layout), layout) for layout in new), key=lambda pair: pair[0]):
             if (0.0, bound) > self.least or (self.is_large and len(self.costs) >= MOST):
                 return
             self.costs[layout] = self.cost(layout)
             self.least = min(self.least, self.costs[layout])
 
     def by_model(self, layouts: set[Layout]) -> dict[Layout, Cost]:
-        """What the model says of them."""
+        """Return the layouts' costs by the model."""
         return {layout: self.model(layout) for layout in layouts}
 
     def by_simulation(self, layouts: set[Layout]) -> dict[Layout, Cost]:
-        """What is known of them after those that may be the best have been simulated."""
+        """Simulate the layouts that may be the best, and return all simulated costs of the given layouts."""
         self.look_at(layouts)
         return {layout: self.costs[layout] for layout in layouts if layout in self.costs}
 
     def descend(self, start: Layout, price: Callable[[set[Layout]], dict[Layout, Cost]]) -> Layout:
-        """Move to the best neighbour while that costs less."""
-        here = start
+        """Move to the best neighbour as long as that costs less, and return the last layout.
+
+        Args:
+            start: First layout.
+            price: Returns the costs of some layouts, as :meth:`by_model` or :meth:`by_simulation`.
+        """
+        current = start
         for _ in range(STEPS):
-            known = price({here, *_neighbours(here, self.problem)})
-            best = min(known, key=known.__getitem__, default=here)
-            if best == here or known[best] >= known[here]:
+            known = price({current, *_neighbours(current, self.problem)})
+            best = min(known, key=known.__getitem__, default=current)
+            if best == current or known[best] >= known[current]:
                 break
-            here = best
-        return here
+            current = best
+        return current
 
 
 def _counts(problem: Problem) -> Sequence[int]:
-    """The numbers of stages that are asked for, as far as there are devices and places to cut."""
+    """Return the requested numbers of stages that the devices and the possible cuts allow."""
     job, most = problem.job, min(problem.cluster.devices, len(problem.costs.cut_positions) + 1)
     if job.replicas is not None:
         wanted: Sequence[int] = [len(job.replicas)]
@@ -141,18 +168,21 @@ def _number_of_layouts(problem: Problem) -> int:
 
 
 def _layouts(problem: Problem) -> Iterator[Layout]:
-    """All layouts that are asked for."""
-    devices, given = problem.cluster.devices, problem.job.replicas
+    """Yield all layouts that the job permits."""
+    devices, replicas_of_job = problem.cluster.devices, problem.job.replicas
     for count in _counts(problem):
-        for bars in itertools.combinations(range(1, devices), count - 1) if given is None else [()]:
-            replicas = given or tuple(right - left for left, right in itertools.pairwise((0, *bars, devices)))
+        for bars in itertools.combinations(range(1, devices), count - 1) if replicas_of_job is None else [()]:
+            replicas = replicas_of_job or tuple(right - left for left, right in itertools.pairwise((0, *bars, devices)))
             if max(replicas) <= problem.microbatches:
                 for cuts in itertools.combinations(problem.costs.cut_positions, count - 1):
                     yield Layout(cuts, replicas)
 
 
 def _starts(problem: Problem) -> Iterator[Layout]:
-    """Layouts whose cuts are everywhere in the network; where replicas are free, as many as their stages need."""
+    """Yield layouts whose cuts are spread over the whole network.
+
+    If the user gives no replicas, each stage has as many as its time needs.
+    """
     for count in _counts(problem):
         for cuts in _cuts(problem, count):
             layout = problem.filled(cuts) if problem.job.replicas is None else Layout(cuts, problem.job.replicas)
@@ -161,7 +191,7 @@ def _starts(problem: Problem) -> Iterator[Layout]:
 
 
 def _on_whole_machines(problem: Problem) -> Iterator[Layout]:
-    """Layouts with as many replicas of each stage, or with as many machines as each needs."""
+    """Yield layouts whose stages have equal numbers of replicas, and layouts whose stages fill whole machines."""
     cluster = problem.cluster
     for count in _counts(problem):
         units = {cluster.devices // count, *(host.devices for host in cluster.hosts)}
@@ -172,17 +202,17 @@ def _on_whole_machines(problem: Problem) -> Iterator[Layout]:
 
 
 def _cuts(problem: Problem, count: int) -> Iterator[tuple[int, ...]]:
-    """As many cuts as may be for so many stages, far apart."""
+    """Yield sets of cuts for ``count`` stages, from positions that are thinned out to limit the number of sets."""
     most = STARTS // len(_counts(problem))
     places = next(places for places in itertools.count(most, -1) if math.comb(places, count - 1) <= most)
     return itertools.combinations(thin(problem.costs, places), count - 1)
 
 
 def thin(costs: GraphCosts, most: int) -> list[int]:
-    """At most so many cut positions.
+    """Return at most ``most`` cut positions of a network.
 
-    Of the whole an eighth are those before the nodes with most parameters, the others of each slice of the compute time
-    the one that sends least.
+    An eighth of the positions are those before the nodes with the most parameters. The others divide the compute time
+    into equal parts and are the position of each part that sends the fewest bytes.
     """
     if len(costs.cut_positions) <= most:
         return list(costs.cut_positions)
@@ -197,7 +227,11 @@ def thin(costs: GraphCosts, most: int) -> list[int]:
 
 
 def _neighbours(layout: Layout, problem: Problem) -> Iterator[Layout]:
-    """Layouts with a run of cuts moved by some places, pushing others ahead, with replicas moved, or a stage more."""
+    """Yield layouts that differ from a layout in one move.
+
+    A move shifts up to ``TOGETHER`` consecutive cuts, which push other cuts ahead of them; or moves replicas from a
+    stage to another; or splits a stage.
+    """
     positions = problem.costs.cut_positions
     places = [bisect.bisect_left(positions, cut) for cut in layout.cuts]
     runs = itertools.combinations(range(len(places) + 1), 2)
@@ -216,7 +250,7 @@ def _neighbours(layout: Layout, problem: Problem) -> Iterator[Layout]:
         replicas = list(layout.replicas)
         replicas[giver], replicas[taker] = replicas[taker], replicas[giver]
         yield Layout(layout.cuts, tuple(replicas))
-        for count in (1, 2, 4, 8):  # Several at once reach the next machine.
+        for count in (1, 2, 4, 8):  # Moving several replicas at once can fill the next machine.
             if layout.replicas[giver] > count and layout.replicas[taker] + count <= problem.microbatches:
                 replicas = list(layout.replicas)
                 replicas[giver] -= count
@@ -227,7 +261,7 @@ def _neighbours(layout: Layout, problem: Problem) -> Iterator[Layout]:
 
 
 def _with_a_stage_split(layout: Layout, problem: Problem) -> Iterator[Layout]:
-    """Layouts with a stage cut in two, at up to four places, and its replicas divided."""
+    """Yield layouts in which a stage is cut in two, at about four positions, and its replicas are divided."""
     for stage, (start, end, count) in enumerate(problem.stages(layout)):
         places = [cut for cut in problem.costs.cut_positions if start < cut < end]
         for cut in places[len(places) // 8 :: max(1, len(places) // 4)]:

@@ -1,4 +1,4 @@
-"""What a layout of a network takes, in time and memory, and which one takes least."""
+"""Predict the step time and memory of a network's layout, and choose the layout with the least time."""
 
 from dataclasses import replace
 from math import lcm
@@ -11,12 +11,16 @@ from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.simulate import Simulation, simulate
 from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
 
-WORTH_RUNNING_AHEAD = 0.01  # of the step time, for the memory of one more microbatch
-LONGEST = 5000  # tasks that are simulated; of a longer step parts are
+WORTH_RUNNING_AHEAD = 0.01  # Least gain, as a part of the step time, for the memory of one additional microbatch.
+LONGEST = 5000  # Largest number of tasks that are simulated; a step with more tasks is extrapolated.
 
 
 class Predictor:
-    """Predicts time and memory of layouts by the simulator."""
+    """Predicts time and memory of layouts by the simulator.
+
+    Attributes:
+        costs: Costs of one microbatch.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -25,21 +29,25 @@ class Predictor:
         self._known: dict[tuple[int, ...], list[StageCost]] = {}
 
     def fixed_layout(self) -> Layout | None:
-        """The layout that the user named, if so."""
+        """Return the layout with the user's cuts; None if the user named no cuts."""
         cuts = self.job.cuts
         if cuts is None:
             return None
         return Layout(cuts, self.job.replicas or even_replicas(self.job.cluster.devices, len(cuts) + 1))
 
     def search(self) -> Layout | None:
-        """The layout with the least predicted time that was found; where none fits into memory, that needs least."""
+        """Return the layout with the least predicted time of those that the search visits.
+
+        If no layout fits into memory, the result is the layout that needs the least memory. It is None if the network
+        has too few positions at which a cut is possible.
+        """
         return best_layout(self.problem, self._cost, self._model)
 
     def _model(self, layout: Layout) -> Cost:
         return self._excess(self.problem.memory(layout)), self.problem.model(layout)
 
     def time(self, layout: Layout) -> float:
-        """Predicted step time in seconds, infinite where the layout does not fit into memory."""
+        """Return the predicted step time in seconds, infinite if the layout does not fit into memory."""
         return self._cost(layout)[1]
 
     def _cost(self, layout: Layout) -> Cost:
@@ -49,15 +57,15 @@ class Predictor:
         return 0.0, self._time_of(layout, self._may_run_ahead(layout))
 
     def _excess(self, memory: float) -> float:
-        """Bytes beyond those that a device may hold."""
+        """Return the bytes by which ``memory`` exceeds the limit of a device."""
         return 0.0 if self.job.memory is None else max(0.0, memory - self.job.memory)
 
     def memory(self, layout: Layout) -> float:
-        """Bytes that the fullest device holds at least."""
+        """Return the bytes that the fullest device holds, without running ahead unless the job requires it."""
         return max(self.stage_memory(layout, self.job.run_ahead or False))
 
     def runs_ahead(self, layout: Layout) -> bool:
-        """Whether one more microbatch in flight fits into memory and gains time, unless that is given."""
+        """Whether stages hold one additional microbatch: as the job says, or if it saves time and fits into memory."""
         if self.job.run_ahead is not None or not self._may_run_ahead(layout):
             return self.job.run_ahead or False
         ahead, usual = (self._time_of(layout, run_ahead) for run_ahead in (True, False))
@@ -69,13 +77,19 @@ class Predictor:
         return self.job.memory is None or max(self.stage_memory(layout, True)) <= self.job.memory
 
     def simulate(self, layout: Layout, run_ahead: bool, microbatches: int | None = None) -> Simulation:
-        """The predicted step, with all of its tasks; that of so many microbatches, where they are given."""
+        """Return the predicted step with all its tasks.
+
+        Args:
+            layout: Cuts and replicas.
+            run_ahead: Whether stages hold one additional microbatch.
+            microbatches: Number of microbatches; None for the number of the job.
+        """
         replicas, count = layout.replicas, microbatches or self.problem.microbatches
         tasks = timetable(replicas, count, self.job.schedule, run_ahead, self.problem.shares(replicas))
         return simulate(tasks, self.stages(layout), messages(self.costs, layout.cuts), self.job.cluster)
 
     def stage_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
-        """Bytes that a device of each stage holds at most: training state and activations in flight."""
+        """Return the most bytes that a device of each stage holds: training state and activations in flight."""
         memory = []
         problem = self.problem
         for index, cost in enumerate(self._costs_of(layout.cuts)):
@@ -91,16 +105,17 @@ class Predictor:
         return self._known[cuts]
 
     def stages(self, layout: Layout) -> list[StageCost]:
-        """Their costs, with what they recompute."""
+        """Return the costs of the layout's stages, with recomputed forwards as a part of the backward."""
         stages = self._costs_of(layout.cuts)
         if self.job.activation_checkpointing == "never":
             return stages
         return [replace(stage, backward=stage.forward + stage.backward) for stage in stages]
 
     def _time_of(self, layout: Layout, run_ahead: bool) -> float:
-        """Predicted step time in seconds, by simulation; of a long step two parts are, and the rest is a line.
+        """Return the simulated step time in seconds.
 
-        The parts are periods apart, and the pipeline is filled in both.
+        For a step with too many tasks, two shorter steps are simulated and the time is extrapolated linearly. The
+        numbers of microbatches of the two differ by a period of the timetable, and both fill the pipeline.
         """
         count, replicas = self.problem.microbatches, layout.replicas
         short = LONGEST // (2 * len(replicas))
@@ -114,10 +129,13 @@ class Predictor:
 
 
 def choose_layout(job: Job) -> tuple[Layout, bool]:
-    """The layout with the least predicted step time that a job permits, and whether its stages run ahead.
+    """Return the layout with the least predicted step time that a job permits, and whether its stages run ahead.
 
-    Since times vary, two profiles may lead to different ones: in a distributed run one rank chooses and tells the
-    others.
+    Measured times vary, so two profiles may lead to different layouts. In a distributed run one rank must choose for
+    all ranks.
+
+    Raises:
+        ConfigurationError: No layout fits into memory.
     """
     predictor = Predictor(job)
     layout = predictor.fixed_layout() or predictor.search()

@@ -1,4 +1,4 @@
-"""The closed model of a layout's step time, from sums over the nodes: quick, for a search among many layouts."""
+"""The closed model of a layout's step time: sums over the nodes, fast enough to search among many layouts."""
 
 import heapq
 import itertools
@@ -14,13 +14,17 @@ from cnnstrategies.shares import deal, rotation, soonest
 
 
 class Problem:
-    """What a layout is chosen for.
+    """The network, the cluster and the number of microbatches for which a layout is chosen.
 
-    The step time is that of one microbatch through all stages and back, and what the slowest stage adds for the others:
-    the model of Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (2019), section 3.1,
-    which minimises the time of the slowest stage; here the fill and drain of a synchronous step count too.
+    The modelled step time is the time of one microbatch through all stages and back, plus the time that the slowest
+    stage needs for the other microbatches. The model is that of Narayanan et al., "PipeDream: Generalized Pipeline
+    Parallelism for DNN Training" (2019), section 3.1, which minimises the time of the slowest stage. Here the fill and
+    drain of a synchronous step count as well.
 
-    Its costs are those of one microbatch.
+    Attributes:
+        microbatches: Number of microbatches of a step.
+        costs: Costs of one microbatch.
+        recomputes: Whether activations are recomputed in the backward.
     """
 
     def __init__(self, job: Job) -> None:
@@ -31,43 +35,50 @@ class Problem:
         self.costs = job.profile.at(job.samples / job.microbatches)
         self.recomputes = job.activation_checkpointing != "never"
         forwards = 2 if self.recomputes else 1
-        # Of the nodes before each position.
+        # Sums over the nodes before each position.
         self._time = self._sums(lambda node: forwards * node.forward + node.backward)
         self._drain = self._sums(lambda node: node.backward)
         self._parameters = self._sums(lambda node: node.parameter_bytes)
         self._saved = self._sums(lambda node: node.saved_bytes)
         self._known: dict[tuple[int, int, int, int], tuple[float, float]] = {}
 
-    def _sums(self, of: Callable[[NodeCost], float]) -> list[float]:
-        return list(itertools.accumulate(map(of, self.costs.nodes), initial=0.0))
+    def _sums(self, cost: Callable[[NodeCost], float]) -> list[float]:
+        return list(itertools.accumulate(map(cost, self.costs.nodes), initial=0.0))
 
     def time(self, start: int, end: int) -> float:
-        """Seconds of forward and backward of some nodes, on a device of speed 1."""
+        """Return the seconds of forward and backward of nodes ``[start, end)`` on a device of speed 1."""
         return self._time[end] - self._time[start]
 
     def stages(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
-        """Of each stage its first node, the next one's and its replicas."""
+        """Return the first node of each stage, the first node of the next stage, and the stage's replicas."""
         bounds = (0, *layout.cuts, len(self.costs.nodes))
         return zip(bounds[:-1], bounds[1:], layout.replicas, strict=True)
 
     def dealt(self, first: int, replicas: int) -> tuple[int, ...]:
-        """Microbatches of each replica of a stage, counted from its first device: as they end soonest, unless given."""
+        """Return the number of microbatches of each replica of a stage.
+
+        Without shares of the job, the counts are those with which the last replica ends soonest.
+
+        Args:
+            first: First device of the stage.
+            replicas: Number of replicas of the stage.
+        """
         if self.job.shares is not None:
             return deal(self.microbatches, self.job.shares[first : first + replicas], least=1)
         return soonest(self.microbatches, self.cluster.speeds[first : first + replicas])
 
     def shares(self, replicas: Sequence[int]) -> tuple[int, ...]:
-        """Microbatches of each device; empty where the replicas of each stage have as many, to within one."""
+        """Return the microbatches of each device; empty if the counts of each stage differ by at most one."""
         stages = [self.dealt(sum(replicas[:stage]), count) for stage, count in enumerate(replicas)]
-        return tuple(itertools.chain(*stages)) if any(max(one) > min(one) + 1 for one in stages) else ()
+        return tuple(itertools.chain(*stages)) if any(max(counts) > min(counts) + 1 for counts in stages) else ()
 
     def work(self, first: int, replicas: int) -> tuple[int, float]:
-        """Microbatches of the replica of a stage that takes longest for its own, and its device's speed."""
+        """Return the microbatches and the device's speed of the replica of a stage that takes longest."""
         pairs = zip(self.dealt(first, replicas), self.cluster.speeds[first : first + replicas], strict=True)
         return max(pairs, key=lambda pair: pair[0] / pair[1])
 
     def flights(self, replicas: Sequence[int], stage: int, run_ahead: bool) -> int:
-        """Most microbatches that a replica of a stage holds at once."""
+        """Return the largest number of microbatches that a replica of a stage holds at once."""
         counts = self.dealt(sum(replicas[:stage]), replicas[stage])
         if self.job.schedule != "1f1b":
             return max(counts)
@@ -75,7 +86,10 @@ class Problem:
         return _most_of_one(counts, sum(replicas[stage:]) + (run_ahead and stage + 1 < len(replicas)))
 
     def memory(self, layout: Layout) -> float:
-        """Bytes that the fullest device holds at most, since what only passes a stage is counted there, too."""
+        """Return an upper bound of the bytes that the fullest device holds.
+
+        The bound also counts values that pass a stage without being used there.
+        """
         most = 0.0
         for stage, (start, end, _) in enumerate(self.stages(layout)):
             peak = self.flights(layout.replicas, stage, self.job.run_ahead or False)
@@ -86,7 +100,7 @@ class Problem:
         return most
 
     def model(self, layout: Layout) -> float:
-        """Step time in seconds."""
+        """Return the modelled step time in seconds."""
         fill = slowest = 0.0
         first = 0
         for start, end, replicas in self.stages(layout):
@@ -99,7 +113,11 @@ class Problem:
         return fill + slowest
 
     def _stage(self, start: int, end: int, first: int, replicas: int) -> tuple[float, float]:
-        """Seconds in which a microbatch passes a stage, with its transfers to the next, and what the others add."""
+        """Return two times of a stage in seconds.
+
+        The first is the time in which a microbatch passes the stage, with its transfers to the next stage. The second
+        is the time that the stage adds for the other microbatches and for the reduction of its gradients.
+        """
         costs, cluster, after = self.costs, self.cluster, first + replicas
         rounds, speed = self.work(first, replicas)
         time = self.time(start, end) / speed
@@ -111,15 +129,16 @@ class Problem:
         before = max(0, first - 1)
         around = min(cluster.devices, after + 1) - before
         if around > 1:
-            # Each device sends and receives through one port per direction; those of a machine share theirs to others.
+            # Each device sends and receives through one port per direction; the devices of a machine share the ports
+            # to other machines.
             hosts = {cluster.host_of[device] for device in range(before, before + around)}
             sharing = min(replicas, max(cluster.hosts[host].devices for host in hosts)) if len(hosts) > 1 else 1
             incoming = costs.sent_bytes[start] + costs.sent_gradient_bytes[end]
             outgoing = costs.sent_bytes[end] + costs.sent_gradient_bytes[start]
             port = cluster.ring(before, around).bandwidth
             period = max(period, max(incoming, outgoing) * sharing / port)
-        # Gradients are reduced while this stage's last backward and those of the stages before it run; the last bucket
-        # only while the latter run.
+        # Gradients are reduced while this stage and the stages before it run their last backwards. The last bucket is
+        # only ready after this stage's own backward.
         reduction = all_reduce(cluster, first, replicas)
         parameters = self._parameters[end] - self._parameters[start]
         whole = reduction(parameters) - self._drain[end] / speed
@@ -127,7 +146,7 @@ class Problem:
         return time + transfer, (rounds - 1) * period + max(0.0, whole, bucket)
 
     def bound(self, layout: Layout) -> float:
-        """A step time that the layout cannot fall below: one stage's work after one pass of those before it."""
+        """Return a lower bound of the step time: one stage's work after one pass of the stages before it."""
         first, before, longest = 0, 0.0, 0.0
         for start, end, replicas in self.stages(layout):
             rounds, speed = self.work(first, replicas)
@@ -137,7 +156,11 @@ class Problem:
         return longest
 
     def filled(self, cuts: tuple[int, ...], unit: int = 1) -> Layout:
-        """The cuts with all devices, so many at a time given to the stage that is slowest then."""
+        """Return a layout with these cuts, in which ``unit`` devices at a time go to the slowest stage.
+
+        The layout has fewer devices than the cluster if their number is not a multiple of the unit, or if all stages
+        have as many replicas as microbatches.
+        """
         bounds = (0, *cuts, len(self.costs.nodes))
         times = [self.time(start, end) for start, end in itertools.pairwise(bounds)]
         replicas = [min(unit, self.microbatches)] * len(times)
@@ -155,8 +178,17 @@ class Problem:
 
 @lru_cache(maxsize=4096)
 def _most_of_one(counts: tuple[int, ...], stretch: int) -> int:
-    """Most microbatches of so many in a row that one replica runs."""
-    own: list[list[int]] = [[] for _ in counts]
+    """Return the largest number of microbatches that one replica runs out of ``stretch`` consecutive microbatches.
+
+    Args:
+        counts: Microbatches of each replica.
+        stretch: Number of consecutive microbatches.
+    """
+    microbatches_of: list[list[int]] = [[] for _ in counts]
     for microbatch, replica in enumerate(rotation(counts, sum(counts))):
-        own[replica].append(microbatch)
-    return max(bisect_left(one, m + stretch) - index for one in own for index, m in enumerate(one))
+        microbatches_of[replica].append(microbatch)
+    return max(
+        bisect_left(microbatches, microbatch + stretch) - index
+        for microbatches in microbatches_of
+        for index, microbatch in enumerate(microbatches)
+    )

@@ -1,4 +1,4 @@
-"""Profiles as CSV files: a row for each node of the network's graph, as PipeDream's profiles have been published."""
+"""Profiles as CSV files with a row for each node of the network's graph, like the published profiles of PipeDream."""
 
 import csv
 import re
@@ -32,11 +32,18 @@ class _Row:
 
 
 def read_profile(file: Path, batch: int) -> Profile:
-    """The profile that a file holds.
+    """Return the profile in a CSV file.
 
-    Each row follows its inputs; those whose operation is ``Input`` are the network's own. Times are proportional to the
-    samples, every output is kept until the backward, and cuts are possible before each node that does not change its
-    input in place.
+    Each row follows the rows of its inputs. Rows with the operation ``Input`` are the network's inputs. Times are taken
+    as proportional to the number of samples, and every output as kept until the backward. A cut is possible before each
+    node that does not change its input in place.
+
+    Args:
+        file: File with the columns `COLUMNS`.
+        batch: Number of samples with which the profile was measured.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or a row is not accepted.
     """
     rows = _read(file)
     nodes = [row for row in rows if not row.is_input]
@@ -47,7 +54,7 @@ def read_profile(file: Path, batch: int) -> Profile:
             consumers[name].append(position)
     values = []
     for row in rows:
-        # The first node's stage has the images and sends them to the stages that use them once more.
+        # The first node's stage holds the images and sends them to later stages that also use them.
         users = tuple(position for position in consumers[row.name] if position > 0)
         if users:
             values.append(Value(index.get(row.name, 0), users, row.output, 0 if row.is_input else row.output))
@@ -81,36 +88,40 @@ def _read(file: Path) -> list[_Row]:
     reader = csv.DictReader(text.splitlines())
     missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
-        _refuse(file, 1, f"no column {', '.join(missing)}; a profile has the columns {','.join(COLUMNS)}")
+        _refuse(file, 1, f"missing columns: {', '.join(missing)}; a profile has the columns {','.join(COLUMNS)}")
     rows: dict[str, _Row] = {}
     for fields in reader:
         line = reader.line_num
         if None in (*fields, *fields.values()):
-            _refuse(file, line, "not as many values as the first line has columns; quote those that have commas")
+            _refuse(file, line, "the number of values differs from the number of columns; quote values with commas")
         numbers = {name: _number(file, line, name, fields[name]) for name in COLUMNS[2:6]}
         row = _Row(line, fields["node"], fields["operation"], numbers, tuple(fields["inputs"].split()))
         if not row.name:
-            _refuse(file, line, "node: a name is needed")
+            _refuse(file, line, "node: the name is empty; give each node a name")
         if row.name in rows:
-            _refuse(file, line, f"node {row.name!r} is in line {rows[row.name].line} too: each node has one row")
+            _refuse(file, line, f"node {row.name!r} is also in line {rows[row.name].line}; give each node one row")
         for name in row.inputs:
             if name not in rows:
-                _refuse(file, line, f"inputs: no node {name!r} in a row before; give names of rows, with spaces")
+                _refuse(
+                    file,
+                    line,
+                    f"inputs: no earlier row has the node {name!r}; give names of earlier rows, separated by spaces",
+                )
         rows[row.name] = row
     if all(row.is_input for row in rows.values()):
-        _refuse(file, 1, "no node of a network follows")
+        _refuse(file, 1, "the file has no node of a network; give a row for each node")
     return list(rows.values())
 
 
-def _number(file: Path, line: int, name: str, given: str) -> float:
+def _number(file: Path, line: int, name: str, text: str) -> float:
     try:
-        number = float(given)
+        number = float(text)
     except ValueError:
         number = -1.0
     if not 0 <= number < float("inf"):
-        _refuse(file, line, f"{name}: {given!r} is not accepted; it must be a number of at least 0")
+        _refuse(file, line, f"{name}: {text!r} is not accepted; it must be a number of at least 0")
     return number
 
 
-def _refuse(file: Path, line: int, why: str) -> NoReturn:
-    raise ConfigurationError(f"{file}, line {line}: {why}")
+def _refuse(file: Path, line: int, reason: str) -> NoReturn:
+    raise ConfigurationError(f"{file}, line {line}: {reason}")

@@ -1,4 +1,7 @@
-"""Price all strategies with one model and put them in order; DDP, with which all are compared, is priced here."""
+"""Predict the costs of all strategies with one model and rank the strategies.
+
+The costs of DDP, to which all other strategies are compared, are also computed here.
+"""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,14 +10,15 @@ from types import MappingProxyType
 from typing import Any
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.compression import COMPRESSIONS, ddp_names
 from cnnstrategies.planning.candidates import Candidate, Effect, Job
-from cnnstrategies.planning.costs import GraphCosts, format_bytes
+from cnnstrategies.planning.costs import format_bytes
 from cnnstrategies.planning.hybrid import Hybrid, hybrids
 from cnnstrategies.planning.parameter_server import ParameterServer
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, FIRST_BUCKET_BYTES, all_reduce, reduced_at, stage_costs
 
-ACCUMULATED = (2, 4, 8)  # batches, where a whole one does not fit into memory
-TIE = 0.03  # below which the simpler strategy is the better one
+ACCUMULATED = (2, 4, 8)  # Numbers of accumulated batches that are tried if a whole batch does not fit into memory.
+TIE = 0.03  # If a gain is below this part of the step time, the simpler strategy is first.
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,9 @@ class Ranking:
     """The strategies, best first.
 
     Attributes:
-        same: Those that learn what DDP learns with the same global batch.
-        changing: Those that learn differently, which no time can be compared with.
+        same: Strategies with the same training result as DDP with the same global batch.
+        changing: Strategies with another training result. Step times alone do not show whether these are better.
+        notes: Remarks for the user.
     """
 
     job: Job
@@ -33,52 +38,56 @@ class Ranking:
 
     @property
     def best(self) -> Candidate:
-        """The first of those that change nothing, if any fits."""
+        """The first strategy that does not change the training result; if none fits, the first of the others."""
         return (self.same or self.changing)[0]
 
     @property
     def hybrid(self) -> Hybrid | None:
-        """The best hybrid pipeline."""
+        """The best hybrid pipeline; None if no pipeline is ranked."""
         return next((row for row in (*self.same, *self.changing) if isinstance(row, Hybrid)), None)
 
     def rate(self, row: Candidate) -> float:
-        """Samples per second."""
+        """Return a candidate's samples per second."""
         return self.job.samples / row.step
 
     def price(self, row: Candidate) -> float:
-        """Of a million samples, in the unit of the machines' prices."""
+        """Return a candidate's price for a million samples, in the unit of the machines' prices."""
         return sum(host.price for host in self.job.cluster.hosts) / 3600 * 1e6 / self.rate(row)
 
 
 def rank(job: Job) -> Ranking:
-    """Price the candidates of all families."""
+    """Predict the costs of the candidates of all families, and rank the best candidate of each family.
+
+    Raises:
+        ConfigurationError: No candidate fits into the devices' memory.
+    """
     best: dict[tuple[str, bool], Candidate] = {}
     notes = []
     for row in itertools.chain(data_parallel(job), hybrids(job), ParameterServer(job).candidates()):
         if job.memory is not None and row.memory > job.memory:
             needed, limit = format_bytes(row.memory), format_bytes(job.memory)
-            notes.append(f"{row}: needs {needed} a device, there are {limit}")
+            notes.append(f"{row}: needs {needed} on a device that has {limit}")
         elif (key := (row.family, row.effect == Effect.LEARNING)) not in best or row.step < best[key].step:
             best[key] = row
     if not best:
         raise ConfigurationError(
-            f"no strategy fits into the devices ({'; '.join(notes) or 'and no layout of a pipeline does'}): use a "
-            "smaller batch, more devices or activation_checkpointing"
+            f"no strategy fits into the devices' memory ({'; '.join(notes) or 'no layout of a pipeline fits either'}): "
+            "use a smaller batch, more devices or activation_checkpointing"
         )
     same = _in_order([row for row in best.values() if row.effect < Effect.LEARNING])
     changing = _in_order([row for row in best.values() if row.effect == Effect.LEARNING])
     notes += _reasons(same)
     for row in (*same, *changing):
         if shares := row.options.get("initial_shares") or row.options.get("shares"):
-            of = "microbatches" if isinstance(row, Hybrid) else "samples"
-            notes.append(f"{row}: the devices have {', '.join(map(str, shares))} {of} of a step")
+            unit = "microbatches" if isinstance(row, Hybrid) else "samples"
+            notes.append(f"{row}: the devices have {', '.join(map(str, shares))} {unit} of a step")
     if not job.profile.fixed:
-        notes.append("the profile has one batch size, so times are taken to be proportional to the samples")
+        notes.append("the profile has one batch size, so times are assumed to be proportional to the samples")
     return Ranking(job, tuple(same), tuple(changing), tuple(notes))
 
 
 def _in_order(rows: Sequence[Candidate]) -> list[Candidate]:
-    """By the time of a step; of those that tie with the best, the simplest first."""
+    """Return candidates in order of step time, except that DDP is first among those that tie with the fastest."""
     ordered = sorted(rows, key=lambda row: row.step)
     ties = [row for row in ordered if (1 - TIE) * row.step <= ordered[0].step]
     ties.sort(key=lambda row: (row.family != "ddp", row.step))
@@ -90,20 +99,20 @@ def _reasons(same: Sequence[Candidate]) -> list[str]:
     if quickest is None or quickest is same[0]:
         return []
     gain = same[0].step / quickest.step - 1
-    return [f"{same[0]} is first although {quickest} gains {gain:.1%}: below {TIE:.0%} the simpler"]
+    return [
+        f"{same[0]} is first although {quickest} gains {gain:.1%}: for gains below {TIE:.0%} the simpler strategy is "
+        "preferred"
+    ]
 
 
 def data_parallel(job: Job) -> Iterator[Candidate]:
-    """DDP, its variants with less to send, and that with other shares; batches are accumulated where one does not fit.
+    """Yield candidates with DDP: plain, with fewer bytes to send, and with balanced shares.
 
-    Casts and the algebra of PowerSGD are not in the profile and count as free.
+    If a batch does not fit into memory, candidates that accumulate smaller batches are added. Casts and the algebra of
+    PowerSGD are not in the profile and count as free.
     """
-    sent_for_each_byte = {
-        "ddp": 1.0,
-        "ddp_fp16": 0.5,
-        "ddp_bf16": 0.5,
-        "ddp_powersgd": low_rank_share(job.profile.costs),
-    }
+    layers = [node.parameter_bytes for node in job.profile.costs.nodes]
+    sent_for_each_byte = {"ddp": 1.0} | {f"ddp_{name}": COMPRESSIONS[name].sent_share(layers) for name in ddp_names()}
     devices, effect = job.cluster.devices, Effect.LEARNING if job.profile.batch_norm else Effect.ROUNDING
     if job.samples < devices:
         return
@@ -112,7 +121,7 @@ def data_parallel(job: Job) -> Iterator[Candidate]:
         plain = _priced(job, family, Effect.NONE if family == "ddp" else Effect.LEARNING, equal, factor)
         yield plain
         if family == "ddp" and job.memory is not None and plain.memory > job.memory:
-            # BatchNorm sees smaller batches.
+            # BatchNorm normalises smaller batches then, which changes the result; `effect` says so.
             for count in ACCUMULATED:
                 if job.samples >= count * devices:
                     options = {"accumulate_grad_batches": count}
@@ -132,7 +141,17 @@ def _priced(
     options: Mapping[str, Any] = MappingProxyType({}),
     batches: int = 1,
 ) -> Candidate:
-    """A variant that makes a step of so many batches; its time is by the recurrence of the buckets."""
+    """Return the candidate of a variant of DDP, with its step time by the recurrence of the gradients' buckets.
+
+    Args:
+        job: Network, cluster and batch.
+        family: Registered name of the strategy.
+        effect: Effect on the training result.
+        counts: Samples of each device in a batch.
+        factor: Bytes that are sent for each byte of the gradients.
+        options: Options of the candidate.
+        batches: Number of batches that are accumulated for a step.
+    """
     devices = job.cluster.devices
     costs, speed = job.slowest(counts)
     (stage,) = stage_costs(costs, ())
@@ -149,13 +168,3 @@ def _priced(
         memory=job.state_copies * stage.parameter_bytes + job.profile.at(max(counts)).kept_bytes,
         bottleneck="compute" if step < 1.5 * compute else job.network,
     )
-
-
-def low_rank_share(costs: GraphCosts, rank: int = 1) -> float:
-    """Elements that PowerSGD sends for each element of the gradients: r (m + n) for a matrix of m n.
-
-    The shapes are not in the profile: each node's parameters count as a square matrix, for which that is most.
-    """
-    total = costs.parameter_bytes
-    sent = sum(min(node.parameter_bytes, 2 * rank * 4 * (node.parameter_bytes / 4) ** 0.5) for node in costs.nodes)
-    return sent / total if total else 1.0

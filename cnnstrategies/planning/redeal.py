@@ -1,4 +1,4 @@
-"""Other shares for the replicas of a pipeline's stages, by what each takes for a microbatch."""
+"""Better shares for the replicas of a pipeline's stages, from their measured times for a microbatch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from cnnstrategies.planning.simulate import simulate
 from cnnstrategies.planning.stage_costs import StageCost, StageMessage
 from cnnstrategies.shares import GAIN, Proposal, soonest, worth
 
-FREE = Link(inf, 0.0)
+FREE = Link(inf, 0.0)  # A connection on which messages take no time.
 
 
 def redeal(
@@ -25,23 +25,28 @@ def redeal(
     step: float,
     most: Sequence[float],
 ) -> Proposal | None:
-    """Microbatches of each rank by which the replicas of a stage are done soonest; None where a step gains too little.
+    """Propose numbers of microbatches with which the replicas of each stage finish as early as possible.
 
-    What it gains is seen in the timetable, run on paper. What a step takes beyond that, as for messages, it takes
-    whatever the shares.
+    The gain is computed by a simulation of the timetable without the time of messages. The rest of the measured step
+    time, such as the time of messages, is assumed not to depend on the shares.
 
     Args:
-        placement: What runs where now.
-        pairs: Of stages, of which the first sends to the second.
-        seconds: Of each rank for the forward of a microbatch, and for the backward.
-        step: Seconds of a step now.
+        placement: Present stages and shares of the ranks.
+        schedule: Schedule of the pipeline.
+        run_ahead: Whether stages hold one additional microbatch.
+        pairs: Pairs of stages of which the first sends to the second.
+        seconds: Each rank's seconds for the forward of a microbatch, then each rank's seconds for the backward.
+        step: Measured seconds of a present step.
         most: Microbatches that each rank can hold at once.
+
+    Returns:
+        The proposed shares; None if no step would gain enough.
     """
-    times: list[float] = [sum(of_rank) for of_rank in zip(*seconds, strict=True)]
+    times: list[float] = [sum(times_of_rank) for times_of_rank in zip(*seconds, strict=True)]
     everyone = range(placement.world_size)
 
-    def timetable(of: Placement) -> list[list[Task]]:
-        return [tasks_of(of, rank, schedule, run_ahead) for rank in everyone]
+    def timetable(placement_of: Placement) -> list[list[Task]]:
+        return [tasks_of(placement_of, rank, schedule, run_ahead) for rank in everyone]
 
     def slowest(counts: Sequence[float]) -> float:
         return max(count * time for count, time in zip(counts, times, strict=True))
@@ -52,7 +57,7 @@ def redeal(
     while True:
         dealt = _soonest(placement, times, bounds)
         if dealt is None or slowest(dealt.shares) >= least_time:
-            return None  # The timetable is not run in vain: a long one takes a while.
+            return None  # The gain is too small in any case, so the simulation, which can take long, is not needed.
         then = timetable(dealt)
         full = [r for r in everyone if in_flight(then[r]) > max(most[r], in_flight(now[r]))]
         if not full:
@@ -66,12 +71,12 @@ def redeal(
 
 
 def in_flight(tasks: Sequence[Task]) -> int:
-    """Most microbatches between forward and backward in a rank's tasks."""
+    """Return the largest number of microbatches between forward and backward in a rank's tasks."""
     return max(accumulate(1 if task.kind == "forward" else -1 for task in tasks), default=0)
 
 
 def _soonest(placement: Placement, times: Sequence[float], bounds: Sequence[int]) -> Placement | None:
-    """Shares by which each stage is done soonest, within each rank's bound; None where there are none."""
+    """Return the placement with which each stage finishes soonest within the ranks' bounds; None if impossible."""
     shares = [0.0] * placement.world_size
     for stage in range(placement.stages):
         ranks = placement.ranks(stage)
@@ -85,7 +90,7 @@ def _soonest(placement: Placement, times: Sequence[float], bounds: Sequence[int]
 
 
 def _costs(placement: Placement, seconds: Sequence[Sequence[float]]) -> tuple[list[StageCost], Cluster]:
-    """Of each stage what a rank takes on an average, and the ranks' speeds by that."""
+    """Return the mean costs of each stage's ranks, and a cluster with each rank's speed relative to that mean."""
     stages, speeds = [], [1.0] * placement.world_size
     for stage in range(placement.stages):
         ranks = placement.ranks(stage)

@@ -1,4 +1,4 @@
-"""Show a plan as a table and in plain words."""
+"""Show a plan as tables with notes, and write it as a configuration."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ CLASSES = {
 
 
 def ranking_table(ranking: Ranking) -> Group:
-    """The strategies as a table, then what is to be said of them."""
+    """Return a table of the strategies, followed by the notes."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
     table.add_column("strategy", no_wrap=True)
     priced = any(host.price for host in ranking.job.cluster.hosts)
@@ -55,17 +55,17 @@ def ranking_table(ranking: Ranking) -> Group:
         add(ranking.changing)
     lines = [f"- {note}" for note in ranking.notes]
     if priced:
-        lines.insert(0, "- cost: of a million samples")
+        lines.insert(0, "- cost: price of a million samples")
     return Group(table, Text("\n".join(lines)))
 
 
 def _short(size: float) -> str:
-    """With a letter for the unit, for a narrow column."""
+    """Return a size with a single letter for the unit, for a narrow column."""
     return format_bytes(size).replace(" ", "").replace("iB", "")
 
 
 def stages_table(predictor: Predictor, layout: Layout, step: Simulation) -> Group:
-    """The stages of a layout as a table, then the predicted step."""
+    """Return a table of a layout's stages, followed by the predicted step."""
     costs, problem = predictor.costs, predictor.problem
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("stage", "replicas", "nodes", "forward\nms", "backward\nms", "params", "sends", "memory", "busy"):
@@ -92,14 +92,17 @@ def stages_table(predictor: Predictor, layout: Layout, step: Simulation) -> Grou
         )
         names.append(f"stage {index}: {costs.nodes[start].name} to {costs.nodes[end - 1].name}")
     sent = format_bytes(sent_in_a_step(costs, layout, problem.microbatches))
-    told = "In the table times and sends are those of one microbatch; memory and busy are those of one device."
+    explanation = "In the table, times and sends are for one microbatch, memory and busy for one device."
     return Group(
-        table, Text("\n".join([*names, "", f"{summary(predictor, layout, step)}; {sent} sent per step. {told}"]))
+        table, Text("\n".join([*names, "", f"{summary(predictor, layout, step)}; {sent} sent per step. {explanation}"]))
     )
 
 
 def summary(predictor: Predictor, layout: Layout, step: Simulation) -> str:
-    """The predicted step in a few words: forward, backward, transfers and reduction, without the optimizer's update."""
+    """Return a sentence about the predicted step.
+
+    The step consists of forward, backward, transfers and reduction; the optimizer's update is not predicted.
+    """
     job, microbatches = predictor.job, predictor.problem.microbatches
     samples = predictor.costs.microbatch_size * microbatches
     return (
@@ -109,7 +112,7 @@ def summary(predictor: Predictor, layout: Layout, step: Simulation) -> str:
 
 
 def write_overlay(file: Path, ranking: Ranking) -> None:
-    """Write the best strategy as what ``fit`` takes after the configuration that was planned for."""
+    """Write the best strategy as a configuration for ``fit``, to be given after the configuration of the plan."""
     job, row = ranking.job, ranking.best
     lines = [
         f"{row}: {digits(row.step * 1e3, 4)} ms a step predicted, {digits(ranking.rate(row), 4)} samples/s",
@@ -121,8 +124,8 @@ def write_overlay(file: Path, ranking: Ranking) -> None:
         trainer |= {"num_nodes": len(counts), "devices": counts[0]}
     else:
         lines.append(
-            f"The machines have {', '.join(map(str, counts))} devices. Lightning starts as many ranks on each: "
-            "trainer.num_nodes and trainer.devices are left to you."
+            f"The machines have {', '.join(map(str, counts))} devices, but Lightning starts equally many ranks on each "
+            "machine: set trainer.num_nodes and trainer.devices yourself."
         )
     options = dict(row.options)
     trainer["accumulate_grad_batches"] = options.pop("accumulate_grad_batches", 1)
@@ -130,9 +133,9 @@ def write_overlay(file: Path, ranking: Ranking) -> None:
         if job.profile.nodes_have_names:
             options["cuts"] = [row.predictor.costs.nodes[cut - 1].name for cut in row.layout.cuts]
         else:
-            lines.append("The profile's nodes are not those that fit knows: it chooses the cuts by its own profile.")
+            lines.append("fit does not know the nodes of this profile, so it chooses the cuts by a profile of its own.")
         if "shares" in options:
-            options["placement"] = "stages"  # In whose order they are.
+            options["placement"] = "stages"  # The shares are in this order of ranks.
         options |= {"schedule": job.schedule, "activation_checkpointing": job.activation_checkpointing}
     if row.family in CLASSES and options:
         strategy = f"cnnstrategies.strategies.{CLASSES[row.family]}"

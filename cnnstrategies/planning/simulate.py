@@ -1,4 +1,4 @@
-"""Predict a step's time and timeline from each rank's list of actions and the costs of the stages."""
+"""Predict a step's time and timeline from each rank's list of tasks and the costs of the stages."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, StageCost, StageMessage, all_reduce, reduced_at
 
-Record = tuple[int, str, int, int | None, float, float]
+Record = tuple[int, str, int, int | None, float, float]  # The fields of a `Span`.
 
 
 class Simulation:
@@ -26,7 +26,7 @@ class Simulation:
 
     @cached_property
     def spans(self) -> list[Span]:
-        """What every rank does."""
+        """Spans of all ranks' computations, transfers and reductions."""
         return [Span(*record) for record in self._records]
 
 
@@ -37,19 +37,23 @@ def simulate(
     network: Link | Cluster,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Simulation:
-    """Run a timetable on paper.
+    """Simulate a timetable.
 
-    A task starts when its rank is free and its inputs have arrived; what messages cost the rank itself is a part of it.
-    A message leaves when the task that makes it ends and the sender's outgoing and the receiver's incoming port are
-    free: those of the devices inside a machine, those of the machines between them. It overlaps with computation. The
-    replicas of a stage reduce their gradients bucket by bucket as their last backward makes them.
+    A task starts when its rank is free and the task's inputs have arrived. A rank's own work for messages is a part of
+    the task. A message leaves when its task has ended and when the sender's outgoing port and the receiver's incoming
+    port are free. Inside a machine these are the ports of the devices, between machines the ports of the machines.
+    Messages overlap with computation. The replicas of a stage reduce their gradients bucket by bucket while their last
+    backward makes the gradients.
 
     Args:
-        tasks: For each rank its computations in order.
-        network: The cluster whose devices are the ranks, or the connection between any two of them.
+        tasks: Each rank's tasks in order.
+        stages: Costs of the stages for one microbatch.
+        messages: Messages between the stages, by sending and receiving stage.
+        network: The cluster whose devices are the ranks, or the connection between any two ranks.
+        bucket_bytes: Bytes of gradients that are reduced at once.
 
     Raises:
-        ValueError: The timetable cannot be carried out: some tasks wait for each other.
+        ValueError: The timetable cannot be carried out, because some tasks wait for each other.
     """
     cluster = network if isinstance(network, Cluster) else Cluster.flat(max(1, len(tasks)), network)
     run = _Run(tasks, stages, messages, cluster)
@@ -59,7 +63,22 @@ def simulate(
 
 
 class _Run:
-    """The state of one simulation: a queue of events in order of time. Tasks are numbers, since there are many."""
+    """The state of one simulation: a queue of events in order of time.
+
+    A task is represented by a number for speed: ``(2 * stage + (kind == "backward")) * count + microbatch``, where
+    ``count`` is the number of microbatches. The part ``2 * stage + (kind == "backward")`` is called the task's line.
+
+    Attributes:
+        order: Each rank's tasks in order.
+        rank_of: Rank of each task.
+        targets: For each line, the lines that receive its messages and the bytes of each message.
+        missing: Number of inputs that have not arrived, of each task.
+        times: Seconds of each line on each rank.
+        peers: For each line, the lines with which it exchanges messages.
+        works: Whether messages cost ranks computing time.
+        routes: Outgoing port, incoming port and connection for each pair of ranks that was needed.
+        records: Spans of the simulated step.
+    """
 
     def __init__(
         self,
@@ -71,16 +90,16 @@ class _Run:
         self.tasks = tasks
         self.stages = stages
         self.cluster = cluster
-        self.count = count = 1 + max((task.microbatch for own in tasks for task in own), default=0)
-        # The number of a task is (stage, kind, microbatch) in mixed radix.
+        self.count = count = 1 + max((task.microbatch for rank_tasks in tasks for task in rank_tasks), default=0)
         self.order = [
-            [((task.stage * 2) + (task.kind == "backward")) * count + task.microbatch for task in own] for own in tasks
+            [((task.stage * 2) + (task.kind == "backward")) * count + task.microbatch for task in rank_tasks]
+            for rank_tasks in tasks
         ]
-        self.rank_of = {task: rank for rank, own in enumerate(self.order) for task in own}
+        self.rank_of = {task: rank for rank, rank_tasks in enumerate(self.order) for task in rank_tasks}
         lines = 2 * len(stages)
         self.targets: list[list[tuple[int, int]]] = [[] for _ in range(lines)]
         missing = [0] * lines
-        # Sorted, so that the next stage is served before those behind it.
+        # The messages are sorted so that the next stage is served before later stages.
         for (source, target), message in sorted(messages.items(), key=lambda item: item[0]):
             self.targets[2 * source].append((2 * target, message.bytes))
             missing[2 * target] += 1
@@ -150,11 +169,11 @@ class _Run:
                 heapq.heappush(queue, (arrival, sequence, receiver, False))
                 sequence += 1
             start(rank, now)
-        for rank, own in enumerate(self.tasks):
-            if position[rank] < len(own):
+        for rank, rank_tasks in enumerate(self.tasks):
+            if position[rank] < len(rank_tasks):
                 raise ValueError(
-                    f"rank {rank} waits for ever for the inputs of {own[position[rank]]}: "
-                    "the timetable's orders contradict each other"
+                    f"rank {rank} waits forever for the inputs of {rank_tasks[position[rank]]}: "
+                    "the ranks' orders of tasks contradict each other"
                 )
 
     def reduce(self, bucket_bytes: int) -> None:
@@ -163,7 +182,7 @@ class _Run:
             if record[1] == "backward":
                 last[record[2], record[0]] = record
         for stage, cost in enumerate(self.stages):
-            members = {rank: record for (of, rank), record in last.items() if of == stage}
+            members = {rank: record for (stage_of_record, rank), record in last.items() if stage_of_record == stage}
             if not members or not cost.parameter_bytes:
                 continue
             time = all_reduce(self.cluster, min(members), len(members))
@@ -174,7 +193,7 @@ class _Run:
                 self.records.extend((rank, "reduce", stage, None, start, end) for rank in members)
 
     def _work(self, rank: int, line: int, microbatch: int) -> float:
-        """Seconds of the rank for what a task receives and sends."""
+        """Return the computing time in seconds that the messages of a task cost its rank."""
         others = (self.rank_of[peer * self.count + microbatch] for peer in self.peers[line])
         return sum(self.cluster.link(rank, other).work for other in others if other != rank)
 

@@ -1,4 +1,4 @@
-"""What the stages of a layout cost, what passes between them, and what sums of gradients over devices cost."""
+"""Costs of a layout's stages, of the messages between stages, and of the reduction of gradients over devices."""
 
 import bisect
 import itertools
@@ -9,17 +9,18 @@ from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, NodeCost
 
-Time = Callable[[float], float]
-BUCKET_BYTES = 25 * 2**20  # that the pipeline reduces at once, as DistributedDataParallel
-FIRST_BUCKET_BYTES = 2**20  # of DistributedDataParallel
+Time = Callable[[float], float]  # Returns the seconds of an operation on a number of bytes.
+BUCKET_BYTES = 25 * 2**20  # Gradients that the pipeline reduces at once, as DistributedDataParallel does.
+FIRST_BUCKET_BYTES = 2**20  # The first bucket of DistributedDataParallel.
 
 
 @dataclass(frozen=True)
 class BucketCost:
-    """Gradients that are reduced at once.
+    """A bucket of gradients that are reduced at once.
 
     Attributes:
-        ready: Seconds from the backward's start until the last of them is there.
+        ready: Seconds from the backward's start until the last gradient of the bucket is ready.
+        bytes: Size of the gradients.
     """
 
     ready: float
@@ -27,7 +28,7 @@ class BucketCost:
 
 
 def all_reduce(cluster: Cluster, first: int, count: int) -> Time:
-    """Seconds of a ring all-reduce of so many bytes over devices that are numbered one after another."""
+    """Return a function that gives the seconds of a ring all-reduce over ``count`` consecutive devices."""
     if count < 2:
         return lambda size: 0.0
     ring = cluster.ring(first, count)
@@ -37,27 +38,34 @@ def all_reduce(cluster: Cluster, first: int, count: int) -> Time:
 def buckets(
     gradients: Iterable[tuple[float, int]], size: int = BUCKET_BYTES, first: int | None = None
 ) -> list[BucketCost]:
-    """Gather gradients, as the backward makes them, until there are ``size`` bytes, ``first`` of the first bucket.
+    """Return the buckets into which gradients are gathered as the backward makes them.
 
     Args:
-        gradients: When each is ready, in seconds from the backward's start, and its bytes.
+        gradients: Each gradient's time in seconds from the backward's start, and its bytes, in order of time.
+        size: Bytes at which a bucket is complete.
+        first: Bytes at which the first bucket is complete; None for `size`.
     """
-    found: list[BucketCost] = []
+    complete: list[BucketCost] = []
     gathered, limit, last = 0, first or size, 0.0
     for ready, count in gradients:
         if not count:
             continue
         gathered, last = gathered + count, ready
         if gathered >= limit:
-            found.append(BucketCost(ready, gathered))
+            complete.append(BucketCost(ready, gathered))
             gathered, limit = 0, size
-    return [*found, BucketCost(last, gathered)] if gathered else found
+    return [*complete, BucketCost(last, gathered)] if gathered else complete
 
 
 def reduced_at(parts: Sequence[BucketCost], backward: float, time: Time) -> float:
-    """When the backward and the reductions have ended, in seconds from the backward's start.
+    """Return the time at which the backward and the reductions have ended, in seconds from the backward's start.
 
-    c_k = max(c_{k-1}, r_k) + A(s_k): a bucket is reduced when it is ready and the one before it is done.
+    A bucket is reduced when it is ready and the bucket before it is done: c_k = max(c_{k-1}, r_k) + A(s_k).
+
+    Args:
+        parts: Buckets in the order of the backward.
+        backward: Seconds of the backward.
+        time: Returns the seconds of the reduction of a number of bytes.
     """
     end = 0.0
     for part in parts:
@@ -70,9 +78,10 @@ class StageCost:
     """The costs of a stage for one microbatch; times are in seconds.
 
     Attributes:
-        received_bytes: Bytes of its inputs.
-        saved_bytes: Bytes that it makes and keeps until the backward.
-        gradients: When the gradients of its nodes are ready, in seconds from the backward's start, and their bytes, in
+        nodes: Number of the stage's nodes.
+        received_bytes: Bytes of the stage's inputs.
+        saved_bytes: Bytes that the stage makes and keeps until the backward.
+        gradients: Time at which the gradients of each node are ready, from the backward's start, and their bytes, in
             the order of the backward.
     """
 
@@ -85,14 +94,16 @@ class StageCost:
     gradients: tuple[tuple[float, int], ...] = ()
 
     def buckets(self, size: int, backward: float, first: int | None = None) -> list[BucketCost]:
-        """The gradients as they are reduced.
+        """Return the buckets in which the stage's gradients are reduced.
 
         Args:
-            backward: Seconds that the backward takes on the device, at its speed and with what it recomputes.
+            size: Bytes of a bucket.
+            backward: Seconds that the backward takes on the device, at the device's speed and including recomputation.
+            first: Bytes of the first bucket; None for `size`.
         """
         if not self.gradients:
             return []
-        late = self.backward - self.gradients[-1][0]  # What is recomputed comes before.
+        late = self.backward - self.gradients[-1][0]  # Recomputation precedes the backward of the nodes.
         scale = backward / self.backward if self.backward else 1.0
         return buckets((((late + ready) * scale, count) for ready, count in self.gradients), size, first)
 
@@ -104,14 +115,19 @@ class StageCost:
 
 @dataclass(frozen=True)
 class StageMessage:
-    """What one stage sends another for one microbatch."""
+    """Values and gradients that pass between two stages for one microbatch.
+
+    Attributes:
+        bytes: Size of the values that the first stage sends to the second.
+        gradient_bytes: Size of the gradients that the second stage sends back.
+    """
 
     bytes: int
     gradient_bytes: int
 
 
 def stage_costs(costs: GraphCosts, cuts: Sequence[int]) -> list[StageCost]:
-    """The costs of the stages that the cuts make."""
+    """Return the costs of the stages into which the cuts divide a network."""
     received = [costs.input_bytes] + [0] * len(cuts)
     for (_, consumer), message in messages(costs, cuts).items():
         received[consumer] += message.bytes
@@ -133,15 +149,15 @@ def stage_costs(costs: GraphCosts, cuts: Sequence[int]) -> list[StageCost]:
 
 
 def _gradients(nodes: Sequence[NodeCost]) -> tuple[tuple[float, int], ...]:
-    """The last node's come first."""
+    """Return the time and the bytes of each node's gradients, the last node first."""
     ready = itertools.accumulate(node.backward for node in reversed(nodes))
     return tuple((time, node.parameter_bytes) for time, node in zip(ready, reversed(nodes), strict=True))
 
 
 def messages(costs: GraphCosts, cuts: Sequence[int]) -> dict[tuple[int, int], StageMessage]:
-    """What passes between the stages, by (sending stage, receiving stage).
+    """Return the messages between stages, by sending and receiving stage.
 
-    A value goes straight to each stage that uses it, once.
+    A value goes directly from the stage that makes it to each stage that uses it, once.
     """
     stage_of = [bisect.bisect_right(cuts, index) for index in range(len(costs.nodes))]
     sums: dict[tuple[int, int], tuple[int, int]] = {}
@@ -154,7 +170,10 @@ def messages(costs: GraphCosts, cuts: Sequence[int]) -> dict[tuple[int, int], St
 
 
 def sent_in_a_step(costs: GraphCosts, layout: Layout, microbatches: int) -> int:
-    """Bytes that all devices together send in a step: activations, their gradients, and those of parameters."""
+    """Return the bytes that all devices together send in a step.
+
+    The bytes are those of activations, of the activations' gradients, and of the parameters' gradients.
+    """
     passing = sum(message.bytes + message.gradient_bytes for message in messages(costs, layout.cuts).values())
     pairs = zip(layout.replicas, stage_costs(costs, layout.cuts), strict=True)
     return passing * microbatches + sum(2 * (count - 1) * stage.parameter_bytes for count, stage in pairs)

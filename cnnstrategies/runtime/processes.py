@@ -77,6 +77,11 @@ def is_stopped(pid: int) -> bool:
         return False  # It has ended.
 
 
+def started_processes(launcher: Any) -> list[Any]:
+    """Return the processes that a launcher has started, as programs or by multiprocessing; an empty list if none."""
+    return getattr(launcher, "procs", None) or []
+
+
 def killed_rank(launcher: Any, seconds: float = 0.5) -> str | None:
     """Which of the ranks that a launcher has started was killed, or as a program is stopped, in words; None if none.
 
@@ -85,7 +90,7 @@ def killed_rank(launcher: Any, seconds: float = 0.5) -> str | None:
             when one fails, and by SIGKILL what is left half a minute later.
         seconds: How long to wait: the others can lose their connection to it a moment before it has ended.
     """
-    ranks = getattr(launcher, "procs", [])
+    ranks = started_processes(launcher)
     for rank, process in enumerate(ranks):
         if isinstance(process, BaseProcess) and process.exitcode == -signal.SIGKILL:
             return ended_by(rank, process.exitcode)
@@ -161,7 +166,7 @@ def failed_elsewhere(launcher: Any, seconds: float = 10.0) -> int:
     spoken itself.
     """
     process, code = map(int, os.readlink(os.environ[REFUSED]).split())
-    for started in getattr(launcher, "procs", []):
+    for started in started_processes(launcher):
         if isinstance(started, subprocess.Popen) and started.pid == process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 started.wait(seconds)

@@ -2,6 +2,7 @@
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from cnnstrategies.paramserver.compression import ddp_names
 from cnnstrategies.strategies.balanced import BalancedDDPStrategy
 from cnnstrategies.strategies.data_parallel import CompressedDDPStrategy
 from cnnstrategies.strategies.hybrid_pipeline import HybridPipelineStrategy
@@ -20,9 +21,13 @@ def _register(name: str, strategy: type[Strategy], description: str, **init_args
         )
 
 
-_register("ddp_fp16", CompressedDDPStrategy, "DDP, gradients sent as fp16", compression="fp16")
-_register("ddp_bf16", CompressedDDPStrategy, "DDP, gradients sent as bf16", compression="bf16")
-_register("ddp_powersgd", CompressedDDPStrategy, "DDP, low-rank gradients", compression="powersgd")
+for _compression in ddp_names():
+    _register(
+        f"ddp_{_compression}",
+        CompressedDDPStrategy,
+        f"DDP, gradients compressed by {_compression}",
+        compression=_compression,
+    )
 _register("ddp_balanced", BalancedDDPStrategy, "DDP in which slower devices have fewer samples")
 _register("hybrid_pipeline", HybridPipelineStrategy, "Pipeline stages, each replicated as often as it needs")
 _register("parameter_server", ParameterServerStrategy, "Servers make the step on the workers' mean gradient")

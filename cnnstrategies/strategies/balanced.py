@@ -17,10 +17,10 @@ from cnnstrategies.quantities import as_timedelta
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import Rows, gather_rows
 from cnnstrategies.strategies.dealing import Dealing
-from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
+from cnnstrategies.strategies.protocol import StrategyFacts
 
 
-class BalancedDDPStrategy(DDPStrategy):
+class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
     """DDP in which each rank has its share of the global batch, and each sample counts as much as any other.
 
     The gradient is the mean over all samples of the global batch, whatever the shares: with networks without batch
@@ -64,8 +64,8 @@ class BalancedDDPStrategy(DDPStrategy):
         return super().launcher
 
     @property
-    def deals(self) -> Deals:
-        """By which shares batches are dealt."""
+    @override
+    def batch_shares(self) -> Deals:
         return self._dealing.deals
 
     @override
@@ -103,11 +103,6 @@ class BalancedDDPStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         return self._dealing.loader(dataloader)
 
-    def describe(self, batch_size: int | None) -> list[tuple[str, str]]:
-        """The shares, for a panel."""
-        return [self._dealing.describe()]
-
-    def differences(self, batch_size: int | None) -> list[str]:
-        """What is different from one device, a line each, for a panel."""
-        assert self.lightning_module is not None
-        return differences_of_replicas(self.lightning_module, self.world_size, batch_size, RANK_ZERO)
+    @override
+    def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
+        return [self._dealing.panel_row()]

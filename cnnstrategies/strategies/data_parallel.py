@@ -1,9 +1,8 @@
 """Data parallel that sends less: compressed gradients."""
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -11,14 +10,17 @@ from cnnstrategies._lightning_private import keep_batches
 from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import refuse_old_names
+from cnnstrategies.paramserver.compression import COMPRESSIONS, ddp_names
 from cnnstrategies.quantities import as_timedelta
-from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
+from cnnstrategies.strategies.protocol import StrategyFacts
 
-Compression = Literal["fp16", "bf16", "powersgd"]
-CASTS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+if TYPE_CHECKING:
+    DDPCompression = str
+else:  # The command line's help lists these names, and its parser refuses others.
+    DDPCompression = Literal[ddp_names()]
 
 
-class CompressedDDPStrategy(DDPStrategy):
+class CompressedDDPStrategy(StrategyFacts, DDPStrategy):
     """DDP that sends fewer bytes, through torch's own communication hooks, on every device.
 
     ``DDPStrategy(ddp_comm_hook=...)`` registers its hook on CUDA devices only and ignores it elsewhere.
@@ -38,7 +40,7 @@ class CompressedDDPStrategy(DDPStrategy):
 
     def __init__(
         self,
-        compression: Compression = "fp16",
+        compression: DDPCompression = "fp16",
         powersgd_rank: int = 1,
         powersgd_start_step: int = 1000,
         **kwargs: Any,
@@ -52,8 +54,8 @@ class CompressedDDPStrategy(DDPStrategy):
             raise ConfigurationError(
                 f"powersgd_start_step={powersgd_start_step}: DDP rebuilds its buckets in step 1; use 2 or more"
             )
-        if compression not in (*CASTS, "powersgd"):
-            raise ConfigurationError(f"compression={compression!r}: accepted are fp16, bf16 and powersgd")
+        if compression not in ddp_names():
+            raise ConfigurationError(f"compression={compression!r}: use one of {', '.join(ddp_names())}")
         if "timeout" in kwargs:
             kwargs["timeout"] = as_timedelta(kwargs["timeout"], "timeout")
         super().__init__(**kwargs)
@@ -73,22 +75,9 @@ class CompressedDDPStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
-        if self.compression == "powersgd":
-            state = powerSGD_hook.PowerSGDState(
-                process_group=None,
-                matrix_approximation_rank=self.powersgd_rank,
-                start_powerSGD_iter=self.powersgd_start_step,
-            )
-            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        else:
-            self.model.register_comm_hook(None, CASTS[self.compression])
+        COMPRESSIONS[self.compression].register_ddp_hook(self.model, self.powersgd_rank, self.powersgd_start_step)
 
+    @override
     def differences(self, batch_size: int | None) -> list[str]:
-        """What is different from one device, a line each, for a panel."""
-        if self.compression == "powersgd":
-            sent = f"rank-{self.powersgd_rank} factors from step {self.powersgd_start_step} on"
-        else:
-            sent = self.compression
-        assert self.lightning_module is not None
-        own = [f"gradients are sent as {sent}"]
-        return own + differences_of_replicas(self.lightning_module, self.world_size, batch_size, RANK_ZERO)
+        sent = COMPRESSIONS[self.compression].describe_ddp(self.powersgd_rank, self.powersgd_start_step)
+        return [f"gradients are sent as {sent}", *super().differences(batch_size)]

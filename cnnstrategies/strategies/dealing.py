@@ -89,8 +89,8 @@ class Dealing:
         assert module is not None
         return by_shares(dataloader, module.trainer, self.deals)
 
-    def describe(self) -> tuple[str, str]:
-        """The shares, for a panel."""
+    def panel_row(self) -> tuple[str, str]:
+        """Return the start panel's row about the shares."""
         said = f"{self._initial} at first, then by each rank's own time" if self.shares == "auto" else str(self.shares)
         least = f"; at least {self.deals.least} samples" if self.deals.least > 1 else ""
         most = f"; at most {self._most} samples" if self._most is not None else ""

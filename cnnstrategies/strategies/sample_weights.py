@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.strategies.differences import has_mean_loss
+from cnnstrategies.strategies.protocol import facts_of
 
 
 class SampleWeights(Callback):
@@ -24,7 +25,7 @@ class SampleWeights(Callback):
     pipeline weighs its batches itself.
     """
 
-    weighs = True
+    weighs_samples = True
 
     def __init__(self) -> None:
         self._targets: Any = None
@@ -36,13 +37,13 @@ class SampleWeights(Callback):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        sampler, weighs = dealt(trainer), getattr(trainer.strategy, "weighs", None)
-        if sampler is None or weighs == "all":
+        sampler, weighting = dealt(trainer), facts_of(trainer.strategy).gradient_weighting
+        if sampler is None or weighting == "by_sample":
             return
         batch = trainer.fit_loop.batch_idx
-        factor: float | Tensor = sampler.weight(batch, trainer.num_training_batches, weighs)
+        factor: float | Tensor = sampler.weight(batch, trainer.num_training_batches, weighting)
         targets, self._targets = self._targets, None
-        if weighs is None and sampler.accumulated == 1 and sampler.num_replicas > 1 and targets is not None:
+        if weighting == "equal" and sampler.accumulated == 1 and sampler.num_replicas > 1 and targets is not None:
             weight = pl_module.loss_weight(targets)  # type: ignore[operator]
             if isinstance(weight, Tensor):
                 weight = weight.to(loss.dtype) * (sampler.counts(batch)[sampler.rank] > 0)

@@ -66,7 +66,7 @@ class Recorder(Checkpoint):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         size = samples_of(trainer.train_dataloader, getattr(trainer, "datamodule", None))
-        self._notes["unlike one device"] = differences(trainer, pl_module, size)
+        self._notes["unlike one device"] = differences(trainer, size)
         self._begun = {name: parameter.detach().clone() for name, parameter in pl_module.named_parameters()}
         self._notes["parameters"] = list(self._begun)
         batches = trainer.num_training_batches

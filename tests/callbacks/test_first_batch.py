@@ -78,11 +78,11 @@ LOADERS = {
     ),
     "a batch of another size": (
         lambda: DataLoader(samples(32), 4, collate_fn=cut),
-        "has 6 samples, and not 8 (2 processes x 4)",
+        "has 6 samples and not 8 (2 processes x 4)",
     ),
     "another order in each process": (
         lambda: DataLoader(samples(32), 4, sampler=ByRank()),
-        "has drawn another order in each process",
+        "has drawn a different order in each process",
     ),
     "one small batch": (lambda: DataLoader(samples(6), 4), ""),
 }
@@ -105,7 +105,7 @@ def test_what_each_has_loaded(name, monkeypatch):
 
 
 def test_another_order_in_each_process_is_refused_where_its_samples_are_dealt(monkeypatch):
-    with pytest.raises(Exception, match=r"another order in each process, .*; seed it alike in all"):
+    with pytest.raises(Exception, match=r"different order in each process, .*; seed the sampler alike in all"):
         warned(monkeypatch, BalancedDDPStrategy(start_method="fork"), DataLoader(samples(32), 4, sampler=ByRank()))
 
 
@@ -140,4 +140,4 @@ def test_other_strategies(strategy, monkeypatch):
     assert not warned(monkeypatch, STRATEGIES[strategy](), DataLoader(samples(32), batch_sampler=batches))
     own = DistributedSampler(samples(32), num_replicas=2, rank=0)  # Also on the other one.
     said = warned(monkeypatch, STRATEGIES[strategy](), DataLoader(samples(32), 4, sampler=own, collate_fn=cut))
-    assert ("0 and 1 have loaded" if strategy == "parameter_server" else "has 6 samples, and not 8") in said
+    assert ("0 and 1 have loaded" if strategy == "parameter_server" else "has 6 samples and not 8") in said

@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import GracefulStop, graceful_stop
 from cnnstrategies.data import DigitsDataModule
+from cnnstrategies.strategies.protocol import StrategyFacts
 
 pytestmark = pytest.mark.warm
 
@@ -209,7 +210,14 @@ def scalars(name):
 def test_who_ends_with_the_signals_code(each, codes):
     """Rank 0, which speaks for the run; with `on_each_node` what the launcher of each node sees."""
     found = []
-    strategy = SimpleNamespace(steps_together=False, stop_signal=lambda received: signal.SIGTERM)
+
+    class Independent(StrategyFacts):
+        steps_in_lockstep = False
+
+        def agree_on_stop(self, received):
+            return signal.SIGTERM
+
+    strategy = Independent()
     for rank in range(4):
         place = {"is_global_zero": rank == 0, "local_rank": rank % 2, "global_step": 1, "checkpoint_callback": None}
         trainer = SimpleNamespace(strategy=strategy, **place)

@@ -19,6 +19,7 @@ from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.data.sampling import ShuffledBatches
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.strategies import CompressedDDPStrategy
+from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
 
 WHOLE = sum(parameter.numel() for parameter in SmallCNN(10, widths=[32, 64]).parameters())
 HYBRID = [
@@ -150,7 +151,10 @@ def test_what_a_strategy_divides_is_said_of_the_whole_network():
     assert start_panel.parameters(sharded, None) == "not counted; divided over 4 devices"
     assert start_panel.whole_network(trainer_like(DDPStrategy(), 2), module, (0, 0)) == (16, 16)
     own = type("MyOwn", (DDPStrategy,), {})()
-    names = [start_panel.strategy_name(one) for one in (own, CompressedDDPStrategy(compression="powersgd"))]
+    names = [facts_of(strategy).display_name for strategy in (own, CompressedDDPStrategy(compression="powersgd"))]
     assert names == ["MyOwn", "ddp_powersgd"], "as users write them"
-    pipeline = SimpleNamespace(device_parameters=[1000, 600, 1000])
-    assert start_panel.parameters(trainer_like(pipeline, 3), (2600, 2600)) == "2,600; 600 to 1,000 on a device"
+
+    class Divided(StrategyFacts):
+        parameters_per_device = (1000, 600, 1000)
+
+    assert start_panel.parameters(trainer_like(Divided(), 3), (2600, 2600)) == "2,600; 600 to 1,000 on a device"

@@ -21,6 +21,7 @@ from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.strategies import HybridPipelineStrategy
+from cnnstrategies.strategies.protocol import StrategyFacts
 
 
 def fit(*callbacks, model, **options):
@@ -111,21 +112,22 @@ def test_each_part_gets_its_time_and_the_pauses_get_none(spend, capsys, steps, v
     assert "StepProfile: fit ended after 8 steps; skip_first=100 left none" in capsys.readouterr().out
 
 
-class Waiting(SingleDeviceStrategy):
+class Waiting(StrategyFacts, SingleDeviceStrategy):
     """Counts waiting as a worker of parameter servers does."""
 
-    counters = None
+    step_kind = "worker"
+    traffic = None
 
     def on_train_start(self):
-        self.counters = Counters()
+        self.traffic = Counters()
 
     def training_step(self, *args):
         self.spend(0.006)
-        self.counters.seconds_waited += 0.006
+        self.traffic.seconds_waited += 0.006
         return super().training_step(*args)
 
     def validation_step(self, *args):
-        self.counters.seconds_waited += 100
+        self.traffic.seconds_waited += 100
         return super().validation_step(*args)
 
 

@@ -1,21 +1,17 @@
 """What the variables of launchers say; a world of another size than the trainer divides the work for is refused."""
 
+import os
+from fnmatch import fnmatch
+
 import pytest
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.cluster.environment import (
-    DoctorPlace,
-    MPICHEnvironment,
-    MpirunEnvironment,
-    OpenMPIEnvironment,
-    check_world,
-    environment_plugins,
-    find_place,
-    local_rank,
-)
+from cnnstrategies.cluster.environment import DoctorPlace, check_world, environment_plugins, find_place, local_rank
+from cnnstrategies.cluster.launched_environment import LaunchedEnvironment
+from cnnstrategies.cluster.launchers import detected, launcher_named, launchers, process_number, rank_launcher
 from cnnstrategies.data import SyntheticDataModule
 
 SLURM = {
@@ -45,12 +41,17 @@ MPIRUN = {
 }
 # Variables, devices, nodes, and what is said; None where it is right.
 WORLDS: list[tuple[dict[str, str], int, int, str | None]] = [
-    (SLURM, 2, 1, r"has started 1 process, .* x trainer.devices=2 are 2: .*--ntasks-per-node=2"),
+    (SLURM, 2, 1, r"srun has started 1 process, .* x trainer.devices=2 are 2: .*--ntasks-per-node=2"),
     (FOUR, 2, 3, "has started 4 processes, and trainer.num_nodes=3 x"),
     (FOUR, 1, 1, "has started 4 processes, and trainer.num_nodes=1 x"),
     (FOUR, 4, 1, "trainer.num_nodes=1, trainer.devices=4: .* in SLURM"),
-    (TORCHRUN, 4, 1, "has started 2 processes, .* torchrun --nnodes=1 --nproc-per-node=4, mpirun -n 4"),
-    (MPIRUN, 4, 1, "has started 2 processes, .* are 4: start as many"),
+    (
+        TORCHRUN,
+        4,
+        1,
+        "torchrun has started 2 processes, .* start them with `torchrun --nnodes=1 --nproc-per-node=4`, or",
+    ),
+    (MPIRUN, 4, 1, "mpirun has started 2 processes, .* are 4: start them with `mpirun -n 4 --map-by ppr:4:node`"),
     (SLURM, 1, 1, None),
     (FOUR, 2, 2, None),
     (TORCHRUN, 2, 1, None),
@@ -102,42 +103,65 @@ def test_without_srun_a_run_starts_its_ranks_itself_on_one_node(
     assert find_place() == DoctorPlace(node=1, nodes=2, local_rank=0, main_address="n1", main_port=15007)
 
 
-RANKS = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}  # Rank 1 of two on one machine.
+RANKS = {"rank": "1", "size": "2", "local_rank": "1", "local_size": "2"}  # Rank 1 of two on one machine.
 MPIRUNS = (
-    (OpenMPIEnvironment, "--map-by ppr:2:node", "-x MASTER_ADDR=<"),
-    (MPICHEnvironment, "-ppn 2", "-genv MASTER_ADDR <"),
+    ("openmpi", "--map-by ppr:2:node", "-x MASTER_ADDR=<"),
+    ("mpich", "-ppn 2", "-genv MASTER_ADDR <"),
 )
 
 
-@pytest.mark.parametrize(("kind", "per_machine", "pass_on"), MPIRUNS)
+@pytest.mark.parametrize(("name", "per_machine", "address_option"), MPIRUNS)
 def test_ranks_come_from_the_variables_of_mpirun(
-    kind: type[MpirunEnvironment], per_machine: str, pass_on: str, monkeypatch: pytest.MonkeyPatch
+    name: str, per_machine: str, address_option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def become(**variables: str) -> MpirunEnvironment:
-        for name, value in {**RANKS, **variables}.items():
-            monkeypatch.setenv(getattr(kind, name), value)
-        (found,) = environment_plugins([])
-        assert type(found) is kind
-        return found
+    launcher = launcher_named(name)
 
-    found = become()
-    assert (found.global_rank(), found.local_rank(), found.node_rank(), found.world_size()) == (1, 1, 0, 2)
-    assert local_rank() == 1
-    assert found.main_address == "127.0.0.1"
-    found.validate_settings(num_devices=2, num_nodes=1)
+    def become(**numbers: str) -> LaunchedEnvironment:
+        for number, value in {**RANKS, **numbers}.items():
+            monkeypatch.setenv(getattr(launcher, f"{number}_variable"), value)
+        (environment,) = environment_plugins([])
+        assert isinstance(environment, LaunchedEnvironment)
+        assert environment.launcher is launcher
+        return environment
+
+    made = become()
+    assert (made.global_rank(), made.local_rank(), made.node_rank(), made.world_size()) == (1, 1, 0, 2)
+    assert (local_rank(), process_number(os.environ)) == (1, 1)
+    assert made.main_address == "127.0.0.1"
+    made.validate_settings(num_devices=2, num_nodes=1)
     with pytest.raises(ConfigurationError, match=per_machine):  # Else a machine would not have neighbouring ranks.
-        become(LOCAL_RANK="0").validate_settings(num_devices=2, num_nodes=1)
-    with pytest.raises(ConfigurationError, match=pass_on):
-        _ = become(LOCAL_SIZE="1").main_address
-    become(LOCAL_RANK="0", LOCAL_SIZE="1")
+        become(local_rank="0").validate_settings(num_devices=2, num_nodes=1)
+    with pytest.raises(ConfigurationError, match=address_option):
+        _ = become(local_size="1").main_address
+    become(local_rank="0", local_size="1")
     ports = []
     for job in ("1472528385", "1472528386", "1472528385"):  # MPICH has no number that all machines know.
         monkeypatch.setenv("PMIX_NAMESPACE", job)
         monkeypatch.setattr("sys.argv", ["cnnstrategies", "fit", f"--config={job}"])
-        ports.append(kind().main_port)
+        ports.append(launcher.environment().main_port)
     assert ports[0] == ports[2] != ports[1]
     monkeypatch.setenv("MASTER_ADDR", "alpha")
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert find_place() == DoctorPlace(node=1, nodes=2, local_rank=0, main_address="alpha", main_port=29500)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "digits")
-    assert not kind.detect()
+    assert rank_launcher(os.environ) is launcher_named("torchrun")
+
+
+def test_the_innermost_launcher_counts() -> None:
+    """Lightning's order of environments with mpirun before SLURM, whose jobs mpirun may use."""
+    everything = {**SLURM, **MPIRUN, **TORCHRUN, "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}
+    everything |= {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}
+    names = ["torchrun", "openmpi", "mpich", "kubernetes", "ray", "slurm", "none"]
+    assert [launcher.name for launcher in launchers()] == names
+    assert [launcher.name for launcher in detected(everything)] == names
+    for number, name in enumerate(names):
+        inner = [launcher_named(other) for other in names[:number]]
+        variables = {
+            variable: value
+            for variable, value in everything.items()
+            if not any(fnmatch(variable, pattern) for launcher in inner for pattern in launcher.variables)
+        }
+        ranks = rank_launcher(variables)
+        # Kubernetes and Ray give nodes, whose ranks Lightning starts.
+        expected = {"kubernetes": "slurm", "ray": "slurm", "none": None}.get(name, name)
+        assert (None if ranks is None else ranks.name) == expected

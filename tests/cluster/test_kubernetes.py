@@ -17,8 +17,8 @@ from conftest import ROOT
 from cnnstrategies.cluster import kubernetes
 from cnnstrategies.cluster.job import Size
 from cnnstrategies.cluster.kubernetes import PodRun, server_script, trainer_script
+from cnnstrategies.cluster.launchers.kubernetes import create
 from cnnstrategies.cluster.options import KubernetesOptions
-from cnnstrategies.commands.submit.kubernetes import create
 from cnnstrategies.errors import ConfigurationError
 
 pytestmark = pytest.mark.light

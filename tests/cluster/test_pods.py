@@ -13,8 +13,8 @@ from cluster.processes_of import wait_until
 from conftest import ROOT
 
 from cnnstrategies.cluster import kubernetes
+from cnnstrategies.cluster.launchers import launcher_named
 from cnnstrategies.commands.submit.command import check
-from cnnstrategies.commands.submit.kubernetes import KubernetesTarget
 from cnnstrategies.paramserver.security import KeyPair
 
 reason = missing()
@@ -42,7 +42,7 @@ class Run:
         file = net.folder / f"{name}.yaml"
         file.write_text(SECTION)
         base = check([QUICKSTART, f"--config={file}", f"--cluster.job_name={name}", *args])
-        rendered = KubernetesTarget(base, "cnnstrategies submit fit").run
+        rendered = base.job(launcher_named("kubernetes"), "cnnstrategies submit fit").run
         configuration, _, *jobs = yaml.safe_load_all(kubernetes.text(rendered))
         self.configuration = yaml.safe_load(configuration["data"]["config.yaml"])
         pods = [[Pod(net, job, index, keys) for index in range(job["spec"]["completions"])] for job in jobs]

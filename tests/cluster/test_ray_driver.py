@@ -25,9 +25,9 @@ class ActorError(Exception):
 class Actor:
     """A node in this process: each call of `method.remote` has a thread."""
 
-    def __init__(self, cluster: "FakeRay", number: int) -> None:
+    def __init__(self, cluster: "FakeRay", number: int, foreign: tuple[str, ...]) -> None:
         self.cluster, self.number = cluster, number
-        self.node: Any = node.Node()
+        self.node: Any = node.Node(foreign)
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> Any:
@@ -76,8 +76,8 @@ class FakeRay:
         self.groups -= 1
 
     def remote(self, cls: type) -> Any:
-        def make() -> Actor:
-            self.actors.append(Actor(self, len(self.actors)))
+        def make(foreign: tuple[str, ...]) -> Actor:
+            self.actors.append(Actor(self, len(self.actors), foreign))
             return self.actors[-1]
 
         return SimpleNamespace(options=lambda **arguments: SimpleNamespace(remote=make))
@@ -110,7 +110,7 @@ def run(ray: FakeRay, capsys: pytest.CaptureFixture[str], script: str, probe: st
     """The exit code, and what the driver has printed."""
     made = Driver(
         *(2, {"CPU": 1.0}, script, probe, Path("digits").absolute(), ".", {"OMP_NUM_THREADS": "3"}),
-        *(1, 0.0, 10.0, False),
+        *(("SLURM_*", "WORLD_SIZE"), 1, 0.0, 10.0, False),
     )
     try:
         code = made.run(ray)
@@ -124,11 +124,11 @@ def test_a_failure_is_retried_as_often_as_allowed_and_no_mistake(capsys, monkeyp
     monkeypatch.setattr(driver, "PATIENCE", 10.0)  # Each is to say that it was called.
     monkeypatch.setenv("SLURM_PROCID", "7")  # Of who has started Ray.
     monkeypatch.setenv("WORLD_SIZE", "9")
-    says = 'echo "called $CNNSTRATEGIES_RUN_NAME$SLURM_PROCID$WORLD_SIZE with $OMP_NUM_THREADS"; '
+    says = 'echo "called$SLURM_PROCID$WORLD_SIZE with $OMP_NUM_THREADS"; '
     code, log = run(FakeRay(), capsys, says + 'if [ "$NODE_RANK" = 1 ]; then exit 3; fi; exit 1')
     assert code in (1, 3)
     assert log.count("The run starts again (1 of at most 1): ") == 1
-    assert log.count("\ncalled digits with 3\n") == log.count("\n[node 1] called digits with 3\n") == 2
+    assert log.count("\ncalled with 3\n") == log.count("\n[node 1] called with 3\n") == 2
     assert "cluster.ray.max_restarts=1" in log.splitlines()[-1]
     code, log = run(FakeRay(), capsys, 'if [ "$NODE_RANK" = 1 ]; then exit 2; fi; exit 1')
     assert code == 2

@@ -1,5 +1,6 @@
-"""What the command line says before a command's code is imported: help, recipes, and where it looks."""
+"""What the command line does before a command's code is imported: help, recipes, and the parsing of options."""
 
+import contextlib
 import gc
 import re
 import subprocess
@@ -11,9 +12,10 @@ from conftest import ROOT
 
 from cnnstrategies import ConfigurationError, commands
 from cnnstrategies.cli import main
-from cnnstrategies.commands.arguments import help, recipes, table
+from cnnstrategies.commands.arguments import command, help, options, recipes
+from cnnstrategies.commands.arguments.command import Configuration
 from cnnstrategies.commands.arguments.keys import ROOTS
-from cnnstrategies.commands.arguments.table import COMMANDS
+from cnnstrategies.commands.arguments.options import COMMANDS, PROGRAMS, WatchOptions
 
 
 def test_help_names_every_command_and_needs_no_torch():
@@ -23,9 +25,9 @@ def test_help_names_every_command_and_needs_no_torch():
     program += "assert not {'torch', 'lightning', 'numpy'} & set(sys.modules)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert run.returncode == 0, run.stderr
-    for name, command in COMMANDS.items():
+    for name, declared in COMMANDS.items():
         assert f"  {name} " in run.stdout
-        assert command.line in run.stdout
+        assert declared.summary in run.stdout
 
 
 def test_ctrl_c_ends_the_start_without_a_traceback():
@@ -46,12 +48,14 @@ def test_ctrl_c_ends_the_start_without_a_traceback():
 def test_no_garbage_is_looked_for_while_a_command_is_imported(monkeypatch):
     monkeypatch.setattr(commands, "__path__", [*commands.__path__, "."])
     at_the_end = []
-    monkeypatch.setattr(table.atexit, "register", at_the_end.append)
-    lines = ("import gc", "enabled = [gc.isenabled()]", "def main(args): args += [*enabled, gc.isenabled()]")
+    monkeypatch.setattr(command.atexit, "register", at_the_end.append)
+    lines = ("import gc", "enabled = [gc.isenabled()]", "def main(options): options.run += [*enabled, gc.isenabled()]")
     Path("late.py").write_text("\n".join(lines))
     gc.unfreeze()
     seen = []
-    table.Command("", "", "late").run(seen)
+    late = command.Command("late", "", "", "late", WatchOptions)
+    monkeypatch.setattr(command.Command, "parse", lambda *_: (WatchOptions(seen), []))
+    late.run([])
     assert seen == [False, True]
     assert gc.get_freeze_count() > 0, "nor later among what was imported"
     assert at_the_end == [gc.unfreeze], "bindings as triton's print that they are leaked"
@@ -70,11 +74,11 @@ def test_what_help_names_is_there_and_full_help_is_the_parsers():
         "help_full",
     }
     for name in ("fit", "predict", "plan", "tune", "submit"):
-        known = keys_of(help.in_full(name, ""))
+        known = keys_of(help.in_full(COMMANDS[name], ""))
         assert len(known) > 60
-        assert keys_of(help.of_command(name)) <= known | of_class
-    assert {key.partition(".")[0] for key in keys_of(help.in_full("fit", ""))} >= ROOTS.keys()
-    assert keys_of(help.in_full("fit", "stop")) == {
+        assert keys_of(help.of_command(COMMANDS[name])) <= known | of_class
+    assert {key.partition(".")[0] for key in keys_of(help.in_full(COMMANDS["fit"], ""))} >= ROOTS.keys()
+    assert keys_of(help.in_full(COMMANDS["fit"], "stop")) == {
         "stop", "stop.grace", "stop.warning_signal", "stop.warning_grace", "stop.on_each_node"
     }  # fmt: skip
 
@@ -96,7 +100,81 @@ def test_recipes_are_found_by_name_and_files_come_first(run_cli, capsys):
     assert capsys.readouterr().out.strip() == Path(ROOT / "configs/quickstart.yaml").read_text().strip()
 
 
+def test_the_reference_has_every_command(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    hooks = pytest.importorskip("hooks", reason="MkDocs is not installed")
+    source = (ROOT / "docs/reference/cli.md").read_text()
+    page = hooks.with_options(source)
+    assert "<!--" not in page
+    for name, declared in COMMANDS.items():
+        section = re.search(rf"^## {name}$(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+        assert section, name
+        assert all(f"`{option.row[0]}`".replace("|", r"\|") in section[1] for option in declared.options), name
+    shorter = hooks.with_options(source.replace("<!-- options of doctor -->", ""))
+    assert f"## doctor\n\n{COMMANDS['doctor'].description}" in shorter, "a command without a mark gets a section"
+
+
+def test_a_command_is_added_as_the_page_says(monkeypatch, tmp_path, capsys):
+    page = (ROOT / "docs/development/add-a-command.md").read_text()
+    declaration, code = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    monkeypatch.setitem(COMMANDS, "count", None)  # Removed at the end.
+    exec(compile(declaration, "options.py", "exec"), vars(options))
+    (tmp_path / "count.py").write_text(code)
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
+
+    def run(*words):
+        with contextlib.suppress(SystemExit):
+            main(["count", *words])
+        return " ".join("".join(capsys.readouterr()).split())
+
+    Path("cats").mkdir()
+    for name in ("a.png", "b.png", "c.jpg"):
+        Path("cats", name).touch()
+    shown = run("--help")
+    assert "cnnstrategies count datasets/cats --suffix .png" in shown
+    assert "--suffix TEXT End of the names that count (default: .jpg)" in shown
+    assert run("cats", "--suffix", ".png", "--list") == "a.png b.png 2 images"
+    assert run("--at-least=1", "cats") == "1 images"
+    for words, line in (
+        (["cats", "--at_least", "2"], "--at_least 2: cats has only 1 images"),
+        (["cats", "--at-lest", "2"], "count: no option --at-lest; did you mean '--at_least'? accepted: --suffix, --at"),
+        (["cats", "--at_least", "few"], "--at_least: 'few' is not accepted; it must be a whole number"),
+        (["cats", "--at_least"], "--at_least: a value must follow: Fail if there are fewer images"),
+        (["cats", "dogs"], "count: cannot use 'dogs'; accepted: --suffix, --at_least, --list"),
+        ([], "count: FOLDER is missing: Folder to look in"),
+    ):
+        assert run(*words).startswith(f"cnnstrategies: error: {line}"), words
+
+
 @pytest.mark.light
-def test_the_reference_has_every_command():
-    headings = re.findall(r"^## (.*)$", (ROOT / "docs/reference/cli.md").read_text(), re.MULTILINE)
-    assert set(COMMANDS) <= {name for heading in headings for name in heading.split(", ")}
+def test_an_unknown_option_is_refused_with_the_commands_own():
+    for name, declared in COMMANDS.items():
+        if declared.configuration is not Configuration.LIGHTNING:
+            own = [option.flag for option in declared.options if not option.positional]
+            with pytest.raises(ConfigurationError, match=f"^{name}: no option --qqq; accepted: {', '.join(own)}"):
+                declared.parse(["--qqq", "1"])
+    with pytest.raises(ConfigurationError, match=r"tune: no option --modle; did you mean '--model'\?"):
+        COMMANDS["tune"].parse(["--modle=mine.Lit"])
+
+
+@pytest.mark.light
+def test_options_are_read_by_their_types_and_the_rest_is_the_configurations():
+    words = ["--minutes=2", "--config", "mine.yaml", "--allow", "[precision]", "--trainer.devices", "4"]
+    tuned, rest = COMMANDS["tune"].parse(words)
+    assert (tuned.minutes, tuned.allow, tuned.output) == (2.0, ["precision"], Path("tuned.yaml"))
+    assert rest == ["--config", "mine.yaml", "--trainer.devices", "4"]
+    submitted, rest = COMMANDS["submit"].parse(["fit", "--dry-run", "--to", "ray", "--cluster.time", "1:00"])
+    assert (submitted.command, submitted.dry_run, submitted.to, rest) == (
+        "fit",
+        True,
+        "ray",
+        ["--cluster.time", "1:00"],
+    )
+    for words, searches in (("--search true", True), ("--search=false", False), ("--search", True)):
+        assert COMMANDS["plan"].parse(words.split())[0].search is searches
+    planned, _ = COMMANDS["plan"].parse(["--bandwidth=null", "--cluster", "some.yaml", "--cluster.time=1"])
+    assert (planned.bandwidth, planned.cluster) == (None, Path("some.yaml"))
+    server, _ = PROGRAMS["cnnstrategies-server"].parse(["--config", "a", "--config=b", "--make-keys", "run.key"])
+    assert (server.config, server.make_keys) == ([Path("a"), Path("b")], Path("run.key"))
+    with pytest.raises(ConfigurationError, match=r"--to: 'slrm' is not accepted; did you mean 'slurm'\?"):
+        COMMANDS["submit"].parse(["fit", "--to=slrm"])

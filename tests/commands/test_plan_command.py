@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cnnstrategies.commands.plan.command import main
+from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def test_a_plan_from_files_needs_neither_torch_nor_lightning(files: list[str], t
     assert "…" not in result.stdout, "80 columns are enough"
     assert re.search(r"^ hybrid \[2, 2\], M=\d+ +[\d.]+ +\d+ +compute", result.stdout, re.MULTILINE)
     assert re.search(r"^ ddp +\d+ +\d+ +nic +\S+ +\S+ +[\d.]+", result.stdout, re.MULTILINE)
-    assert "cost: of a million samples" in result.stdout
+    assert "cost: price of a million samples" in result.stdout
     strategy = yaml.safe_load(written.read_text())["trainer"]["strategy"]
     assert strategy["init_args"]["replicas"] == [2, 2]
     assert "cuts" not in strategy["init_args"], "the names of a profile that fit does not know"
@@ -57,16 +57,16 @@ def test_what_is_missing_is_named(files: list[str]) -> None:
         (given, "batch_size is missing: the samples of a step"),
         ([*given, "--batch_size=8", "--batch_per_device=2"], "batch_size and batch_per_device say the same"),
         ([*given, "--batch_size=0"], "batch_size=0: a step needs at least 1 sample"),
-        ([*given, "--batch_size=many"], "batch_size"),
-        ([*given, "--cluster"], "cluster: a YAML file that describes the machines must follow"),
+        ([*given, "--batch_size=many"], "--batch_size: 'many' is not accepted; it must be a whole number"),
+        ([*given, "--cluster"], "--cluster: a value must follow: YAML file that describes the machines"),
     ):
         with pytest.raises(ConfigurationError, match=said):
-            main(["plan", *words])
+            COMMANDS["plan"].run([*words])
 
 
 def test_a_configuration_is_measured_and_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     timetable = tmp_path / "plan.png"
-    main(["plan", "--config", QUICKSTART, "--bandwidth", "1000", f"--timetable={timetable}"])
+    COMMANDS["plan"].run(["--config", QUICKSTART, "--bandwidth", "1000", f"--timetable={timetable}"])
     text = capsys.readouterr().out
     assert "\n ddp " in text
     assert "stage 0: block1" in text
@@ -77,12 +77,12 @@ def test_a_configuration_is_measured_and_planned(tmp_path: Path, capsys: pytest.
 
 def test_number_of_devices_must_be_known_and_be_the_clusters(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"trainer.devices=auto: a plan needs their number"):
-        main(["plan", "--config", QUICKSTART, "--trainer.devices", "auto"])
+        COMMANDS["plan"].run(["--config", QUICKSTART, "--trainer.devices", "auto"])
     file = tmp_path / "cluster.yaml"
     file.write_text(CLUSTER)
-    said = rf"{file}: nodes: they have 4 devices, but trainer.devices x trainer.num_nodes are 2"
+    said = rf"{file}: nodes: the machines have 4 devices, but trainer.devices x trainer.num_nodes is 2"
     with pytest.raises(ConfigurationError, match=said):
-        main(["plan", "--config", QUICKSTART, f"--cluster={file}"])
+        COMMANDS["plan"].run(["--config", QUICKSTART, f"--cluster={file}"])
 
 
 def test_what_a_hybrid_pipeline_asks_for_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +103,7 @@ def test_what_a_hybrid_pipeline_asks_for_is_kept(capsys: pytest.CaptureFixture[s
         "trainer.strategy": json.dumps(strategy),
         "bandwidth": 1000,
     }
-    main(["plan", *[f"--{name}={value}" for name, value in arguments.items()]])
+    COMMANDS["plan"].run([*[f"--{name}={value}" for name, value in arguments.items()]])
     text = " ".join(capsys.readouterr().out.split())
     assert "hybrid [2, 1], M=6: the devices have 4, 2, 6 microbatches of a step" in text
     assert "stage 0: block1_0_0 to pool1" in text
@@ -113,5 +113,5 @@ def test_what_a_hybrid_pipeline_asks_for_is_kept(capsys: pytest.CaptureFixture[s
 
 def test_microbatches_are_those_of_fit(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--data.init_args.batch_size=16", "--data.init_args.global_batch_size=null"]
-    main(["plan", "--config", QUICKSTART, "--bandwidth=1000", "--trainer.strategy=hybrid_pipeline", *sizes])
+    COMMANDS["plan"].run(["--config", QUICKSTART, "--bandwidth=1000", "--trainer.strategy=hybrid_pipeline", *sizes])
     assert re.search("for 16 .* with 2 microbatches", " ".join(capsys.readouterr().out.split()))

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.callbacks import Pruning, SampleWeights
-from cnnstrategies.commands.arguments.options import parse_scaling
+from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.scaling import command, probes
 from cnnstrategies.commands.scaling.probes import load_alone, one_sample, sum_alone
 from cnnstrategies.commands.scaling.run import HostReads, ScalingControl, larger, part_beside, unasked
@@ -100,7 +100,7 @@ def scaling(tmp_path, monkeypatch, capsys):
     def run(devices, config, *words):
         (tmp_path / "planted.yaml").write_text(yaml.safe_dump(config))
         short = ["--devices", devices, "--minutes", "0.01"]
-        command.main(["scaling", *words, "--config", "planted.yaml", *short])
+        COMMANDS["scaling"].run([*words, "--config", "planted.yaml", *short])
         return " ".join(capsys.readouterr().out.split())
 
     return run
@@ -231,12 +231,16 @@ def test_the_remedies_that_are_settings_are_tried_and_those_that_were_faster_kep
 
 @pytest.mark.light
 def test_its_options_are_told_from_the_configurations():
-    options, words = parse_scaling(["--devices", "4,1,2", "--config", "mine.yaml", "--try", "--trainer.devices", "4"])
+    options, words = COMMANDS["scaling"].parse(
+        ["--devices", "4,1,2", "--config", "mine.yaml", "--try", "--trainer.devices", "4"]
+    )
     assert options.devices == [1, 2, 4]
-    assert options.tries
+    assert options.try_
     assert words == ["--config", "mine.yaml", "--trainer.devices", "4"]
-    with pytest.raises(ConfigurationError, match="devices=1,x"):
-        parse_scaling(["--devices", "1,x"])
+    with pytest.raises(ConfigurationError, match="--devices: 'x' is not accepted; it must be a whole number"):
+        COMMANDS["scaling"].parse(["--devices", "1,x"])
+    with pytest.raises(ConfigurationError, match="devices=1,0: give numbers of devices"):
+        COMMANDS["scaling"].parse(["--devices", "1,0"])
 
 
 @pytest.mark.light

@@ -11,12 +11,11 @@ import yaml
 from conftest import ROOT
 
 from cnnstrategies import cli
+from cnnstrategies.cluster.launchers import launcher_named
 from cnnstrategies.cluster.options import KubernetesOptions
 from cnnstrategies.cluster.run_folder import write_record
-from cnnstrategies.commands.submit.command import check, main
-from cnnstrategies.commands.submit.kubernetes import KubernetesTarget
-from cnnstrategies.commands.submit.ray import RayTarget
-from cnnstrategies.commands.submit.slurm import SlurmTarget, write
+from cnnstrategies.commands.arguments.options import COMMANDS
+from cnnstrategies.commands.submit.command import check
 from cnnstrategies.errors import ConfigurationError
 
 QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
@@ -37,7 +36,7 @@ def test_one_file_serves_fit_and_submit(run_cli):
     """The file that a job reads is whole, names the job's own folder, and is accepted by `fit`."""
     submission = check([QUICKSTART, *TWO_NODES, "--cluster.account=biology", "--trainer.max_epochs=7"])
     folder = Path("cnn-1").resolve()
-    write(submission, folder)
+    replace(submission.job(launcher_named("slurm"), "submit"), folder=folder).write()
     code, output = run_cli("fit", f"--config={folder / 'config.yaml'}", "--print_config")
     assert code == 0, output
     config = yaml.safe_load(output)
@@ -78,7 +77,7 @@ def test_what_cannot_run_is_refused(capsys):
     for name, (args, message) in REFUSED.items():
         assert re.search(message, refusal([*args, "--dry_run"], capsys)), name
     with pytest.raises(ConfigurationError, match="submit takes fit"):
-        main(["submit", "train", QUICKSTART])
+        COMMANDS["submit"].run(["train", QUICKSTART])
 
 
 def refusal(args, capsys):
@@ -90,39 +89,39 @@ def refusal(args, capsys):
     return line.removeprefix("cnnstrategies: error: ")
 
 
-def test_what_a_target_cannot_run_is_refused():
+def test_what_a_launcher_cannot_run_is_refused():
     base = check([*PARAMETER_SERVER, "--trainer.num_nodes=2"])
 
-    def refused(target, message, base=base, kubernetes=None, **options):
+    def refused(launcher, message, base=base, kubernetes=None, **options):
         kubernetes = KubernetesOptions(**{"image": "cnn:1", "volumes": {"/runs": "runs"}, **(kubernetes or {})})
         changed = replace(base.options, **{"kubernetes": kubernetes, "job_name": "cnn", **options})
         with pytest.raises(ConfigurationError, match=message):
-            target(replace(base, options=changed), "submit")
+            replace(base, options=changed).job(launcher_named(launcher), "submit")
 
-    refused(SlurmTarget, "make a key file with")
-    refused(RayTarget, "make a key file with")
-    refused(RayTarget, "cluster.server_nodes=1 with --to ray", server_nodes=1)
-    refused(KubernetesTarget, "kubectl create secret generic run-key --from-file=run.key")
-    refused(KubernetesTarget, "cluster.kubernetes.image: name the container image", kubernetes={"image": None})
-    refused(KubernetesTarget, "small letters", job_name="My_Run")
-    base = replace(base, parameter_server=None)
-    refused(KubernetesTarget, "is for a ParameterServerStrategy", base, {"key_secret": "run-key"})
+    refused("slurm", "make a key file with")
+    refused("ray", "make a key file with")
+    refused("ray", "cluster.server_nodes=1 with --to ray", server_nodes=1)
+    refused("kubernetes", "kubectl create secret generic run-key --from-file=run.key")
+    refused("kubernetes", "cluster.kubernetes.image: name the container image", kubernetes={"image": None})
+    refused("kubernetes", "small letters, digits", job_name="My_Run")
+    base = replace(base, server_options=None)
+    refused("kubernetes", "is for a ParameterServerStrategy", base, {"key_secret": "run-key"})
     no_volume = r"finds its checkpoints only in a volume; add one .* cluster.kubernetes.volumes: {/runs: CLAIM}"
-    refused(KubernetesTarget, no_volume, base, {"volumes": {}})
-    refused(KubernetesTarget, "choose a directory in /runs", base, folder=Path("/data"))
+    refused("kubernetes", no_volume, base, {"volumes": {}})
+    refused("kubernetes", "choose a directory in /runs", base, folder=Path("/data"))
     # What `fit` would refuse in the job is refused before it is queued.
-    base.cli.config.checkpoint.dirpath = "mine"
+    base.config.checkpoint.dirpath = "mine"
     Path("mine").mkdir()
     Path("mine/last.ckpt").touch()
-    refused(SlurmTarget, r"mine/last.ckpt is not of the run cnn-\d+", base)
-    refused(KubernetesTarget, r"checkpoint.dirpath=mine: .* choose", base)
+    refused("slurm", r"mine/last.ckpt is not of the run cnn-\d+", base)
+    refused("kubernetes", r"checkpoint.dirpath=mine: .* choose", base)
     write_record(Path("mine"), {"run": "resnet"})
-    base.cli.config.run_name = "resnet"
-    SlurmTarget(base, "submit")
-    base.cli.config.trainer.enable_checkpointing = False
-    refused(SlurmTarget, "from the beginning each time", base)
-    refused(RayTarget, "set cluster.ray.max_restarts to 0", base)
-    refused(KubernetesTarget, r"a pod would start .*; set cluster\.kubernetes\.max_restarts to 0", base)
+    base.config.run_name = "resnet"
+    base.job(launcher_named("slurm"), "submit")
+    base.config.trainer.enable_checkpointing = False
+    refused("slurm", "from the beginning each time", base)
+    refused("ray", "set cluster.ray.max_restarts to 0", base)
+    refused("kubernetes", r"a pod would start .*; set cluster\.kubernetes\.max_restarts to 0", base)
 
 
 KUBERNETES = [
@@ -133,7 +132,7 @@ KUBERNETES = [
 
 def test_what_does_not_count_for_pods_is_said_and_a_grace_ends_before_theirs(capsys):
     slurms = ["--cluster.partition=short", "--cluster.memory=64G", "--cluster.python=python3"]
-    main(["submit", "fit", *KUBERNETES, *slurms, "--dry_run"])
+    COMMANDS["submit"].run(["fit", *KUBERNETES, *slurms, "--dry_run"])
     said = capsys.readouterr()
     assert said.err == "Note: with --to kubernetes these keys do not count: cluster.partition, cluster.memory\n"
     configuration, _, job = yaml.safe_load_all(said.out)
@@ -143,12 +142,12 @@ def test_what_does_not_count_for_pods_is_said_and_a_grace_ends_before_theirs(cap
 
 def test_a_ray_nodes_request_is_shown(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)  # As if it were not installed.
-    base = check([QUICKSTART, *TWO_NODES, "--trainer.devices=2", "--cluster.cpus_per_task=3", "--to=ray"])
+    base = check([QUICKSTART, *TWO_NODES, "--trainer.devices=2", "--cluster.cpus_per_task=3"])
     options = replace(base.options, setup=["ulimit -n 4096"], venv=Path("/home/me/venv"))
-    shown = RayTarget(replace(base, options=options), "submit").show()
+    shown = replace(base, options=options).job(launcher_named("ray"), "submit").show()
     assert "(STRICT_SPREAD) of 2 nodes with 6 CPUs each" in shown
     lines = "export OMP_NUM_THREADS=3\nulimit -n 4096\nsource /home/me/venv/bin/activate\nexec python -m cnnstrategies "
     assert f"{lines}fit --config {Path.cwd()}/ray/cnnstrategies-" in shown
     with pytest.raises(ConfigurationError, match=r"pip install '\.\[ray\]'"):
-        RayTarget(base, "submit").submit()
+        base.job(launcher_named("ray"), "submit").submit()
     assert not list(Path().iterdir())

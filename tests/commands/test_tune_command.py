@@ -9,7 +9,7 @@ import yaml
 from conftest import ROOT
 from jsonargparse import Namespace
 
-from cnnstrategies.commands.tune import command as tune
+from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.tune.command import choices, compilers, loading
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.models.classifier import ImageClassifier
@@ -47,7 +47,7 @@ def test_the_fastest_settings_are_shown_and_written_for_fit(monkeypatch, tmp_pat
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     output = tmp_path / "tuned.yaml"
-    tune.main(["tune", "--config", QUICKSTART, "--minutes=1", "--output", str(output)])
+    COMMANDS["tune"].run(["--config", QUICKSTART, "--minutes=1", "--output", str(output)])
     shown = capsys.readouterr().out
     for words in ("2.00 [2.00, 2.00]", "all together"):
         assert words in shown

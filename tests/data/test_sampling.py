@@ -61,7 +61,7 @@ def test_training_cuts_one_permutation_into_steps_and_shares():
             assert len(whole) < samples or max(counts) - min(counts) <= 2, case
             # Fewer samples than ranks: some are repeated, so that no rank is without, and count nothing.
             assert all(requests[batch] for _, requests in ranks for batch in of_step), case
-            of_all = [own.weight(batch, math.inf, None) for own, _ in ranks for batch in of_step]
+            of_all = [own.weight(batch, math.inf, "equal") for own, _ in ranks for batch in of_step]
             exact = [world * accumulated * count / len(whole) for own, _ in ranks for count in own_counts(own, of_step)]
             assert of_all == pytest.approx(exact), case
 

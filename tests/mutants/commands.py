@@ -18,8 +18,8 @@ import test_refusals
 import test_tune_command
 from mutants.faulty import removes, replaces
 
+from cnnstrategies.commands.arguments.command import Command
 from cnnstrategies.commands.arguments.refuse import fail
-from cnnstrategies.commands.arguments.table import Command
 from cnnstrategies.commands.run.errors import check_nulls
 from cnnstrategies.commands.run.failures import refusal_in
 from cnnstrategies.commands.run.lightning_cli import leaves_out_classes
@@ -50,8 +50,8 @@ def tune_changes_what_is_learned_without_being_allowed_to(right, config, model, 
 
 
 @replaces(Command.run, killed_by=test_front.test_no_garbage_is_looked_for_while_a_command_is_imported)
-def garbage_is_looked_for_in_all_that_is_imported(right, self, args):
-    importlib.import_module(f"cnnstrategies.commands.{self.module}").main(args)
+def garbage_is_looked_for_in_all_that_is_imported(right, self, words):
+    importlib.import_module(f"cnnstrategies.commands.{self.module}").main(self.parse(words)[0])
 
 
 removes(

@@ -42,7 +42,7 @@ def who_has_missed_a_view_is_not_told_again(right, self, now, sender, message):
 # Members
 
 
-@replaces(Roster.look, killed_by=HUNDRED_RUNS)
+@replaces(Roster.check_members, killed_by=HUNDRED_RUNS)
 def who_is_silent_stays_a_member(right, self, now, over, view, waited):
     for member in () if over else self.members:
         member.seen = now
@@ -102,8 +102,8 @@ def a_record_with_a_changed_byte_counts(right, contents):
 
 @replaces(Coordinator.start, killed_by=test_restart.test_the_time_without_a_coordinator_is_nobodys_silence)
 def the_time_without_a_coordinator_is_the_others_silence(right, self, now):
-    if self._looked is not None:
-        self._looked = now
+    if self._last_time is not None:
+        self._last_time = now
     return right(self, now)
 
 
@@ -114,7 +114,7 @@ def a_journal_is_written_anew_in_its_place(right, self, contents):
 
 
 removes(
-    Rounds.circle,
+    Rounds.deadlock,
     "who has ended its epoch is waited for without end",
     killed_by=test_coordinator.test_a_worker_that_needs_those_who_wait_for_it_ends_the_run,
     gives=[],

@@ -8,13 +8,14 @@ import test_combiner
 import test_control_sockets
 import test_given_out_samples
 import test_security
+import test_shared_slices
 import test_step
 import test_supervision
 from mutants.faulty import removes, replaces
 
 from cnnstrategies.data.sampling import items_of
 from cnnstrategies.paramserver.combiner.shared_state import SharedState
-from cnnstrategies.paramserver.compression import Encoder
+from cnnstrategies.paramserver.compression import Encoder, may_be_lossy
 from cnnstrategies.paramserver.drivers.control import parse, parse_checked
 from cnnstrategies.paramserver.drivers.sockets import allow_files
 from cnnstrategies.paramserver.security import Gatekeeper, check_endpoint, prove
@@ -38,6 +39,14 @@ def gradients_that_a_dead_leader_has_not_pushed_are_lost(right, self, step):
 @replaces(Encoder.encode, killed_by=test_codecs.test_sent_and_kept_are_all_gradients_in_any_encoding, seed=0)
 def what_compression_leaves_out_is_lost(right, self, gradient):
     return right(copy.copy(self), gradient)
+
+
+removes(
+    may_be_lossy,
+    "what is left out of small parameters goes astray in slices that they share",
+    killed_by=test_shared_slices.test_small_parameters_share_a_slice_if_none_is_left_out,
+    gives=False,
+)
 
 
 # Batches that are given out
@@ -104,7 +113,7 @@ def the_limit_of_files_stays_as_it_is(right, count, who):
 )
 def who_was_stopped_is_called_killed(right, self):
     right(self)
-    self.why = ""
+    self.reason = ""
 
 
 removes(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from training import SGD, batches, make_network, make_optimizer, make_scheduler, specify
 
 from cnnstrategies.paramserver.api import Worker
+from cnnstrategies.paramserver.compression import FP16, OneBit, TopK
 from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, Kind
 from cnnstrategies.paramserver.server.store import Changes
 from cnnstrategies.paramserver.slicing import cut
@@ -25,12 +26,12 @@ STEPS, RATIO = 5, 0.2
 @pytest.mark.light
 def test_a_change_goes_only_to_who_has_what_it_was_made_from() -> None:
     value = torch.tensor([1.0, 2.0])
-    changes = Changes(Encoding.TOPK, 0.5, {0: value})
+    changes = Changes(TopK.encoding, 0.5, {0: value})
     mark = changes.mark(0)
     assert changes.answer(0, mark, True) == (bytes(value.numpy()), Encoding.DENSE, mark), "none was made"
     value.add_(1.0)
     payload = changes.make(0)
-    assert changes.answer(0, mark, True) == (payload, Encoding.TOPK, mark)
+    assert changes.answer(0, mark, True) == (payload, TopK.encoding, mark)
     whole = bytes(changes.known[0].numpy()), Encoding.DENSE, mark
     for other, next_version in ((mark, False), (0.0, True), (mark + 1, True)):
         assert changes.answer(0, other, next_version) == whole
@@ -44,8 +45,8 @@ def test_a_worker_adds_a_change_only_to_what_it_was_made_from() -> None:
     whole = had.take(header, change)
     assert whole is not None
     for base, mark in ((3, 5.0), (5, 5.0), (4, 6.0)):
-        assert had.take(header._replace(encoding=Encoding.TOPK, base=base, weight=mark), change) is None
-    nearer = had.take(header._replace(encoding=Encoding.TOPK, base=4), change)
+        assert had.take(header._replace(encoding=TopK.encoding, base=base, weight=mark), change) is None
+    nearer = had.take(header._replace(encoding=TopK.encoding, base=4), change)
     assert nearer is not None
     assert nearer.unique().tolist() == [2.0]
 
@@ -54,12 +55,12 @@ def test_a_worker_adds_a_change_only_to_what_it_was_made_from() -> None:
 def test_who_wants_changes_alone_gets_the_values() -> None:
     """Also from a copy: what was known is that of many steps before."""
     value = torch.ones(4)
-    changes, copy = (Changes(Encoding.ONEBIT, 0.5, {0: value}, Encoding.FP16) for _ in range(2))
+    changes, copy = (Changes(OneBit.encoding, 0.5, {0: value}, FP16.encoding) for _ in range(2))
     value.add_(1.0)
     assert not changes.make(0, {Encoding.DENSE})
     copy.take_over(0, changes.known[0], 0, 0 in changes.behind)
     for one in (changes, copy):
-        assert one.answer(0, one.mark(0), True, Encoding.ONEBIT) == (bytes(value.numpy()), Encoding.DENSE, ALONE)
+        assert one.answer(0, one.mark(0), True, OneBit.encoding) == (bytes(value.numpy()), Encoding.DENSE, ALONE)
 
 
 def in_one_process(optimizer_options: dict[str, Any], size: int) -> dict[str, Tensor]:

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.compression import SAMPLE, Encoder, as_bytes, check_length, decode, largest, rounded
-from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
+from cnnstrategies.paramserver.compression import FP16, SAMPLE, Encoder, TopK, check_length, decode, largest
+from cnnstrategies.paramserver.messages import InvalidMessageError
 from cnnstrategies.paramserver.slicing import cut
-from cnnstrategies.paramserver.specification import Compression, Specification, hyperparameters
+from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.paramserver.worker.outgoing import Outgoing
 
@@ -20,8 +20,9 @@ pytestmark = pytest.mark.light
 
 def sent(encoder: Encoder, gradient: torch.Tensor) -> torch.Tensor:
     payload = memoryview(encoder.encode(gradient)).cast("B")
-    check_length(len(payload), encoder.encoding, gradient.numel(), gradient.dtype)
-    return decode(payload, encoder.encoding, gradient.numel(), gradient.dtype)
+    encoding = encoder.compression.encoding
+    check_length(len(payload), encoding, gradient.numel(), gradient.dtype)
+    return decode(payload, encoding, gradient.numel(), gradient.dtype)
 
 
 def test_without_compression_no_bit_changes_nor_is_copied() -> None:
@@ -34,11 +35,10 @@ def test_without_compression_no_bit_changes_nor_is_copied() -> None:
 
 def test_half_precision_rounds_and_keeps_what_is_beyond_its_range() -> None:
     gradient = torch.randn(100)
-    halves: list[Compression] = ["fp16", "bf16"]
-    for compression in halves:
+    for compression in ("fp16", "bf16"):
         torch.testing.assert_close(sent(Encoder(compression, 0.1), gradient), gradient, rtol=1e-2, atol=1e-3)
-    payload = as_bytes(rounded(torch.tensor([1e6, -1e6, 0.5]), Encoding.FP16))
-    assert decode(payload, Encoding.FP16, 3, torch.float32).tolist() == [65504, -65504, 0.5]
+    payload = FP16().encode_values(torch.tensor([1e6, -1e6, 0.5]))
+    assert decode(payload, FP16.encoding, 3, torch.float32).tolist() == [65504, -65504, 0.5]
 
 
 @pytest.mark.parametrize("width", [4, 4000])
@@ -48,7 +48,7 @@ def test_a_gradient_beyond_fp16_is_refused_by_name(width: int) -> None:
     optimizer, sink = torch.optim.SGD(network.parameters(), 0.1), lambda *_, **__: 0
     to: Any = SimpleNamespace(view=SimpleNamespace(servers=()), send=sink, primary=sink)
 
-    def push(compression: Compression, value: float) -> None:
+    def push(compression: str, value: float) -> None:
         specification = Specification.of(network.named_parameters(), optimizer, 1, compression=compression)
         parameters = list(network.parameters())
         outgoing = Outgoing(specification, cut(specification), to, Counters())
@@ -100,4 +100,6 @@ def test_onebit_sends_the_means_above_and_below_zero(gradient: list[float], expe
 def test_topk_refuses_indices_that_are_not_rising_or_too_large(indices: list[int]) -> None:
     payload = torch.tensor(indices, dtype=torch.int32).numpy().tobytes() + bytes(8)
     with pytest.raises(InvalidMessageError, match="indices"):
-        decode(memoryview(payload), Encoding.TOPK, 10, torch.float32)
+        decode(memoryview(payload), TopK.encoding, 10, torch.float32)
+    with pytest.raises(InvalidMessageError, match="indices"):
+        TopK().check(memoryview(payload), 10)

@@ -26,7 +26,7 @@ def test_a_request_with_other_contents_is_answered() -> None:
     run, (worker,) = trained(1)
     answer = run.call(worker, "take", epoch="first", processed=0)
     assert isinstance(answer.value, str)
-    assert answer.value.startswith("`take` has other contents: ")
+    assert answer.value.startswith("`take` has wrong contents: ")
 
 
 def test_who_comes_after_all_have_left_is_told() -> None:
@@ -71,7 +71,7 @@ def test_a_server_that_lives_and_takes_up_no_view_is_lost(set_up: bool, copies: 
     assert start.value is None
     assert blind in run.members
     run.passes(4.0)
-    how = f"server 1 (process 4711 on here) has not taken up view 3 for {patience} s"
+    how = f"server 1 (process 4711 on here) has not followed view 3 for {patience} s"
     assert how in str(run.ask()["faults"])
     ended = run.ended(worker)
     assert (ended is None) == isinstance(start.value, Message) == bool(copies)
@@ -110,8 +110,8 @@ def test_a_worker_that_needs_those_who_wait_for_it_ends_the_run():
     """Who has made as many steps may be on its way, and so may who allows that others are behind."""
     at_five = {"pushed": 5, "needs": 5}
     assert end_of_the_run({0: at_five, 1: at_five, 2: {"pushed": 6, "needs": 6}}) == (
-        "nobody can go on: worker 0, worker 1 in `boundary` for worker 2; worker 2 in `step 5` for worker 0, worker 1: "
-        + UNEVEN
+        "no worker can go on: worker 0, worker 1 in `boundary` for worker 2; "
+        "worker 2 in `step 5` for worker 0, worker 1: " + UNEVEN
     )
     text = end_of_the_run({0: at_five, 1: {"pushed": 4, "needs": 4}, 2: at_five})
     assert text is not None
@@ -149,7 +149,7 @@ def test_a_run_is_shown_with_its_members_waits_and_deaths() -> None:
     assert other["figures"] == {}
     (died, how), (came, whom) = answer["faults"]
     assert how == "server 0 (process 4711 on here) was killed"
-    assert whom == "server 0 (process 4711 on here) has taken the place of the one before"
+    assert whom == "server 0 (process 4711 on here) has taken the place of the process before it"
     assert 2.0 < died - came < 2.1
     assert answer["losses"] == 1
 

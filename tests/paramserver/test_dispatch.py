@@ -93,7 +93,7 @@ def test_an_epoch_goes_on_without_what_was_done_before_its_save():
     assert int(after.progress(3), 16) == 0b111111
     assert after.begin(3, 5, 1) == 11, "as it was begun first"
     assert after.progress(4) == ""
-    with pytest.raises(ControlError, match="hexadecimal digits, not as 'zz'"):
+    with pytest.raises(ControlError, match="done='zz' is not a number in hexadecimal digits"):
         after.begin(4, 4, 1, "zz")
 
 
@@ -112,10 +112,10 @@ def test_who_joins_gets_what_the_others_can_spare():
 
 def test_who_comes_back_counts_among_those_to_leave_work_for():
     dispatcher = begun(3)
-    dispatcher.meet()
+    dispatcher.mark_boundary()
     for _ in range(2):
         dispatcher.take(0, 0, 0, (0,))
-    assert dispatcher.may_come(1)
+    assert dispatcher.may_join(1)
     assert dispatcher.can_spare((0, 1), others=False)
     assert not dispatcher.can_spare((0, 1, 2), others=False), "one chunk for two"
     assert not dispatcher.can_spare((0, 1), others=True)
@@ -123,14 +123,14 @@ def test_who_comes_back_counts_among_those_to_leave_work_for():
 
 def test_who_began_an_epoch_with_nothing_left_is_not_let_in():
     dispatcher = begun(2)
-    dispatcher.meet()
+    dispatcher.mark_boundary()
     for worker in (0, 0, 2):
         dispatcher.take(worker, 0, 0, (0, 2))
     assert not dispatcher.take(1, 0, 0, (0, 2))
     dispatcher.lose(2)  # Something is left after all.
     assert dispatcher.can_spare((0, 1), others=False)
-    assert not dispatcher.may_come(1)
-    assert dispatcher.may_come(3)
+    assert not dispatcher.may_join(1)
+    assert dispatcher.may_join(3)
 
 
 def test_what_one_leaves_in_the_next_epoch_comes_in_that():

@@ -18,6 +18,7 @@ from data_world import MEMBER, Servers
 from simulation import control
 from training import ADAMW, SGD, specify
 
+from cnnstrategies.paramserver.compression import may_be_lossy, payload_names
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
@@ -30,6 +31,7 @@ from cnnstrategies.paramserver.messages import (
     Header,
     InvalidMessageError,
     Kind,
+    known_encodings,
     pack_keys,
     unpack,
 )
@@ -142,14 +144,14 @@ MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "pipelined": {"pipelined": True},
     "clipped": {"clip_norm": 0.3},
-    "changes": {"pull_compression": "onebit"},
+    **{f"changes by {name}": {"pull_compression": name} for name in payload_names(pulls=True) if may_be_lossy(name)},
     "chosen": {"pull_compression": "auto"},
     "ssp": {"mode": "ssp", "staleness": 1},
     "async": {"mode": "async"},
 }
 STEPS = [0, 1, 2, 5, 1 << 31, 1 << 62, (1 << 63) - 1, (1 << 64) - 2, NO_STEP]
 HEADERS: dict[str, list[Any]] = {
-    "kind": list(Kind), "encoding": list(Encoding), "key": [*range(7), 1 << 20], "weight": [0.0, 1.0, 2.0, 1e308],
+    "kind": list(Kind), "encoding": known_encodings(), "key": [*range(7), 1 << 20], "weight": [0.0, 1.0, 2.0, 1e308],
     "step": STEPS, "base": STEPS, "incarnation": [0, 1, 2, 3], "level": [0, 1, 255], "question": [0, 1, 2],
 }  # fmt: skip
 

@@ -23,7 +23,7 @@ def test_places_are_given_while_there_are_some():
     run.call(peer, "leave")
     assert (run.ask(PLACE)["place"], run.ask(PLACE)["incarnation"]) == (2, 1)
     refused = run.ask("hello", Peer("worker", 4), session=0)["message"]
-    assert "2 places for workers that join: no worker 4 is expected" in refused
+    assert "2 places for workers that join: it does not expect worker 4" in refused
     assert "place" not in Run(2, 1).ask(PLACE)
 
 
@@ -140,7 +140,7 @@ def test_one_waits_for_a_boundary_if_the_last_let_one_in():
     run.passes(2.0)
     for peer in (zero, one, joined):
         run.collect(peer, "admitted")
-    assert run.coordinator.dispatcher.may_come(1)
+    assert run.coordinator.dispatcher.may_join(1)
     assert comes_back(run, one).value is None
 
 

@@ -129,13 +129,13 @@ def test_a_directory_of_somebody_elses_making_is_not_used(tmp_path: Path, monkey
     assert not path.exists(), "the last one has removed it"
     for make in (lambda: path.mkdir(0o755), lambda: path.symlink_to(tmp_path)):
         make()
-        with pytest.raises(ConfigurationError, match="is not a directory that this user alone can enter"):
+        with pytest.raises(ConfigurationError, match="is not a directory that only this user can enter"):
             shared_directory("here")
         path.unlink() if path.is_symlink() else path.rmdir()
     path.mkdir(0o700)
     other = os.getuid() + 1
     monkeypatch.setattr("os.getuid", lambda: other)
-    with pytest.raises(ConfigurationError, match="is not a directory that this user alone can enter"):
+    with pytest.raises(ConfigurationError, match="is not a directory that only this user can enter"):
         hold(path)
 
 
@@ -226,7 +226,7 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
         until(lambda: service.dropped == len(said) + 1 or role.ended is not None or len(role.roster.members) > 1)
         assert not liar.poll(0), "nobody is told anything"
         liar.close(0)
-        assert role.roster.at("worker", 0) is victim
+        assert role.roster.member_at("worker", 0) is victim
         assert len(role.roster.members) == 1
         assert role.ended is None
         assert role.specification is None

@@ -9,7 +9,7 @@ import torch
 from data_world import MEMBER, Servers, fresh
 from training import specify
 
-from cnnstrategies.paramserver.compression import as_bytes
+from cnnstrategies.paramserver.compression import BF16, FP16, OneBit, TopK, as_bytes
 from cnnstrategies.paramserver.core.view import ServerInfo, View
 from cnnstrategies.paramserver.messages import NO_STEP, SERVER, Encoding, Header, Kind, Parcel, pack_json, pack_keys
 from cnnstrategies.paramserver.server.clocks import PATIENCE_SECONDS
@@ -121,12 +121,12 @@ def test_values_come_in_the_encoding_that_the_worker_asks_for(mode: Any) -> None
     """Its lowest bit left out, the pull's base names it; none for the specification's, and others are refused."""
     run = fresh(specify(PLAIN, 1, mode=mode, pull_compression="bf16"))
     whole, got = 1, []
-    for base in (0, Encoding.DENSE << 1, Encoding.FP16 << 1, Encoding.BF16 << 1, whole):
+    for base in (0, Encoding.DENSE << 1, FP16.encoding << 1, BF16.encoding << 1, whole):
         run.told.clear()
         pull(run, 0, base, keys=[0])
         got += [header.encoding for header, _, _ in run.told if header.kind == Kind.PULLED]
-    assert got == [Encoding.BF16, Encoding.DENSE, Encoding.FP16, Encoding.BF16, Encoding.DENSE]
-    for base in (Encoding.TOPK << 1, Encoding.ONEBIT << 1, Encoding.KEYS << 1, 1 << 20):
+    assert got == [BF16.encoding, Encoding.DENSE, FP16.encoding, BF16.encoding, Encoding.DENSE]
+    for base in (TopK.encoding << 1, OneBit.encoding << 1, Encoding.KEYS << 1, 1 << 20):
         pull(run, 0, base, keys=[0])
     assert run.roles[0].dropped["a pull in an encoding that is not used for parameters"] == 4
 

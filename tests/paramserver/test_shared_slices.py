@@ -10,7 +10,7 @@ from roles import PlainRoles
 from torch import Tensor, nn
 from training import specify
 
-from cnnstrategies.paramserver.compression import as_bytes
+from cnnstrategies.paramserver.compression import COMPRESSIONS, as_bytes, payload_names
 from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
 from cnnstrategies.paramserver.server.pushes import Pushes
 from cnnstrategies.paramserver.slicing import MOST_SHARED, SHARED_BYTES, Slice, cut
@@ -116,8 +116,9 @@ def test_small_parameters_share_a_slice_if_none_is_left_out() -> None:
     assert all(slice_.numel * 4 <= SHARED_BYTES for slice_ in shared)
     assert len(shared) == -(-100 // 6), "six of 40 kB each"
     assert len(cut(of_shapes([(100,)] * 100, servers=4))) >= 16, "each server has some"
-    for compression in ("topk", "onebit", "auto"):
-        assert {len(slice_.parts) for slice_ in cut(of_shapes(compression=compression))} == {1}
+    for name in (*payload_names(), "auto"):
+        lossy = name == "auto" or COMPRESSIONS[name].lossy
+        assert ({len(slice_.parts) for slice_ in cut(of_shapes(compression=name))} == {1}) == lossy
 
 
 def test_a_shared_slice_has_one_group_and_few_parts_and_bytes() -> None:

@@ -47,13 +47,21 @@ MISTAKES = [
     ("gbit: 96, us: 10", "us: 10", "nodes[0]: inside: gbit is missing"),
     ("memory: 16GiB", "memory: 16 apples", "memory='16 apples' is not a size above 0"),
     ("efficiency: 0.5", "efficiency: 1.5", "it must be a number above 0 and of at most 1"),
-    ("inside: {gbit: 8, work_us: 70}, ", "", "nodes[1]: inside is missing, how its 2 devices are connected"),
+    (
+        "inside: {gbit: 8, work_us: 70}, ",
+        "",
+        "nodes[1]: inside is missing; give the connection between the machine's 2 devices",
+    ),
     ("nodes:", "machines:", "unknown key 'machines'; accepted: nodes, server"),
-    ("server: {gbyte_per_s: 2, us: 80}", "server: {", "this is not YAML"),
-    ("server: {gbyte_per_s: 2, us: 80}", "server: 2", "server: a mapping is needed, with some of gbyte_per_s, us"),
+    ("server: {gbyte_per_s: 2, us: 80}", "server: {", "the file is not valid YAML"),
+    (
+        "server: {gbyte_per_s: 2, us: 80}",
+        "server: 2",
+        "server: a mapping is needed, with some of the keys gbyte_per_s, us",
+    ),
     (FILE, "server: {us: 3}", "nodes is missing"),
     (FILE, "nodes: []", "nodes: a list is needed, with at least one machine"),
-    (FILE, "", "a mapping is needed, with some of nodes, server"),
+    (FILE, "", "a mapping is needed, with some of the keys nodes, server"),
 ]
 
 

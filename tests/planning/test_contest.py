@@ -94,7 +94,7 @@ def test_a_candidate_that_dies_in_its_rounds_ends_nothing_else(pretended):
 
 def test_what_changes_the_loss_is_refused_unless_allowed(pretended):
     _, rows = pretended("wrong", effect=Effect.ROUNDING)
-    assert "changes the loss: 1.81 for 1.8" in rows["wrong"].trouble
+    assert "changes the loss: 1.81 instead of 1.8" in rows["wrong"].trouble
     assert pretended("wrong")[0] == "wrong"
 
 

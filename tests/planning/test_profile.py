@@ -58,13 +58,13 @@ def test_times_are_a_line_through_two_batch_sizes() -> None:
 
 
 MISTAKES = [
-    ("backward_ms,", "", 1, "no column backward_ms; a profile has the columns node,operation,"),
+    ("backward_ms,", "", 1, "missing columns: backward_ms; a profile has the columns node,operation,"),
     ("2,4,8000", "2,four,8000", 3, "backward_ms: 'four' is not accepted; it must be a number of at least 0"),
     ("2,4,8000", "-2,4,8000", 3, "forward_ms: '-2' is not accepted"),
-    ("n4 n3", "n4 n6", 6, "inputs: no node 'n6' in a row before"),
-    ("n4,Batch", "n3,Batch", 5, "node 'n3' is in line 4 too"),
-    ('"Conv2d(3, 64)"', "Conv2d(3, 64)", 3, "not as many values as the first line has columns"),
-    (CSV, "\n".join(CSV.splitlines()[:2]), 1, "no node of a network follows"),
+    ("n4 n3", "n4 n6", 6, "inputs: no earlier row has the node 'n6'"),
+    ("n4,Batch", "n3,Batch", 5, "node 'n3' is also in line 4"),
+    ('"Conv2d(3, 64)"', "Conv2d(3, 64)", 3, "the number of values differs from the number of columns"),
+    (CSV, "\n".join(CSV.splitlines()[:2]), 1, "the file has no node of a network"),
 ]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.scaling import report
-from cnnstrategies.planning.scaling.figures import EpochCosts, Facts, Found, MeasuredRun, Rank, Sample
+from cnnstrategies.planning.scaling.figures import EpochCosts, Facts, MeasuredRun, Measurements, Rank, Sample
 from cnnstrategies.planning.scaling.reasons import RULES, reasons
 
 pytestmark = pytest.mark.light
@@ -42,7 +42,7 @@ def found(*more, **facts):
     ranks = more or ({}, {})
     largest = run(*ranks)
     larger = 4 * largest.slowest.compute / 1.1
-    return Found([run(ranks[0]), largest], replace(HEALTHY, **{"larger": larger, **facts}))
+    return Measurements([run(ranks[0]), largest], replace(HEALTHY, **{"larger": larger, **facts}))
 
 
 def both(**more):
@@ -74,7 +74,7 @@ PLANTED = {
     "slow link": (found(*both(communication=0.3), link=0.32), "the link is slow", {"trainer.strategy": "ddp_bf16"}),
     "threads": (
         found(*both(forward=0.1, backward=0.2), threads=8, cores=2, with_fewer=2 * SAMPLES / STEP),
-        "threads fight",
+        "threads compete",
         {"ComputeSettings.threads": 1},
     ),
     "host reads": (
@@ -116,13 +116,16 @@ def test_a_planted_cause_comes_first_with_its_remedy(name):
 def test_a_healthy_run_has_no_reason_and_says_how_near_it_is_to_its_limit():
     assert reasons(found()) == []
     lines = report.sentences(found(), [])
-    assert any(line.startswith("Nothing found: 0.94 of what the parts allow") for line in lines)
+    assert any(line.startswith("No cause was found: training reaches 0.94 of the rate") for line in lines)
 
 
 def test_every_rule_has_a_planted_cause_or_is_named_here():
     seen = {rule.__name__ for rule in RULES for planted, _, _ in PLANTED.values() if any(True for _ in rule(planted))}
     slow = found(*both(transfer=0.05), epoch=EpochCosts(100, 0.5, 5.0))
-    assert {one.cause for one in reasons(slow)} == {"batches get to the device slowly", "checkpoints take long"}
+    assert {one.cause for one in reasons(slow)} == {
+        "the transfer of batches to the device is slow",
+        "checkpoints take long",
+    }
     assert seen | {"checkpoints", "transfer"} == {rule.__name__ for rule in RULES}
 
 

@@ -95,7 +95,7 @@ def test_steps_take_what_can_be_worked_out_by_hand() -> None:
 
 def test_orders_that_wait_for_each_other_are_refused() -> None:
     tasks = [[Task("backward", 0, 0), Task("forward", 0, 0)], [Task("forward", 1, 0), Task("backward", 1, 0)]]
-    with pytest.raises(ValueError, match=r"rank 0 waits for ever for the inputs of .*backward"):
+    with pytest.raises(ValueError, match=r"rank 0 waits forever for the inputs of .*backward"):
         simulate(tasks, [stage(1.0, 1.0)] * 2, chain(2), FREE)
 
 

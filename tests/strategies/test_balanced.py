@@ -29,7 +29,7 @@ class DealAtRandom(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if self.random.random() < 0.5:
             shares = [self.random.uniform(0.1, 4) for _ in range(trainer.world_size)]
-            trainer.strategy.deals.change(trainer.current_epoch, batch_idx + 3, shares)
+            trainer.strategy.batch_shares.change(trainer.current_epoch, batch_idx + 3, shares)
 
 
 class SlowRank(Callback):

@@ -128,7 +128,7 @@ def test_the_array_of_the_docs_joins(tmp_path):
 
 def test_what_cannot_be_joined_is_said_in_a_line(capsys, monkeypatch, tmp_path):
     for words, message in (
-        (["--run", "nowhere"], "there is no such folder"),
+        (["--run", "nowhere"], "the folder does not exist"),
         (["--run", str(tmp_path)], "no watch.json lies there"),
         (["--run", "tcp://127.0.0.1:1", "--key_file", "none.key"], "none.key does not exist here"),
     ):
@@ -160,7 +160,7 @@ def coordinator(tmp_path):
 
 
 def test_who_may_not_join_is_told_why(coordinator, tmp_path):
-    with pytest.raises(ConfigurationError, match="lets nobody join: start it with max_joiners: N"):
+    with pytest.raises(ConfigurationError, match="accepts no joiners: start it with max_joiners: N"):
         find_place(coordinator())
     address = coordinator(max_joiners=1)
     place = find_place(address)

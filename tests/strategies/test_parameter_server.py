@@ -21,6 +21,7 @@ from cnnstrategies.callbacks import SampleWeights
 from cnnstrategies.callbacks.traffic import ServerTraffic
 from cnnstrategies.paramserver.worker.codecs import CodecChooser
 from cnnstrategies.strategies import ParameterServerStrategy
+from cnnstrategies.strategies.protocol import facts_of
 
 served = partial(ParameterServerStrategy, start_method="fork")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -41,7 +42,7 @@ class Traffic(Callback):
     """Writes down what a worker has sent and received over the network."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        counters = trainer.strategy.counters  # type: ignore[attr-defined]
+        counters = facts_of(trainer.strategy).traffic
         assert trainer.log_dir is not None
         path = Path(trainer.log_dir, f"traffic-{trainer.global_rank}")
         path.write_text(json.dumps([counters.bytes_sent, counters.bytes_received]))

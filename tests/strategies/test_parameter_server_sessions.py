@@ -99,8 +99,8 @@ def test_after_a_stop_a_worker_waits_for_no_other(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(base, "Collectives", Gone)
     strategy = ParameterServerStrategy()
     strategy.register(Address("ipc://coordinator", "worker", 0), None)
-    assert strategy.stop_signal(None) is None
-    assert strategy.stop_signal(15) == 15
+    assert strategy.agree_on_stop(None) is None
+    assert strategy.agree_on_stop(15) == 15
     assert told == [15]
     assert strategy.gather("mine", "metric") == {0: "mine"}
     assert strategy.broadcast("mine") == "mine"

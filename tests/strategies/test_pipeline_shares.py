@@ -109,7 +109,7 @@ class Deals(Callback):
 
     def on_train_start(self, trainer, pl_module):
         assert dealt(trainer).counts(0) == (47, 13)
-        assert ("shares", f"of the microbatches: [3, 1, 1]{self.said}") in trainer.strategy.describe(None)
+        assert ("shares", f"of the microbatches: [3, 1, 1]{self.said}") in trainer.strategy.panel_rows(None)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from cnnstrategies.cluster.job import WAIT_SECONDS
 from cnnstrategies.cluster.ray import node as node_module
 from cnnstrategies.cluster.ray.connection import in_words
 from cnnstrategies.cluster.ray.node import Node, RayNode
-from cnnstrategies.cluster.run_folder import RUN_NAME
 from cnnstrategies.errors import ConfigurationError
 
 REFUSED = 2  # Exit code of a mistake in the configuration, which the next start would find again.
@@ -77,6 +76,7 @@ class Driver:
     folder: Path
     directory: str
     variables: dict[str, str]
+    foreign: tuple[str, ...]
     max_restarts: int
     wait: float
     grace: float
@@ -163,7 +163,7 @@ class Driver:
                     placement_group=group, placement_group_bundle_index=number
                 ),
             )
-            .remote()
+            .remote(self.foreign)
         )
 
     def _look(self, actors: list[Any]) -> list[RayNode]:
@@ -178,7 +178,7 @@ class Driver:
         """Start the programs: their nodes, by what has their exit codes."""
         main = places[0]
         meeting = {"MASTER_ADDR": main.address, "MASTER_PORT": str(main.port)}
-        common = {**self.variables, **meeting, RUN_NAME: self.folder.name}
+        common = {**self.variables, **meeting}
         _say(f"Starting on {', '.join(f'{place.host} ({place.address})' for place in places)}")
         return {
             actor.run.remote(self.script, self.directory, {**common, "NODE_RANK": str(node)}, str(log)): node

@@ -3,15 +3,13 @@
 Ray sends this class by value, so nothing of the package is imported here: a node without the package can say so.
 """
 
+import fnmatch
 import os
 import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 
-# Of a launcher that has started the raylets: its ranks are not those of this run.
-FOREIGN = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_")
-FOREIGN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
 PYTHON = "CNNSTRATEGIES_PYTHON"  # Environment variable of the program: the interpreter that runs this node's Ray.
 # The kernel ends the program when the actor's process dies, however that comes: the driver may start the run anew.
 LEASH = """
@@ -35,7 +33,15 @@ class RayNode:
 
 
 class Node:
-    """The actor on a node."""
+    """The actor on a node.
+
+    Args:
+        foreign: Patterns of environment variables that programs do not inherit: they describe the launch of a launcher
+            that has started Ray itself, whose ranks are not those of this run.
+    """
+
+    def __init__(self, foreign: tuple[str, ...]) -> None:
+        self.foreign = foreign
 
     def look(self, config: str, probe: str) -> RayNode:
         """Whether the run can start here."""
@@ -43,7 +49,7 @@ class Node:
         if not os.path.exists(config):
             missing = f"{host} does not see {config}: put cluster.folder on a disk that all nodes see"
         else:
-            tried = subprocess.run(["bash", "-c", probe], env=_environment({}), capture_output=True, text=True)
+            tried = subprocess.run(["bash", "-c", probe], env=self._environment({}), capture_output=True, text=True)
             if tried.returncode != 0:
                 said = (tried.stdout + tried.stderr).strip().splitlines()
                 missing = (
@@ -63,7 +69,7 @@ class Node:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=directory if os.path.isdir(directory) else None,
-                env=_environment(variables),
+                env=self._environment(variables),
             )
         return self.program.wait()
 
@@ -72,7 +78,16 @@ class Node:
         self.program.send_signal(signum)
 
     def answer(self) -> None:
-        """Say that the node is there."""
+        """Return, which shows that the node is alive."""
+
+    def _environment(self, variables: dict[str, str]) -> dict[str, str]:
+        """Return the environment of a program: this process's, without foreign variables, and `variables`."""
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.foreign)
+        }
+        return {**inherited, PYTHON: sys.executable, "PYTHONUNBUFFERED": "1", **variables}
 
 
 def own_address() -> str:
@@ -80,10 +95,3 @@ def own_address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
-
-
-def _environment(variables: dict[str, str]) -> dict[str, str]:
-    own = {
-        name: value for name, value in os.environ.items() if not name.startswith(FOREIGN) and name not in FOREIGN_NAMES
-    }
-    return {**own, PYTHON: sys.executable, "PYTHONUNBUFFERED": "1", **variables}

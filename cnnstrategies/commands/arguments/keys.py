@@ -94,11 +94,14 @@ def accepted(value: str, names: Sequence[str]) -> str:
     """The names that there are, and the one that may have been meant."""
     if not names:
         return ""
+    guess = closest(value, names)
+    return guess if guess != ";" and len(names) > MOST_NAMES else f"{guess} accepted: {', '.join(names)}"
+
+
+def closest(value: str, names: Sequence[str]) -> str:
+    """Return ``; did you mean 'NAME'?`` with the name that is most like a value, or ``;`` if none is like it."""
     close = difflib.get_close_matches(value, names, n=1)
-    if close and len(names) > MOST_NAMES:
-        return f"; did you mean {close[0]!r}?"
-    hint = f"; did you mean {close[0]!r}?" if close else ";"
-    return f"{hint} accepted: {', '.join(names)}"
+    return f"; did you mean {close[0]!r}?" if close else ";"
 
 
 def misspelt(name: str, known: Sequence[str] = OF_CLASS) -> str:

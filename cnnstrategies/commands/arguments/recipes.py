@@ -3,10 +3,14 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cnnstrategies.commands.arguments.keys import accepted
 from cnnstrategies.commands.arguments.refuse import show
 from cnnstrategies.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from cnnstrategies.commands.arguments.options import ConfigsOptions
 
 FOLDER = Path(__file__).parents[2] / "configs"
 
@@ -38,10 +42,10 @@ def with_files(args: Sequence[str]) -> list[str]:
     return result
 
 
-def main(args: Sequence[str]) -> None:
+def main(options: "ConfigsOptions") -> None:
     """List the recipes, or print those that are named."""
-    if args[1:]:
-        show("\n".join(find(name).read_text(encoding="utf-8").rstrip() for name in args[1:]))
+    if options.names:
+        show("\n".join(find(name).read_text(encoding="utf-8").rstrip() for name in options.names))
         return
     width = max(map(len, names()))
     first = {name: (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0] for name in names()}

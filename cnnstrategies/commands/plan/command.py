@@ -3,14 +3,11 @@
 From a profile in a file it needs neither torch nor Lightning, and answers in a second.
 """
 
-import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
 from cnnstrategies.commands.arguments.options import PlanOptions
-from cnnstrategies.commands.arguments.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.planning.candidates import Job
@@ -20,19 +17,15 @@ from cnnstrategies.planning.rank import Ranking, rank
 from cnnstrategies.planning.report import ranking_table, stages_table, summary, write_overlay
 
 
-def main(args: Sequence[str]) -> None:
+def main(options: PlanOptions, words: Sequence[str]) -> None:
     """Print the strategies for a configuration, or for a profile on a cluster."""
-    cluster, words = _take_cluster(args[1:])
-    from_file = any(re.match(r"--profile(=|$)", word) for word in words)
-    if from_file and not any(re.match(r"(--config|-c|--(trainer|model|data)[.\w]*)(=|$)", word) for word in words):
-        options = _parse(words)
-        options.cluster = cluster
+    if options.profile is not None and not words:
         job = job_from_files(options)
     else:
         # Only now torch and Lightning are imported.
         from cnnstrategies.commands.plan.measured import job_from_configuration
 
-        job, options = job_from_configuration(words, cluster)
+        job = job_from_configuration(options, words)
     show(rank(job), options)
 
 
@@ -71,29 +64,3 @@ def show(ranking: Ranking, options: PlanOptions) -> None:
     if options.write is not None:
         write_overlay(options.write, ranking)
         print(f"Wrote {options.write}: cnnstrategies fit --config YOURS --config {options.write}")
-
-
-def _take_cluster(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The file that ``--cluster`` names, and the other words: in a configuration ``cluster`` is a job's options."""
-    found, others = None, []
-    rest = iter(words)
-    for word in rest:
-        if match := re.fullmatch(r"--cluster(?:=(.*))?", word):
-            name = match[1] if match[1] is not None else next(rest, "")
-            if not name or name.startswith("--"):
-                raise ConfigurationError("cluster: a YAML file that describes the machines must follow")
-            found = Path(name)
-        else:
-            others.append(word)
-    return found, others
-
-
-def _parse(words: Sequence[str]) -> PlanOptions:
-    from jsonargparse import ArgumentError, ArgumentParser
-
-    parser = ArgumentParser(prog="cnnstrategies plan", exit_on_error=False)
-    parser.add_class_arguments(PlanOptions, None, skip={"cluster"})
-    try:
-        return PlanOptions(**vars(parser.parse_args(list(words))))
-    except ArgumentError as error:
-        raise ConfigurationError(in_one_line(str(error))) from error

@@ -3,8 +3,7 @@
 import inspect
 import os
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -29,11 +28,10 @@ from cnnstrategies.strategies.hybrid_pipeline.contract import find_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 
 
-def job_from_configuration(words: Sequence[str], cluster: Path | None) -> tuple[Job, PlanOptions]:
-    """What to plan for, and the options that the words give."""
-    cli = ModelAndData("plan", words, PlanOptions)
-    options: PlanOptions = replace(cli.own_options(), cluster=cluster)
-    return job_for(cli.model, cli.data(), cli.config.trainer, options), options
+def job_from_configuration(options: PlanOptions, words: Sequence[str]) -> Job:
+    """Return what to plan for, from the words of a configuration."""
+    cli = ModelAndData("plan", words)
+    return job_for(cli.model, cli.data(), cli.config.trainer, options)
 
 
 def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, options: PlanOptions) -> Job:

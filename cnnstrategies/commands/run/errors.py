@@ -13,6 +13,7 @@ from typing import Any, Union, get_args, get_origin
 from lightning.pytorch.strategies import StrategyRegistry
 
 from cnnstrategies.commands.arguments.keys import OF_CLASS, ROOTS, ConfiguredKey, accepted, configured_keys, misspelt
+from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.arguments.refuse import in_one_line
 from cnnstrategies.commands.run.strategy_names import explain_nested
 from cnnstrategies.errors import ConfigurationError
@@ -180,20 +181,22 @@ def _explain_unknown(key: str, args: Sequence[str]) -> str:
         return f"{parent}.{name} stands beside class_path: arguments of a class go under {parent}.init_args"
     for one in keys:
         if one.path == key or one.path.endswith("." + key):
-            return _unknown_key(one.path, one.owner)
+            return _unknown_key(one.path, one.owner, args)
     if hint := misspelt(key.partition(".")[0]):
         return f"unknown option {key}: {hint}"
-    return f"unknown option {key}; `cnnstrategies fit --help` lists the options"
+    command = args[0] if args and args[0] in COMMANDS else "fit"
+    return f"unknown option {key}; `cnnstrategies {command} --help` lists the options"
 
 
-def _unknown_key(path: str, owner: str | None) -> str:
-    """What is said of a key that does not exist."""
+def _unknown_key(path: str, owner: str | None, args: Sequence[str]) -> str:
+    """Return the line for a key that does not exist, with the names that are accepted in its place."""
     parts = path.split(".")
     for place, part in enumerate(parts, start=1):
         if part not in OF_CLASS and (hint := misspelt(part)):
             return f"unknown key {'.'.join(parts[:place])}: {hint}"
     if owner is None:
-        return f"unknown key {path}{accepted(parts[-1], list(ROOTS))}"
+        options = [option.name for option in COMMANDS[args[0]].options] if args and args[0] in COMMANDS else []
+        return f"unknown key {path}{accepted(parts[-1], list(dict.fromkeys([*options, *ROOTS])))}"
     names = [one for one in parameters_of(located(owner)) if one not in FROM_ELSEWHERE]
     label = owner if len(parts) > 2 else owner.rpartition(".")[2]
     return f"unknown key {path}: {label} has no {parts[-1]!r}{accepted(parts[-1], names)}"

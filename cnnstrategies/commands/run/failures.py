@@ -11,8 +11,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.arguments.refuse import in_one_line
-from cnnstrategies.commands.arguments.table import COMMANDS
 from cnnstrategies.errors import ConfigurationError, causes
 
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from cnnstrategies.checkpoints.check import check_weights
 from cnnstrategies.cluster.environment import check_world, local_rank
 from cnnstrategies.cluster.run_folder import configuration_hash, find_run, place
 from cnnstrategies.commands.arguments.keys import configured_keys, read_yaml
+from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.arguments.refuse import shows_tracebacks
 from cnnstrategies.commands.run.errors import (
     CHECKPOINT_WORDS,
@@ -51,7 +51,6 @@ from cnnstrategies.pretrained import trained_with
 from cnnstrategies.runtime.processes import ended_by
 
 NUM_CLASSES = "model.init_args.num_classes"
-SECTIONS = ("cluster",)  # Options of commands that a section of the configuration has the name of: these read them.
 FROM_WEIGHTS = ("quantize", "export")  # Subcommands that take a checkpoint's file, and run nothing.
 
 
@@ -99,9 +98,22 @@ class CLI(LightningCLI):
     @override
     def subcommands() -> dict[str, set[str]]:
         every = {**LightningCLI.subcommands(), **{name: {"model", "datamodule"} for name in FROM_WEIGHTS}}
+        every = {name: skipped | {option.name for option in COMMANDS[name].options} for name, skipped in every.items()}
         # Building the parsers is much of a start: that of the one that is asked for will do.
         asked = [name for name in sys.argv[1:2] if name in every]
         return {name: every[name] for name in asked or every}
+
+    @override
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Add the options that the command declares.
+
+        The trainer's method of the same name gets them, as it gets its other arguments. The name is private, and mypy
+        watches it.
+        """
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        added = parser.add_class_arguments(COMMANDS[subcommand].declaration, None, instantiate=False)
+        self._subcommand_method_arguments[subcommand] += added
+        return parser
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -308,30 +320,21 @@ def _with_notes(error: Exception, words: str) -> str:
 
 
 class ModelAndData(CLI):
-    """Parses what ``fit`` parses, and builds model and data but no trainer.
+    """Parser of what ``fit`` parses, that builds model and data but no trainer.
 
-    For a command with its words; ``own`` is a dataclass of what it takes beside the configuration.
+    ``words`` are those of a configuration; the options of the command are parsed before.
     """
 
-    def __init__(self, command: str, words: Sequence[str], own: type[Any] | None = None) -> None:
-        # What LightningCLI reads, and what errors are explained by.
+    def __init__(self, command: str, words: Sequence[str]) -> None:
+        # LightningCLI reads sys.argv, and so does the explanation of errors.
         sys.argv = [f"cnnstrategies {command}", *words]
         quieten()
-        self._own = own
         super().__init__(run=False)
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
         parser.add_argument("--ckpt_path", type=Path | None, default=None, help="A checkpoint to start from.")
-        if self._own is not None:
-            parser.add_class_arguments(self._own, None, skip={*SECTIONS} & self._own.__annotations__.keys())
-
-    def own_options(self) -> Any:
-        """The dataclass with what was given."""
-        assert self._own is not None
-        names = [one.name for one in fields(self._own) if one.name not in SECTIONS]
-        return self._own(**{name: getattr(self.config, name) for name in names})
 
     def data(self) -> LightningDataModule:
         """The data module, for what takes no module's own loaders."""

@@ -37,6 +37,7 @@ from cnnstrategies.runtime.processes import (
     one_refusal,
     spawned_by_a_thread,
 )
+from cnnstrategies.strategies.protocol import facts_of
 
 PATIENCE = 20.0  # Seconds in which a rank notices that another one has failed, and ends.
 
@@ -55,7 +56,7 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
             trainer.callbacks.insert(0, FirstToFail())  # type: ignore[attr-defined]  # set by the callback connector
             with (
                 heeds_signals(partial(_end_others, trainer)),
-                own_store(getattr(trainer.strategy, "finds_hosts", False)),
+                own_store(facts_of(trainer.strategy).connects_hosts),
                 across_hosts(trainer, interconnect),
                 spawned_by_a_thread(),
             ):

@@ -54,8 +54,8 @@ class Trainer(LightningTrainer):
         model: LightningModule,
         datamodule: LightningDataModule,
         ckpt_path: Path,
-        output: Path = Path("quantized.pt2"),
-        calibration_batches: int = 16,
+        output: Path,
+        calibration_batches: int,
     ) -> None:
         """Quantise a trained checkpoint to int8 and print accuracy or mean IoU, size and time before and after.
 
@@ -87,8 +87,8 @@ class Trainer(LightningTrainer):
         model: LightningModule,
         datamodule: LightningDataModule,
         ckpt_path: Path,
-        output: Path = Path("exported"),
-        format: Format = "torch_export",
+        output: Path,
+        format: Format,
     ) -> None:
         """Write a trained checkpoint for use without this package, and print how far its logits are from it.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from cnnstrategies.commands.arguments.options import parse_scaling
+from cnnstrategies.commands.arguments.options import ScalingOptions
 from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Effect
@@ -27,9 +27,8 @@ TRIED = 3  # remedies
 BETWEEN_STEPS = "trainer.check_val_every_n_epoch"  # No step is quicker with it.
 
 
-def main(args: Sequence[str]) -> None:
-    """Measure, print, draw; try remedies where that is asked for."""
-    options, words = parse_scaling(args[1:])
+def main(options: ScalingOptions, words: Sequence[str]) -> None:
+    """Measure, print and draw; with ``--try`` measure remedies as well."""
     config = ModelAndData("scaling", words).config
     if int(config.trainer.num_nodes) > 1:
         raise ConfigurationError(
@@ -66,7 +65,7 @@ def main(args: Sequence[str]) -> None:
         console.print("\n".join(report.sentences(found, why)), highlight=False, markup=False)
         report.draw(found, options.picture)
         console.print(f"Drew {options.picture}")
-        if not options.tries:
+        if not options.try_:
             return
         status.start()
         ends = time.monotonic() + 60 * options.minutes

@@ -26,10 +26,9 @@ MOST_WORKERS = 4  # of a rank
 LOADING = "loading"  # The kind of settings of which trials load their data as in training.
 
 
-def main(args: Sequence[str]) -> None:
+def main(options: TuneOptions, words: Sequence[str]) -> None:
     """Find the fastest settings, print them and write them."""
-    cli = ModelAndData("tune", args[1:], TuneOptions)
-    options: TuneOptions = cli.own_options()
+    cli = ModelAndData("tune", words)
     device = device_of(cli.config.trainer.accelerator)
     phases = {
         "compute": list(factorial(choices(cli.config, type(cli.model), device, options.allow))),
@@ -38,7 +37,7 @@ def main(args: Sequence[str]) -> None:
     }
     console = Console()
     with tempfile.TemporaryDirectory(prefix="cnnstrategies_tune_") as folder, console.status("") as status:
-        search = Search(["fit", *args[1:]], Path(folder), cli.config, device, options, status)
+        search = Search(["fit", *words], Path(folder), cli.config, device, options, status)
         try:
             search.run(phases)
         except KeyboardInterrupt:

@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser
 from torch import Tensor, nn
 from typing_extensions import override
 
-from cnnstrategies.commands.arguments.options import TuneOptions
 from cnnstrategies.commands.run.failures import described, explain_run_error
 from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.commands.run.quiet import quieten
@@ -81,12 +79,7 @@ class StepControl(Callback):
 
 
 class TrialCLI(CLI):
-    """``fit`` for as many steps as are ordered, which leaves nothing; the words may be those of ``tune``."""
-
-    @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        super().add_arguments_to_parser(parser)
-        parser.add_class_arguments(TuneOptions, None)
+    """``fit`` for as many steps as are ordered, and leaves nothing."""
 
     @override
     def before_instantiate_classes(self) -> None:

@@ -1,12 +1,14 @@
-"""The journal of a coordinator that may be killed: with it another process goes on where that one has stopped.
+"""The journal of a coordinator that may be killed: another process continues from it where the coordinator stopped.
 
-A coordinator is a state machine: what it has been told, and when, decides all that it has said. Each thing that it is
-told is written down before it acts on it; whoever reads that again is in the same state, and has said the same. To the
-members such a death is a pause in which messages are lost, and on these nobody relies. Now and then the state machine
-itself takes the place of all that it was told.
+A coordinator is a state machine: the messages and timers that it receives, with their times, determine everything that
+it sends. Each of these inputs is written down before the coordinator acts on it; a process that reads the inputs again
+reaches the same state and has sent the same messages. To the members such a death is a pause in which messages are
+lost, and no member relies on single messages. From time to time the pickled state machine replaces all inputs before
+it.
 
-Nothing is synced to a disk: what is written outlives the process that has written it, and no run outlives the machine
-of rank 0, on which it lies. A process that is killed while it writes leaves half a record, of which nobody was told.
+Nothing is synced to a disk: a written record outlives the process that has written it, and no run outlives the machine
+of rank 0, on which the journal lies. A process that is killed while it writes leaves half a record, and no member has
+received a message that depends on that record.
 """
 
 import contextlib
@@ -20,31 +22,32 @@ from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.status import WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, Effects, Message, Peer
 
-MOST_RECORDS = 10_000  # before they are replaced: to read them takes half a second
+MOST_RECORDS = 10_000  # before the state replaces them: reading so many records takes half a second
 MOST_BYTES = 1 << 26
 HEAD = struct.Struct("<II")  # bytes that follow, and their CRC-32
 
 
 class JournalStore(Protocol):
-    """Where a journal lies."""
+    """The place of a journal."""
 
     def read(self) -> bytes:
-        """All of it."""
+        """Return the whole contents."""
 
     def append(self, record: bytes) -> None:
-        """Write at its end."""
+        """Write a record at the end."""
 
     def replace(self, contents: bytes) -> None:
-        """Write all of it anew; who is killed meanwhile leaves the old one, or the new one."""
+        """Replace the contents. A process that is killed meanwhile leaves either the old contents or the new ones."""
 
 
 class Journaled:
-    """A coordinator that writes down what it is told: a role.
+    """A coordinator that writes down its inputs: a role.
 
     Args:
-        coordinator: One that has been told nothing; the attribute is what the journal has made of it.
-        store: Where the journal lies, in which nobody else writes.
-        follows: Whether the one before was killed, and this one goes on with its journal.
+        coordinator: A coordinator without any inputs; the attribute is the coordinator after the journal's inputs.
+        store: The place of the journal, which no other process writes.
+        follows: Whether the coordinator's last process was killed, and this one continues from the journal.
+        most: Number of records after which the coordinator's state replaces them.
     """
 
     def __init__(
@@ -58,17 +61,18 @@ class Journaled:
         for record, end in _records(contents):
             self._records, whole = self._records + 1, end
             self._read(record)
-        store.replace(contents[:whole])  # What comes next must not follow half a record.
+        store.replace(contents[:whole])  # The next record must not follow half a record.
 
     def start(self, now: float) -> Effects:
-        """Begin, or go on; see :class:`.Coordinator` for what the methods do."""
+        """Begin, or continue; see :class:`.Coordinator` for what the methods do."""
         self._write((now,))
         return self.coordinator.start(now)
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
         """Act on a message."""
-        if sender.role != WATCHER:  # Who only looks changes nothing.
-            self._write((now, tuple(sender), tuple(message)))  # These take a tenth of the time that their classes take.
+        if sender.role != WATCHER:  # A watcher changes nothing.
+            # Pickling tuples takes a tenth of the time of pickling the classes.
+            self._write((now, tuple(sender), tuple(message)))
         return self.coordinator.on_message(now, sender, message)
 
     def on_timer(self, now: float, name: str) -> Effects:
@@ -80,7 +84,8 @@ class Journaled:
         if self._records >= self._most or self._bytes > MOST_BYTES:
             whole = _packed(self.coordinator)
             self._store.replace(whole)
-            self._records, self._bytes = 0, -len(whole)  # What is large is not written anew for little.
+            # A large state is not written again before as many bytes of records have followed.
+            self._records, self._bytes = 0, -len(whole)
         packed = _packed(record)
         self._store.append(packed)
         self._records += 1
@@ -95,7 +100,7 @@ class Journaled:
             case (now, str(name)):
                 self.coordinator.on_timer(now, name)
             case (now, sender, message):
-                with contextlib.suppress(ControlError):  # As it was then.
+                with contextlib.suppress(ControlError):  # The coordinator raised the same error then.
                     self.coordinator.on_message(now, Peer(*sender), Message(*message))
 
 
@@ -105,9 +110,9 @@ def _packed(record: object) -> bytes:
 
 
 def _records(contents: bytes) -> Iterator[tuple[Any, int]]:
-    """The records up to the first that is not whole, each with the place of its end.
+    """Yield each record up to the first incomplete one, with the position of its end.
 
-    Unpickling runs what it reads: the store is the user's own, as are the programs of the run.
+    Unpickling runs code from the contents. The store belongs to the user, as do the programs of the run.
     """
     start = 0
     while len(contents) - start >= HEAD.size:

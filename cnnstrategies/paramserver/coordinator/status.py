@@ -1,15 +1,16 @@
-"""What a coordinator shows of its run to whoever watches it: that changes nothing, and nothing of it is kept."""
+"""A coordinator's answers to watchers; they change nothing, and the coordinator keeps nothing about them."""
 
 from collections.abc import Mapping, Sequence
 
-from cnnstrategies.paramserver.coordinator.collective_rounds import CollectiveWait, named
+from cnnstrategies.paramserver.coordinator.collective_rounds import CollectiveWait, abbreviated
 from cnnstrategies.paramserver.coordinator.roster import Roster
 from cnnstrategies.paramserver.coordinator.settings import WORKER, CoordinatorSettings
-from cnnstrategies.paramserver.core.node import LARGEST, ControlError, Message
+from cnnstrategies.paramserver.core.node import INTEGER_LIMIT, ControlError, Message
 from cnnstrategies.paramserver.core.requests import DONE
 
-WATCHER = "watcher"  # a role that is no member
-WATCH, PLACE = "watch", "place"  # all that it asks: how the run goes, and as which worker one may join it
+WATCHER = "watcher"  # a role without membership
+# a watcher's questions: the state of the run, and a place for a worker that wants to join
+WATCH, PLACE = "watch", "place"
 FIGURES = ("step", "samples", "sent", "received", "waited", "staleness", "pushed", "needs")
 
 
@@ -21,9 +22,21 @@ def answer(
     waits: Sequence[CollectiveWait],
     ended: Message | None,
 ) -> Message:
-    """The answer to a question; `ended` is what the members were told if the run is over."""
+    """Return the answer to a watcher's question.
+
+    Args:
+        settings: The coordinator's settings.
+        roster: The members of the run.
+        now: The present time.
+        question: The watcher's message.
+        waits: The present waits of the collectives.
+        ended: The message about the run's end, if the run is over.
+
+    Raises:
+        ControlError: The question is unknown.
+    """
     if question.kind not in (WATCH, PLACE):
-        raise ControlError(f"a {WATCHER} does not say {question.kind!r}")
+        raise ControlError(f"a {WATCHER} does not send {question.kind!r}")
     fields = _run(settings, roster, now, waits) if question.kind == WATCH else _place(settings, roster, ended is None)
     fields["ended"] = None if ended is None else dict(ended.fields)
     return Message(DONE, fields, request=question.request)
@@ -47,7 +60,7 @@ def _run(
                 "process": member.process,
                 "host": member.host,
                 "silent": now - member.seen,
-                # One that has come and is not let in yet is no part of a step.
+                # A worker that has registered but is not admitted takes no part in steps.
                 "takes_part": member.peer.role != WORKER or member.peer.id in roster.group,
                 "measured": member.measured - roster.began,
                 "figures": dict(member.figures),
@@ -55,14 +68,14 @@ def _run(
             for member in roster.members
         ],
         "missing": roster.missing()[:100],
-        "waits": [[wait.what, named(wait.who), named(wait.others)] for wait in waits],
+        "waits": [[wait.operation, abbreviated(wait.waiting), abbreviated(wait.others)] for wait in waits],
         "losses": history.losses,
         "faults": [[now - at, text] for at, text in history.faults],
     }
 
 
 def _place(settings: CoordinatorSettings, roster: Roster, goes_on: bool) -> dict[str, object]:
-    """A place for a worker that wants to join, if there is one; two that ask at once may get the same."""
+    """Return a free place for a joiner, if there is one; two joiners that ask at once may get the same place."""
     place = roster.free_place() if goes_on else None
     return {
         "session": settings.session,
@@ -74,19 +87,22 @@ def _place(settings: CoordinatorSettings, roster: Roster, goes_on: bool) -> dict
 
 
 def figures_of(message: Message) -> Mapping[str, float] | None:
-    """The figures of a heartbeat; None if it has none.
+    """Return the figures of a heartbeat; None if it has none.
 
-    All but ``step``, ``pushed`` and ``needs`` are sums since the member began: samples, bytes sent and received,
-    seconds waited for the servers, and updates of others between what it has computed with and its own. A server's step
-    is its updates. A worker has ``pushed`` so many of the run's common steps, and goes on when all others have pushed
-    what it ``needs``.
+    All but ``step``, ``pushed`` and ``needs`` are sums since the member's start: samples, bytes sent and received,
+    seconds waited for the servers, and the number of others' updates between the values that a worker computed with and
+    its own update. A server's ``step`` is its number of updates. ``pushed`` is the number of the run's common steps
+    that a worker has pushed. A worker goes on when all others have pushed the step ``needs``.
+
+    Raises:
+        ControlError: A figure has an unknown name or is not a number.
     """
     figures = message.fields.get("figures")
     if figures is None:
         return None
     if not isinstance(figures, dict) or any(name not in FIGURES for name in figures):
-        raise ControlError(f"{message.kind}: figures of other names")
-    # A comparison with what is no number at all is false.
-    if any(type(one) not in (int, float) or not 0 <= one < LARGEST for one in figures.values()):
-        raise ControlError(f"{message.kind}: figures that are no numbers")
+        raise ControlError(f"{message.kind}: the figures have unknown names")
+    # A comparison with NaN is false.
+    if any(type(figure) not in (int, float) or not 0 <= figure < INTEGER_LIMIT for figure in figures.values()):
+        raise ControlError(f"{message.kind}: a figure is not a number")
     return figures

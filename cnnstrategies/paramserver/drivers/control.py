@@ -22,7 +22,7 @@ import zmq
 
 from cnnstrategies.paramserver.coordinator.settings import SECRET_BITS, Address
 from cnnstrategies.paramserver.core.node import (
-    LARGEST,
+    INTEGER_LIMIT,
     ControlError,
     Effects,
     End,
@@ -74,7 +74,7 @@ def parse(frame: bytes | memoryview) -> tuple[Peer, Message]:
         raise ControlError(f"{kind}: no sender")
     if any(type(one) is not int or not 0 <= one < 1 << SECRET_BITS for one in sender[1:]):
         raise ControlError(f"{kind}: a sender without numbers")
-    if type(request) is not int or not 0 <= request < LARGEST:
+    if type(request) is not int or not 0 <= request < INTEGER_LIMIT:
         raise ControlError(f"{kind}: request={request!r} is not a number")
     if not isinstance(sizes, list) or any(type(size) is not int or size < 0 for size in sizes):
         raise ControlError(f"{kind}: buffers without lengths")

@@ -110,7 +110,7 @@ class Asynchronous:
         self.updates += 1
         return True
 
-    def pull(self, member: tuple[int, int], keys: list[int], request: int, encoding: Encoding) -> None:
+    def pull(self, member: tuple[int, int], keys: list[int], request: int, encoding: int) -> None:
         """Note that a worker has finished `request` steps, and keep its pull until the worker may begin the next step.
 
         The answer contains the worker's own pushes.

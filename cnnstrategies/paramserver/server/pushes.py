@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cnnstrategies.paramserver.compression import check_length, decode
+from cnnstrategies.paramserver.compression import PAYLOADS, check_length, decode
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
 from cnnstrategies.paramserver.server.decision import Decision
 from cnnstrategies.paramserver.server.shard import Shard
@@ -31,7 +31,7 @@ class Begin:
 
     options: Options
     weight: float
-    pulls: Encoding = Encoding.NOTHING
+    pulls: int = Encoding.NOTHING
     level: int = 0
 
 
@@ -46,12 +46,12 @@ class Pushes:
 
     def __init__(self) -> None:
         self.begun: dict[MemberKey, Begin] = {}
-        self._pieces: dict[int, dict[MemberKey, tuple[memoryview, Encoding]]] = {}
+        self._pieces: dict[int, dict[MemberKey, tuple[memoryview, int]]] = {}
         self._absent: dict[int, dict[MemberKey, int]] = {}  # by key: parts without gradient in a worker's push, as bits
         self._counts: dict[MemberKey, int] = {}
         self._means: dict[int, tuple[frozenset[MemberKey], Tensor | None]] = {}
 
-    def add(self, worker: MemberKey, slice_: Slice, payload: memoryview, encoding: Encoding, absent: int = 0) -> bool:
+    def add(self, worker: MemberKey, slice_: Slice, payload: memoryview, encoding: int, absent: int = 0) -> bool:
         """Keep a push. Return whether it is the worker's first push of the slice.
 
         Raises:
@@ -62,8 +62,8 @@ class Pushes:
         pieces = self._pieces.setdefault(slice_.key, {})
         if worker in pieces:
             return False
-        if encoding == Encoding.TOPK:
-            decode(payload, encoding, slice_.numel, slice_.dtype)  # checks the indices
+        if encoding != Encoding.NOTHING:
+            PAYLOADS[encoding].check(payload, slice_.numel)
         pieces[worker] = payload, encoding
         if absent:
             self._absent.setdefault(slice_.key, {})[worker] = absent

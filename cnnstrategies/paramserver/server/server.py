@@ -6,7 +6,7 @@ Code that finds a fault in a message raises an ``InvalidMessageError``, and the 
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from cnnstrategies.paramserver.compression import CHANGES
+from cnnstrategies.paramserver.compression import PAYLOADS
 from cnnstrategies.paramserver.core.node import ControlError, End, Message
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import (
@@ -33,8 +33,6 @@ from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.specification import Options, Specification, check_options
 
 STOPPED_SECONDS = 1.0  # A longer time between two calls shows that this process was stopped.
-# Values are never sent in the encoding KEYS.
-_PULL_ENCODINGS = {int(encoding): encoding for encoding in Encoding if encoding != Encoding.KEYS}
 
 
 class Server:
@@ -327,14 +325,18 @@ class Server:
         begin = Begin(self._options_in(header, payload), header.weight, self._pull_encoding(header.base), header.level)
         self.mode.begin((worker, header.incarnation), header.step, begin)
 
-    def _pull_encoding(self, number: int) -> Encoding:
+    def _pull_encoding(self, encoding: int) -> int:
         """Return the encoding in which a worker pulls.
 
         Raises:
             InvalidMessageError: Values are never sent in that encoding.
         """
-        encoding, changes = _PULL_ENCODINGS.get(number), self.store.changes
-        if encoding is None or (encoding in CHANGES and (changes is None or encoding != changes.encoding)):
+        compression, changes = PAYLOADS.get(encoding), self.store.changes
+        if compression is not None and compression.lossy:
+            valid = changes is not None and encoding == changes.encoding
+        else:
+            valid = encoding == Encoding.NOTHING or (compression is not None and compression.for_pulls)
+        if not valid:
             raise InvalidMessageError("a pull in an encoding that is not used for parameters")
         return encoding
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cnnstrategies.paramserver.compression import ENCODINGS, as_bytes, from_bytes, rounded
+from cnnstrategies.paramserver.compression import PAYLOADS, from_bytes, payload_compression
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, InvalidMessageError, Kind, Say
 from cnnstrategies.paramserver.optimizer_state import pack_state, split_state
@@ -38,7 +38,7 @@ class Pull:
     step: int = -1
     whole: bool = False
     state: bool = False
-    encoding: Encoding = Encoding.NOTHING
+    encoding: int = Encoding.NOTHING
     mark: float = 0.0
     question: int = 0
 
@@ -61,7 +61,7 @@ class Shard:
         self._server = server
         self._level = 0
         self._outbox = outbox
-        self._encoding = ENCODINGS[specification.pull_compression]
+        self._encoding = payload_compression(specification.pull_compression).encoding
         self._order = {key: place for place, key in enumerate(store.slices)}
         self._pulls: dict[int, dict[int, Pull]] = {key: {} for key in store.slices}
 
@@ -113,7 +113,7 @@ class Shard:
         if not waiting or key not in self.own_key_set:
             return
         version = self.store.versions[key]
-        encoded: dict[Encoding, Any] = {Encoding.DENSE: self.store.memory[key]}
+        encoded: dict[int, Any] = {Encoding.DENSE: self.store.memory[key]}
         for worker, pull in list(waiting.items()):
             if pull.member is not None:
                 if self.store.seen[key].get(pull.member, -1) < pull.step:
@@ -128,9 +128,7 @@ class Shard:
                 weight=mark, level=self._level, question=pull.question,
             )  # fmt: skip
 
-    def _encode_answer(
-        self, key: int, pull: Pull, version: int, encoded: dict[Encoding, Any]
-    ) -> tuple[Any, Encoding, float]:
+    def _encode_answer(self, key: int, pull: Pull, version: int, encoded: dict[int, Any]) -> tuple[Any, int, float]:
         """Return a pull's answer, its encoding and its mark; values are encoded once for all workers."""
         if pull.state:
             return pack_state(self.store.state(key)), Encoding.NOTHING, 0.0
@@ -139,10 +137,10 @@ class Shard:
         if answer:
             return answer
         encoding = Encoding.DENSE if pull.whole else pull.encoding or self._encoding
-        values = None if changes is None else changes.values(key, encoding)
+        payload = None if changes is None else changes.encoded_values(key, encoding)
         if encoding not in encoded:
-            encoded[encoding] = as_bytes(rounded(self.store.values[key], encoding) if values is None else values)
-        mark = 0.0 if changes is None else ALONE if values is None else changes.mark(key)
+            encoded[encoding] = PAYLOADS[encoding].encode_values(self.store.values[key]) if payload is None else payload
+        mark = 0.0 if changes is None else ALONE if payload is None else changes.mark(key)
         return encoded[encoding], encoding, mark
 
     # Updates
@@ -155,7 +153,7 @@ class Shard:
         member: MemberKey,
         step: int,
         absent: int,
-        pulls: Collection[Encoding] = (),
+        pulls: Collection[int] = (),
         level: int = 0,
     ) -> None:
         """Apply an update of a slice, send it to the backups, and answer the pulls that waited for it.

@@ -20,7 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cnnstrategies.paramserver.compression import CHANGES, ENCODINGS, as_bytes, check_length, compress, decode, rounded
+from cnnstrategies.paramserver.compression import (
+    AUTO,
+    PAYLOADS,
+    as_bytes,
+    auto_ladder,
+    check_length,
+    decode,
+    payload_compression,
+)
 from cnnstrategies.paramserver.messages import ALONE, Encoding, InvalidMessageError
 from cnnstrategies.paramserver.optimizer_state import SliceState
 from cnnstrategies.paramserver.optimizers import FusedOptimizer, load_optimizer
@@ -28,14 +36,16 @@ from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Options, Specification
 
 
-def encodings(specification: Specification) -> tuple[Encoding, Encoding | None]:
+def encodings(specification: Specification) -> tuple[int, int | None]:
     """Return the encoding of changes, and the encoding in which workers pull values if they do not want changes.
 
     The second encoding is None if workers always pull changes.
     """
-    if specification.pull_compression == "auto":
-        return Encoding.ONEBIT, ENCODINGS[specification.half]
-    return ENCODINGS[specification.pull_compression], None
+    if specification.pull_compression == AUTO:
+        ladder = auto_ladder(specification.itemsize, pulls=True)
+        (change,) = (compression.encoding for compression in ladder if compression.lossy)
+        return change, [compression.encoding for compression in ladder if not compression.lossy][-1]
+    return payload_compression(specification.pull_compression).encoding, None
 
 
 class Changes:
@@ -53,9 +63,7 @@ class Changes:
         behind: Keys of the slices of which workers have the exact values. `known` is older there, and no worker has it.
     """
 
-    def __init__(
-        self, encoding: Encoding, ratio: float, values: Mapping[int, Tensor], whole: Encoding | None = None
-    ) -> None:
+    def __init__(self, encoding: int, ratio: float, values: Mapping[int, Tensor], whole: int | None = None) -> None:
         self.encoding = encoding
         self.known = {key: value.clone() for key, value in values.items()}
         self.lineages = dict.fromkeys(values, 0)
@@ -64,7 +72,7 @@ class Changes:
         self._values = values
         self._whole = whole
         self._last: dict[int, memoryview] = {}
-        self._rounded: dict[int, Tensor] = {}  # the values that workers have, rounded to the encoding `whole`
+        self._rounded: dict[int, Any] = {}  # payloads of the values that workers have, in the encoding `whole`
         self._origin = 0
 
     def set_origin(self, since: int) -> None:
@@ -98,7 +106,7 @@ class Changes:
         if behind:
             self.behind.add(key)
 
-    def make(self, key: int, pulled: Collection[Encoding] = ()) -> memoryview:
+    def make(self, key: int, pulled: Collection[int] = ()) -> memoryview:
         """Return the change that brings workers closer to a slice's values, which have just had an update.
 
         Copies must receive what this method returns: the change, or one byte with the encoding of the values that
@@ -111,7 +119,8 @@ class Changes:
         wanted = self._whole is None or self.encoding in pulled
         if wanted and key not in self.behind:
             difference = (self._values[key] - self.known[key]).view(-1)
-            payload = compress(difference.float(), self.encoding, self._ratio)
+            change = PAYLOADS[self.encoding].encode(difference.float(), self._ratio)
+            payload = memoryview(change).cast("B")
         elif wanted:
             payload = memoryview(bytes([Encoding.DENSE]))
         else:
@@ -134,16 +143,18 @@ class Changes:
             self.known[key].view(-1).add_(change)
             self._last[key] = payload
         elif payload:
-            values = rounded(self._values[key], Encoding(payload[0]))
-            self.known[key].copy_(values)
+            known, compression = self.known[key], PAYLOADS[payload[0]]
+            encoded = compression.encode_values(self._values[key])
+            values = compression.decode(memoryview(encoded).cast("B"), known.numel(), known.dtype)
+            known.copy_(values.view(known.shape))
             if payload[0] == self._whole:
-                self._rounded[key] = values
+                self._rounded[key] = encoded
         else:
             self.behind.add(key)
 
     def answer(
-        self, key: int, mark: float, next_version: bool, asked: Encoding = Encoding.NOTHING
-    ) -> tuple[Any, Encoding, float] | None:
+        self, key: int, mark: float, next_version: bool, asked: int = Encoding.NOTHING
+    ) -> tuple[Any, int, float] | None:
         """Return a pull's answer, its encoding and its mark; None if the worker gets the values as requested.
 
         The answer is the last change, or the whole values if the worker lacks those from which the change was made. A
@@ -159,7 +170,8 @@ class Changes:
         last = self._last.get(key)
         if last is not None and next_version and mark == self.mark(key):
             return last, self.encoding, mark
-        if asked not in CHANGES and not (self._whole is None and asked == Encoding.NOTHING):
+        lossy = PAYLOADS[asked].lossy if asked != Encoding.NOTHING else self._whole is None
+        if not lossy:
             return None
         if key in self.behind:
             return bytes(as_bytes(self._values[key])), Encoding.DENSE, ALONE
@@ -170,8 +182,8 @@ class Changes:
         """Return a slice's lineage as the weight of a message; it is above 0 (no mark) and `ALONE` (no lineage)."""
         return float(self.lineages[key] + 2)
 
-    def values(self, key: int, encoding: Encoding) -> Tensor | None:
-        """Return a slice's values in an encoding, if the next change is made from these values."""
+    def encoded_values(self, key: int, encoding: int) -> Any:
+        """Return a slice's values as a payload if the next change is made from them in this encoding; None if not."""
         return self._rounded.get(key) if encoding == self._whole else None
 
 

@@ -9,9 +9,10 @@ import math
 from collections.abc import Generator, Sequence
 from statistics import median
 
-from cnnstrategies.paramserver.specification import Compression, Specification
+from cnnstrategies.paramserver.compression import AUTO, auto_ladder
+from cnnstrategies.paramserver.specification import PullCompression, PushCompression, Specification
 
-Codecs = tuple[Compression, Compression]
+Codecs = tuple[PushCompression, PullCompression]
 
 WARM_UP = 3  # steps before anything is tried
 PAIRS = 5  # steps with what is tried, at most, each beside one with what is used
@@ -27,20 +28,16 @@ STEPS_PER_COST = 100  # between two rounds for each step's time that the first h
 
 
 def ladder(specification: Specification) -> list[Codecs]:
-    """The encodings to choose from, of pushes and of pulls, from the most exact to the smallest; what is set stays.
+    """Return the pairs of compressions, of pushes and of pulls, to choose from: from the most exact to the smallest.
 
-    Gradients are halved to bf16, whose range is that of float32. The smallest is one bit a value, for pulls where
-    servers can send changes: top-k of a like size costs more accuracy.
+    An option that is not ``auto`` keeps its value on all levels.
     """
-    pushes: list[Compression] = [specification.compression]
-    pulls: list[Compression] = [specification.pull_compression]
-    halves = specification.half != "none"
-    if pushes == ["auto"]:
-        pushes = ["none", "bf16", "onebit"] if halves else ["none", "onebit"]
-    if pulls == ["auto"]:
-        pulls = ["none", specification.half] if halves else ["none"]
-        if specification.pulls_changes:
-            pulls.append("onebit")
+    pushes, pulls = [specification.compression], [specification.pull_compression]
+    if pushes == [AUTO]:
+        pushes = [compression.name for compression in auto_ladder(specification.itemsize)]
+    if pulls == [AUTO]:
+        changes = specification.pulls_changes
+        pulls = [compression.name for compression in auto_ladder(specification.itemsize, pulls=True, lossy=changes)]
     count = max(len(pushes), len(pulls))
     return [(pushes[min(level, len(pushes) - 1)], pulls[min(level, len(pulls) - 1)]) for level in range(count)]
 

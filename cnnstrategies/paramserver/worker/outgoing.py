@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.compression import ENCODINGS, Encoder
+from cnnstrategies.paramserver.compression import Encoder, PayloadCompression, payload_compression
 from cnnstrategies.paramserver.messages import Encoding, Kind
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
-from cnnstrategies.paramserver.specification import Compression, Specification, check_before_sending
+from cnnstrategies.paramserver.specification import PushCompression, Specification, check_before_sending
 from cnnstrategies.paramserver.worker.connections import Connections, Counters
 from cnnstrategies.paramserver.worker.pulls import Pulls
-
-LARGEST_FP16 = torch.finfo(torch.float16).max
 
 
 class Outgoing:
@@ -37,7 +35,7 @@ class Outgoing:
         began_with: Sequence[Tensor] = (),
         answers: Pulls | None = None,
     ) -> None:
-        self.unanswered: dict[int, tuple[Any, Encoding, int]] = {}
+        self.unanswered: dict[int, tuple[Any, int, int]] = {}
         self.options = [group.options for group in specification.groups]
         self._specification = specification
         self._slices = slices
@@ -48,19 +46,19 @@ class Outgoing:
         self._began_with = began_with
         self._answers = answers
         self._begin: tuple[int, dict[str, Any], float] | None = None
-        self._pulls, self._level = Encoding.NOTHING, 0
+        self._pulls, self._level = int(Encoding.NOTHING), 0
         self._sent: set[int] = set()  # slices
         self._filling: dict[int, Filling] = {}
         self._clipped: dict[int, Tensor] = {}
 
-    def encode_as(self, compression: Compression, pulls: Encoding, level: int) -> None:
+    def encode_as(self, compression: PushCompression, pulls: int, level: int) -> None:
         """Encode the next gradients in this way; those that are on their way stay as they are.
 
         `pulls` says how what comes of the step will be pulled, `rung` what the header says of that.
         """
         self._pulls, self._level = pulls, level
         for encoder in self._encoders:
-            encoder.encoding = ENCODINGS[compression]
+            encoder.compression = payload_compression(compression)
 
     def begin(self, step: int, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
         """Start a step's pushes; see :meth:`~cnnstrategies.paramserver.api.Worker.begin_step`."""
@@ -141,10 +139,10 @@ class Outgoing:
 
     def _encode_slice(self, key: int, values: Tensor, absent: int = 0) -> None:
         encoder = self._encoders[key]
-        if encoder.encoding == Encoding.FP16:
+        if encoder.compression.largest < math.inf:
             assert self._begin is not None
-            check_range(self._slices[key], values, self._specification, self._begin[0])
-        self.unanswered[key] = encoder.encode(values), encoder.encoding, absent
+            check_range(encoder.compression, self._slices[key], values, self._specification, self._begin[0])
+        self.unanswered[key] = encoder.encode(values), encoder.compression.encoding, absent
         self._send(key)
 
     def _send_begin(self, server: int) -> None:
@@ -166,22 +164,24 @@ class Outgoing:
         )  # fmt: skip
 
 
-def check_range(slice_: Slice, values: Tensor, specification: Specification, step: int) -> None:
-    """Refuse what would be infinite in fp16. What is no finite number itself is the module's affair.
+def check_range(
+    compression: PayloadCompression, slice_: Slice, values: Tensor, specification: Specification, step: int
+) -> None:
+    """Refuse finite gradients that the compression cannot hold. Infinite and NaN gradients are sent as they are.
 
     Raises:
-        ConfigurationError: Some would; its parameter is named.
+        ConfigurationError: A gradient is too large; the message names its parameter.
     """
-    low, high = (float(one) for one in values.aminmax())
-    if not LARGEST_FP16 < max(-low, high) < math.inf:
+    low, high = (float(bound) for bound in values.aminmax())
+    if not compression.largest < max(-low, high) < math.inf:
         return
     for part, view in zip(slice_.parts, slice_.views(values), strict=True):
         largest = float(view.abs().max())
-        if largest > LARGEST_FP16:
+        if largest > compression.largest:
             raise ConfigurationError(
                 f"step {step}: what is sent of {specification.parameters[part.parameter].name} is as large as "
-                f"{largest:.3g}, and fp16 holds {LARGEST_FP16:g} at most: use compression: bf16, which has the range "
-                "of float32"
+                f"{largest:.3g}, and {compression.name} holds {compression.largest:g} at most: use compression: bf16, "
+                "which has the range of float32"
             )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from cnnstrategies.paramserver.compression import CHANGES, check_length, decode
+from cnnstrategies.paramserver.compression import PAYLOADS, check_length, decode
 from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, Kind, pack_keys
 from cnnstrategies.paramserver.optimizer_state import SliceState, unpack_state
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
@@ -41,7 +41,7 @@ class Pulls:
         self.pending: dict[int, None] = {}
         self.refreshing = False
         self.states: dict[int, SliceState] | None = None
-        self.encoding = Encoding.NOTHING
+        self.encoding = int(Encoding.NOTHING)
         self._slices = slices
         self._by_parameter = keys_by_parameter(slices, len(parameters))
         self._targets = [PullTarget(parameter) for parameter in parameters]
@@ -168,7 +168,7 @@ class Had:
     def take(self, header: Header, values: Tensor) -> Tensor | None:
         """A slice's values after an answer; None if it is a change of something else."""
         key = header.key
-        if header.encoding not in CHANGES:
+        if not PAYLOADS[header.encoding].lossy:
             if header.weight == ALONE:
                 self._versions[key] = -1
                 return values

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cnnstrategies.paramserver.compression import ENCODINGS, as_bytes
+from cnnstrategies.paramserver.compression import as_bytes, payload_compression
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import (
     NO_STEP,
@@ -19,7 +19,7 @@ from cnnstrategies.paramserver.messages import (
 )
 from cnnstrategies.paramserver.optimizer_state import SliceState, cut_state, join_state, pack_state
 from cnnstrategies.paramserver.slicing import Slice
-from cnnstrategies.paramserver.specification import Compression, Specification
+from cnnstrategies.paramserver.specification import PullCompression, PushCompression, Specification
 from cnnstrategies.paramserver.worker.connections import Connections, Counters
 from cnnstrategies.paramserver.worker.outgoing import Outgoing
 from cnnstrategies.paramserver.worker.pulls import Pulls
@@ -160,9 +160,9 @@ class WorkerRole:
         """Whether this worker chooses encodings: for itself, or where steps are common for all that live."""
         return not self._specification.aggregates or all(self._id <= one.id for one in self.view.workers)
 
-    def encode_as(self, compression: Compression, pull_compression: Compression, level: int) -> None:
+    def encode_as(self, compression: PushCompression, pull_compression: PullCompression, level: int) -> None:
         """From the next step on push and pull in these encodings; all parameters are up to date."""
-        self.pulls.encoding = ENCODINGS[pull_compression]
+        self.pulls.encoding = payload_compression(pull_compression).encoding
         self._outgoing.encode_as(compression, self.pulls.encoding, level + 1)
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:

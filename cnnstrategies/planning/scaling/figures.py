@@ -1,4 +1,4 @@
-"""What was measured of a training on one device and on more: seconds of a step by parts, and what the parts can do."""
+"""Measurements of a training on one device and on several: seconds of a step's parts, and rates of the parts alone."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -7,24 +7,24 @@ from dataclasses import dataclass, field
 from cnnstrategies.planning.costs import digits
 
 COMPUTE = ("forward", "backward", "optimizer")
-# The parts of what is called in a step beside the network; after the word comes whose it is.
+# Beginnings of the names of a step's parts outside of the network; the name of the callback or logger follows.
 CALLBACK, LOGGER = "callback ", "logger "
-LARGER = 4  # times the batch with which it is tried whether batches are small
+LARGER = 4  # A batch this many times as large is tried, to see whether the batches are too small for a device.
 
 
 def ms(seconds: float, count: int = 3) -> str:
-    """Milliseconds, with so many digits."""
+    """Return seconds as a text in milliseconds, with ``count`` significant digits."""
     return digits(1e3 * seconds, count)
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank does in a step.
+    """The parts of a rank's step.
 
     Attributes:
-        samples: Of its batch.
-        parts: Seconds of each part; together they are the step.
-        waiting: Those parts in which it waits for others.
+        samples: Samples of the rank's batch.
+        parts: Seconds of each part by its name. The parts add up to the step.
+        waiting: Names of the parts in which the rank waits for other ranks.
     """
 
     samples: float
@@ -38,25 +38,30 @@ class Rank:
 
     @property
     def compute(self) -> float:
-        """Seconds of the network and the update."""
+        """Seconds of the network and the optimizer's update."""
         return sum(self.parts.get(name, 0.0) for name in COMPUTE)
 
     @property
     def waits(self) -> float:
-        """Seconds in which it waits for others."""
+        """Seconds in which the rank waits for other ranks."""
         return sum(self.parts.get(name, 0.0) for name in self.waiting)
 
     def beside(self, kind: str) -> dict[str, float]:
-        """Seconds of what is called beside the network, by whose it is."""
+        """Return the seconds of each callback or logger by its name.
+
+        Args:
+            kind: `CALLBACK` or `LOGGER`.
+        """
         return {name.removeprefix(kind): value for name, value in self.parts.items() if name.startswith(kind)}
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A training on some devices.
+    """The measurement of a training on a number of devices.
 
     Attributes:
-        rates: Samples/s of all of them, by rounds.
+        ranks: Parts of a step of each rank.
+        rates: Samples/s of all devices together in each round.
     """
 
     ranks: Sequence[Rank]
@@ -64,43 +69,43 @@ class MeasuredRun:
 
     @property
     def devices(self) -> int:
-        """How many."""
+        """Number of devices."""
         return len(self.ranks)
 
     @property
     def samples(self) -> float:
-        """Of a step, over all devices."""
+        """Samples of a step, over all devices."""
         return sum(rank.samples for rank in self.ranks)
 
     @property
     def step(self) -> float:
-        """Seconds of a step."""
+        """Seconds of a step, as the mean of the ranks."""
         return statistics.mean(rank.step for rank in self.ranks)
 
     @property
     def rate(self) -> float:
-        """Samples/s."""
+        """Samples/s of all devices together, as the median of the rounds."""
         return statistics.median(self.rates)
 
     @property
     def slowest(self) -> Rank:
-        """For which the others wait: it waits least."""
+        """The rank for which the other ranks wait: it waits least."""
         return min(self.ranks, key=lambda rank: rank.waits)
 
     @property
     def waiting(self) -> float:
-        """Seconds of a step in which a rank waits for the slowest one, on average."""
+        """Mean seconds of a step in which a rank waits for the slowest rank."""
         return statistics.mean(rank.waits for rank in self.ranks) - self.slowest.waits
 
 
 @dataclass(frozen=True)
 class Sample:
-    """How one sample is made.
+    """The time in which one sample is loaded.
 
     Attributes:
-        seconds: In which one thread makes one.
-        processor: Of them, those in which it computes, or waits for a core.
-        two: Seconds in which each of two threads makes one at the same time.
+        seconds: Seconds in which one thread loads a sample.
+        processor: Part of these seconds in which the thread computes or waits for a core.
+        two: Seconds in which each of two threads loads a sample at the same time.
     """
 
     seconds: float
@@ -110,12 +115,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class EpochCosts:
-    """What an epoch has beside its steps.
+    """The costs of an epoch in addition to its steps.
 
     Attributes:
-        steps: Of an epoch; None if it has no end.
-        validation: Seconds of validation.
-        checkpoints: Seconds of saving.
+        steps: Steps of an epoch; None if the epoch has no end.
+        validation: Seconds of validation in an epoch.
+        checkpoints: Seconds in which an epoch saves checkpoints.
     """
 
     steps: int | None = None
@@ -125,25 +130,27 @@ class EpochCosts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found out of the largest run beside its steps; what could not be is None.
+    """Facts about the largest run in addition to its steps; a fact that was not measured is None.
 
     Attributes:
-        strategy: As the configuration names it.
-        accelerator: Whether devices compute what the processor queues.
-        cores: Of the processor, for all ranks together.
-        threads: With which a rank computes.
-        with_fewer: Samples/s where the ranks share the cores out.
-        workers: Processes that load, of each rank.
-        loader: Samples/s of all loaders when nothing is trained.
-        load: How one sample is made.
-        link: Seconds in which the gradients are summed over the ranks when nothing is computed; each batch's part
-            where several have one sum.
-        gradient_bytes: What is summed, likewise.
-        larger: Seconds in which the network and the update take a batch ``LARGER`` times as large.
-        reads: How often a step makes the host wait for a value, by the lines of code that do.
-        read_seconds: In which the host waits for them in a step.
-        log_every: Steps between what is logged.
-        keys: What the configuration has, with dots, and its value: ``num_workers``, ``batch_size`` and such.
+        strategy: Name of the strategy in the configuration.
+        accelerator: Whether the devices are accelerators, which compute asynchronously.
+        cores: Processor cores for all ranks together.
+        threads: Threads with which a rank computes.
+        with_fewer: Samples/s with fewer threads, if the ranks share the cores without competing for them.
+        workers: Loading processes of each rank.
+        loader: Samples/s of all loaders while nothing is trained.
+        load: Time in which one sample is loaded.
+        link: Seconds in which the gradients are summed over the ranks while nothing is computed. With accumulated
+            gradients, these are the seconds of each batch's part of the sum.
+        gradient_bytes: Bytes of the gradients that are summed, with the same division among accumulated batches.
+        larger: Seconds of the network and the update with a batch ``LARGER`` times as large.
+        reads: Number of times that a step makes the host wait for a value of the device, by line of code.
+        read_seconds: Seconds of a step in which the host waits for these values.
+        log_every: Steps between two logged steps.
+        epoch: Costs of an epoch in addition to its steps.
+        keys: Arguments of the data module in the configuration that a remedy may change, such as ``num_workers`` and
+            ``batch_size``.
     """
 
     strategy: str = "ddp"
@@ -165,31 +172,38 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Found:
-    """All that was measured; the runs by growing numbers of devices."""
+class Measurements:
+    """All measurements.
+
+    Attributes:
+        runs: Measured runs by increasing number of devices.
+        facts: Facts about the largest run.
+    """
 
     runs: Sequence[MeasuredRun]
     facts: Facts
 
     @property
     def largest(self) -> MeasuredRun:
-        """With the most devices."""
+        """The run with the most devices."""
         return self.runs[-1]
 
     def limits(self) -> dict[str, float]:
-        """Samples/s of the largest run's parts, each alone."""
+        """Return the samples/s that each part of the largest run reaches alone, by the part's name."""
         run, facts = self.largest, self.facts
-        found = {"compute": run.samples / max(rank.compute for rank in run.ranks)}
+        rates = {"compute": run.samples / max(rank.compute for rank in run.ranks)}
         if facts.loader is not None:
-            found["loader"] = facts.loader
+            rates["loader"] = facts.loader
         if facts.link:
-            found["link"] = run.samples / facts.link
-        return found
+            rates["link"] = run.samples / facts.link
+        return rates
 
     def gain(self, saved: float, saved_of_epoch: float = 0.0) -> float:
-        """How many times as fast an epoch is with so many seconds less of a step, and of what it has beside its steps.
+        """Return the factor by which an epoch becomes faster if parts of it are saved.
 
-        Where an epoch has no end, its steps alone count.
+        Args:
+            saved: Seconds that are saved in each step.
+            saved_of_epoch: Seconds that are saved outside of the steps. They do not count if an epoch has no end.
         """
         epoch = self.facts.epoch
         if epoch.steps is None:

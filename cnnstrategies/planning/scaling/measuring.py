@@ -1,4 +1,4 @@
-"""Short trainings on one device and on more, in turns, and what is asked of the largest one at its end."""
+"""Short trainings on one device and on several, which run in turns, and further measurements of the largest one."""
 
 import math
 import random
@@ -11,25 +11,37 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cnnstrategies.planning.scaling.figures import COMPUTE, LARGER, EpochCosts, Facts, Found, MeasuredRun, Rank, Sample
+from cnnstrategies.planning.scaling.figures import (
+    COMPUTE,
+    LARGER,
+    EpochCosts,
+    Facts,
+    MeasuredRun,
+    Measurements,
+    Rank,
+    Sample,
+)
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, PATIENCE, Trial, TrialError
 
 BLOCK_SECONDS = 1.0
 FEWEST_STEPS, MOST_STEPS = 4, 100
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
-COMPARED = 3  # rounds of a change within a training
+COMPARED = 3  # Rounds in which a training is compared with and without a change.
 LOADING_SECONDS = 2.0
-ENDING = 0.35  # of the time, for what is asked at the end
-ALL_REDUCE = "communication"  # The part of a step, as the ranks call it.
+ENDING = 0.35  # Part of the time that is kept for the measurements at the end.
+ALL_REDUCE = "communication"  # The ranks' name for the part of a step that sums gradients.
 
-Report = Mapping[str, Any]  # Of a rank, on the steps that were ordered.
+Report = Mapping[str, Any]  # A rank's report on the steps that it was told to make.
 
 
 class Training:
     """A training that is measured.
 
     Args:
-        seconds: How long it may take to start, and then for any order.
+        folder: Folder for the training's files.
+        name: Name of the training's files.
+        words: Arguments of the command line that trains.
+        seconds: Time limit for the start and for each later order.
     """
 
     def __init__(self, folder: Path, name: str, words: Sequence[str], seconds: float) -> None:
@@ -39,21 +51,25 @@ class Training:
 
     @property
     def hello(self) -> Mapping[str, Any]:
-        """What rank 0 has said of itself."""
+        """Rank 0's report on itself."""
         return self.trial.hellos[0]
 
     def begin(self) -> None:
-        """Wait until it trains, and make some steps that do not count; TrialError if it fails."""
+        """Wait until the training runs, and make some steps that do not count.
+
+        Raises:
+            TrialError: The training failed or took too long.
+        """
         self.trial.wait_until_ready()
         self._last = self.trial.ask({"steps": FEWEST_STEPS})
 
     def measure(self) -> None:
-        """One round."""
+        """Measure one round."""
         self._last = self.trial.ask({"steps": self._count(1)})
         self._rounds.append(self._last)
 
     def run(self) -> MeasuredRun:
-        """What was measured."""
+        """Return the measurement of all rounds."""
         ranks = []
         for reports, hello in zip(zip(*self._rounds, strict=True), self.trial.hellos, strict=True):
             steps, parts = sum(report["steps"] for report in reports), Counter[str]()
@@ -62,13 +78,19 @@ class Training:
             ranks.append(Rank(sum(report["samples"] for report in reports) / steps, parts, hello["waiting"]))
         return MeasuredRun(ranks, [_rate(reports) for reports in self._rounds])
 
-    def times(self, of: Callable[[Sequence[Report]], float], larger: int = 1, **change: Any) -> float:
-        """How many times as much something of the ranks' reports is with a change."""
+    def times(self, figure: Callable[[Sequence[Report]], float], larger: int = 1, **change: Any) -> float:
+        """Return the factor by which a change of the training changes a figure.
+
+        Args:
+            figure: Returns the figure from the ranks' reports.
+            larger: Factor by which batches become larger.
+            change: Further changes, as the ranks take them.
+        """
         ratios = []
         for _ in range(COMPARED):
-            before = of(self.trial.ask({"steps": self._count(1)}))
+            before = figure(self.trial.ask({"steps": self._count(1)}))
             order = {"steps": self._count(larger), "larger": larger, **change}
-            ratios.append(of(self.trial.ask(order)) / before)
+            ratios.append(figure(self.trial.ask(order)) / before)
         return statistics.median(ratios)
 
     def _count(self, larger: int) -> int:
@@ -81,7 +103,10 @@ def _rate(reports: Sequence[Report]) -> float:
 
 
 def _compute_of_a_sample(reports: Sequence[Report]) -> float:
-    """Whatever a batch is made of: one of a class of the user's own does not grow."""
+    """Return the seconds of computation per sample.
+
+    The figure is per sample because a batch of a class of the user's own cannot be made larger.
+    """
     seconds = sum(report["parts"].get(name, 0.0) * report["steps"] for report in reports for name in COMPUTE)
     return float(seconds / sum(report["samples"] for report in reports))
 
@@ -91,13 +116,15 @@ class Bench:
     """Measures trainings of a configuration on several numbers of devices.
 
     Args:
-        words: Of ``fit``, for each number of devices.
-        facts: What the configuration says.
-        together: Whether the trainings may be there at the same time.
-        ends: When to stop, by ``time.monotonic``.
+        words: Arguments of ``fit`` for each number of devices.
+        folder: Folder for the trainings' files.
+        facts: Facts that the configuration gives.
+        together: Whether the trainings may exist at the same time.
+        ends: Time at which to stop, on the clock of ``time.monotonic``.
+        progress: Called with a short text when a new part of the measurement begins.
 
     Attributes:
-        trouble: Why a number of devices was not measured.
+        trouble: For each number of devices that could not be measured, the reason.
     """
 
     words: Mapping[int, Sequence[str]]
@@ -108,11 +135,11 @@ class Bench:
     progress: Callable[[str], None] = lambda text: None
     trouble: dict[int, str] = field(default_factory=dict)
 
-    def measure(self) -> Found:
-        """Measure.
+    def measure(self) -> Measurements:
+        """Measure all trainings.
 
         Raises:
-            TrialError: No number of devices could be trained on.
+            TrialError: The training failed on every number of devices.
         """
         runs: dict[int, MeasuredRun] = {}
         facts = self.facts
@@ -124,11 +151,11 @@ class Bench:
                 self._rounds(trainings, time.monotonic() + share * (1 - ENDING))
                 runs |= {count: training.run() for count, training in trainings.items()}
                 if trainings and max(trainings) == max(set(self.words) - set(self.trouble)):
-                    self.progress("what the parts can do alone")
+                    self.progress("measuring the parts alone")
                     facts = self._facts(trainings[max(trainings)], runs[max(trainings)])
         if not runs:
             raise TrialError("; ".join(dict.fromkeys(self.trouble.values())))
-        return Found([runs[count] for count in sorted(runs)], facts)
+        return Measurements([runs[count] for count in sorted(runs)], facts)
 
     def _start(self, counts: Sequence[int], stack: ExitStack) -> dict[int, Training]:
         launched = {}
@@ -136,16 +163,16 @@ class Bench:
             seconds = max(PATIENCE, self.ends - time.monotonic())
             launched[count] = training = Training(self.folder, str(count), self.words[count], seconds)
             stack.callback(training.trial.close)
-        found = {}
+        started = {}
         for count, training in launched.items():
             self.progress(f"starting on {count}")
             try:
                 training.begin()
-                found[count] = training
+                started[count] = training
             except TrialError as failure:
                 self.trouble[count] = str(failure)
                 training.trial.close()
-        return found
+        return started
 
     def _rounds(self, trainings: Mapping[int, Training], ends: float) -> None:
         for number in range(MOST_ROUNDS):
@@ -159,7 +186,8 @@ class Bench:
         trial, hello = training.trial, training.hello
         facts = replace(self.facts, epoch=EpochCosts(hello["steps"], hello["validation"]), **hello["facts"])
         known: dict[str, Any] = {}
-        alike = ALL_REDUCE in hello["waiting"]  # Each rank has the whole network, and none asks a server.
+        # With an all-reduce each rank has the whole network, and there are no stages or servers.
+        alike = ALL_REDUCE in hello["waiting"]
         try:
             if facts.accelerator:
                 read = trial.ask({"steps": FEWEST_STEPS, "reads": True})[0]
@@ -176,9 +204,9 @@ class Bench:
                 known["with_fewer"] = run.rate * training.times(_rate, threads=each)
             if alike:
                 known["larger"] = run.slowest.compute * LARGER * training.times(_compute_of_a_sample, larger=LARGER)
-            rates = [one["rate"] for one in trial.ask({"probe": "load", "seconds": LOADING_SECONDS})]
+            rates = [report["rate"] for report in trial.ask({"probe": "load", "seconds": LOADING_SECONDS})]
             known["loader"] = sum(rates) if all(rates) else None
         except TrialError as failure:
-            # As where larger batches do not fit: what is known until then is told.
+            # A measurement may fail, for example if larger batches do not fit. The earlier ones are still reported.
             self.progress(str(failure))
         return replace(facts, **known)

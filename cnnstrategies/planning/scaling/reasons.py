@@ -1,7 +1,7 @@
-"""Why more devices do not bring more: the causes that what was measured shows, with what mends each of them.
+"""Reasons why more devices are not faster: causes that the measurements show, each with a remedy.
 
-Each rule looks for one cause and says by how much a step or an epoch would be shorter without it. What is said is
-what the measured seconds allow: a rule guesses nothing where nothing was measured.
+Each rule looks for one cause and predicts by how much a step or an epoch would be shorter without that cause. The
+prediction follows from measured seconds. A rule yields nothing if its measurement is missing.
 """
 
 import math
@@ -12,26 +12,27 @@ from typing import Any
 
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.costs import digits
-from cnnstrategies.planning.scaling.figures import CALLBACK, LARGER, LOGGER, Found, ms
+from cnnstrategies.planning.scaling.figures import CALLBACK, LARGER, LOGGER, Measurements, ms
 
-LEAST_GAIN = 1.05  # What brings less is nobody's concern.
+LEAST_GAIN = 1.05  # Causes with a smaller gain are not reported.
 MOST_WORKERS = 8
 USUAL_LOG_EVERY = 50
-SMALL_BATCH_GAIN = 1.5  # Larger batches are a little quicker everywhere.
-UNEVEN = 1.1  # times the middle one's
-VALIDATION_SHARE = 0.1  # of an epoch, at most, with what is proposed
+SMALL_BATCH_GAIN = 1.5  # Slightly larger gains of larger batches are normal on every device.
+UNEVEN = 1.1  # A rank is slow if it takes at least this multiple of the median rank's time per sample.
+VALIDATION_SHARE = 0.1  # Largest part of an epoch's time for validation that is not reported.
 
 
 @dataclass(frozen=True)
 class Reason:
-    """A cause.
+    """A reason why more devices are not faster.
 
     Attributes:
-        evidence: What was measured that shows it.
-        remedy: What to do.
-        gain: How many times as fast training would be, as predicted.
-        values: The remedy as keys of a configuration, with dots; none where it is not a setting.
-        effect: What the remedy changes of what is learned.
+        cause: The cause in a few words.
+        evidence: Measurements that show the cause.
+        remedy: Advice to the user.
+        gain: Predicted factor by which training becomes faster with the remedy.
+        values: The remedy as dotted keys of a configuration; empty if the remedy is not a setting.
+        effect: Effect of the remedy on the training result.
     """
 
     cause: str
@@ -42,51 +43,51 @@ class Reason:
     effect: Effect = Effect.NONE
 
 
-def reasons(found: Found) -> list[Reason]:
-    """What holds the largest run up, by what it would gain without it."""
-    all_ = [reason for rule in RULES for reason in rule(found) if reason.gain >= LEAST_GAIN]
+def reasons(measurements: Measurements) -> list[Reason]:
+    """Return the reasons that slow the largest run down, largest gain first."""
+    all_ = [reason for rule in RULES for reason in rule(measurements) if reason.gain >= LEAST_GAIN]
     return sorted(all_, key=lambda reason: -reason.gain)
 
 
-def loading(found: Found) -> Iterator[Reason]:
-    """The slowest rank waits for its loader."""
-    run, facts = found.largest, found.facts
+def loading(measurements: Measurements) -> Iterator[Reason]:
+    """Yield a reason if the slowest rank waits for its loader."""
+    run, facts = measurements.largest, measurements.facts
     rank = run.slowest
     waited, step = rank.parts.get("data", 0.0), run.step
-    said = f"a step waits {ms(waited)} of {ms(step)} ms for data"
+    evidence = f"a step waits {ms(waited)} of {ms(step)} ms for data"
     if facts.loader is not None:
-        taken = digits(found.limits()["compute"])
-        said += f"; loaders alone give {digits(facts.loader)} samples/s, the network takes {taken}"
+        taken = digits(measurements.limits()["compute"])
+        evidence += f"; loaders alone give {digits(facts.loader)} samples/s, the network takes {taken}"
     cause, cheaper = "the loader is slower than the network", "pack images into shards (`cnnstrategies pack --size`)"
     load, key = facts.load, "data.init_args.num_workers"
     if load is not None:
-        said += f"; a sample takes {ms(load.seconds)} ms, of them {ms(load.processor)} of the processor"
+        evidence += f"; a sample takes {ms(load.seconds)} ms, of which {ms(load.processor)} ms are processor time"
         waits_for_storage = load.processor < load.seconds / 2
         if waits_for_storage:
             cause, cheaper = "the loader waits for storage", "pack images into shards, or copy them to a local disk"
         elif load.two > 1.5 * load.seconds and facts.cores > 1 and not facts.workers:
-            cause = "the loader holds the interpreter's lock, and the training process loads"
-            said += f"; two threads at once take {ms(load.two)} ms each"
+            cause = "the training process loads, and its loader holds the interpreter's lock"
+            evidence += f"; two threads at once take {ms(load.two)} ms each"
         free = MOST_WORKERS if waits_for_storage else max(1, facts.cores // run.devices)
-        # In a run, where all ranks load at once, a sample may take longer than it does alone.
+        # In a run all ranks load at once, so a sample may take longer than it does alone.
         seconds = load.seconds if facts.workers else max(load.seconds, waited / rank.samples)
         need = math.ceil(rank.samples * seconds / max(step - waited, 1e-6))
         workers = min(free, MOST_WORKERS, need)
         if workers > facts.workers:
-            busy = sum(one.step - one.waits - one.parts.get("data", 0.0) for one in run.ranks)
+            busy = sum(other.step - other.waits - other.parts.get("data", 0.0) for other in run.ranks)
             busy += run.samples * load.processor * seconds / load.seconds
             then = max(step - waited, rank.samples * seconds / workers, busy / facts.cores)
-            gain = found.gain(step - then)
+            gain = measurements.gain(step - then)
             if gain >= LEAST_GAIN:
                 values = {key: workers} if "num_workers" in facts.keys else {}
-                yield Reason(cause, said, f"`num_workers: {workers}`, for each rank; or {cheaper}", gain, values)
+                yield Reason(cause, evidence, f"set `num_workers: {workers}` for each rank; or {cheaper}", gain, values)
                 return
-    yield Reason(cause, said, f"{cheaper}; or load on more cores", found.gain(waited))
+    yield Reason(cause, evidence, f"{cheaper}; or load on more cores", measurements.gain(waited))
 
 
-def link(found: Found) -> Iterator[Reason]:
-    """Even the slowest rank waits for the gradients' sum."""
-    run, facts = found.largest, found.facts
+def link(measurements: Measurements) -> Iterator[Reason]:
+    """Yield a reason if even the slowest rank waits for the gradients' sum."""
+    run, facts = measurements.largest, measurements.facts
     open_ = run.slowest.waits
     if run.devices == 1 or not facts.link:
         return
@@ -95,58 +96,58 @@ def link(found: Found) -> Iterator[Reason]:
     values = {"trainer.strategy": "ddp_bf16"} if facts.strategy == "ddp" else {}
     yield Reason(
         "the link is slow",
-        f"{ms(open_)} of {ms(run.step)} ms are all-reduce that backward does not hide; alone it takes "
+        f"{ms(open_)} of {ms(run.step)} ms are all-reduce that backward does not hide; alone the all-reduce takes "
         f"{ms(facts.link)} ms for {digits(facts.gradient_bytes / 1e6)} MB ({digits(speed)} MB/s)",
-        "half the bytes by `ddp_bf16`; still fewer by `accumulate_grad_batches`, a parameter server's compression or "
-        "own steps, or a pipeline",
-        found.gain(saved),
+        "send half the bytes with `ddp_bf16`, or still fewer with `accumulate_grad_batches`, a parameter server with "
+        "compression or `mode: local`, or a pipeline",
+        measurements.gain(saved),
         values,
         Effect.LEARNING,
     )
 
 
-def slow_rank(found: Found) -> Iterator[Reason]:
-    """One computes longer than the others for as many samples."""
-    run = found.largest
+def slow_rank(measurements: Measurements) -> Iterator[Reason]:
+    """Yield a reason if a rank computes longer than the other ranks for each sample."""
+    run = measurements.largest
     each = [rank.compute / max(rank.samples, 1e-9) for rank in run.ranks]
-    stages = "receive" in run.ranks[0].waiting  # Which differ in what they compute.
+    stages = "receive" in run.ranks[0].waiting  # Ranks of different stages compute different things.
     if run.devices == 1 or stages or max(each) < UNEVEN * statistics.median_low(each):
         return
-    best = run.samples / sum(1 / one for one in each)
+    best = run.samples / sum(1 / seconds for seconds in each)
     slowest = each.index(max(each))
-    values = {"trainer.strategy": "ddp_balanced"} if found.facts.strategy in ("ddp", "auto") else {}
+    values = {"trainer.strategy": "ddp_balanced"} if measurements.facts.strategy in ("ddp", "auto") else {}
     yield Reason(
         f"rank {slowest} is slower than the others",
-        f"a sample takes it {ms(max(each))} ms, the quickest {ms(min(each))}; the others wait "
-        f"{ms(run.waiting)} ms of a step, on average",
-        "free its device of other work; else shares of the batch by speed: `ddp_balanced`, or `shares: auto`; of "
+        f"it takes {ms(max(each))} ms for a sample, the fastest rank {ms(min(each))} ms; the others wait "
+        f"{ms(run.waiting)} ms of a step on average",
+        "stop other work on the rank's device; or share the batch by speed with `ddp_balanced` or `shares: auto`, with "
         "asynchronous servers `data_dispatch: dynamic`",
-        found.gain(max(rank.compute for rank in run.ranks) - best),
+        measurements.gain(max(rank.compute for rank in run.ranks) - best),
         values,
         Effect.ROUNDING,
     )
 
 
-def threads(found: Found) -> Iterator[Reason]:
-    """The ranks have more threads than there are cores."""
-    run, facts = found.largest, found.facts
+def threads(measurements: Measurements) -> Iterator[Reason]:
+    """Yield a reason if the ranks have more threads than the machine has cores."""
+    run, facts = measurements.largest, measurements.facts
     if facts.with_fewer is None:
         return
     each = max(1, facts.cores // run.devices)
     yield Reason(
-        "threads fight for the processor's cores",
-        f"{run.devices} ranks of {facts.threads} threads on {facts.cores} cores; with {each} each, "
-        f"{digits(facts.with_fewer)} samples/s in place of {digits(run.rate)}",
-        f"OMP_NUM_THREADS={each}, or ComputeSettings' `threads: {each}`",
-        found.gain(run.step * (1 - min(1.0, run.rate / facts.with_fewer))),
+        "threads compete for the processor's cores",
+        f"{run.devices} ranks with {facts.threads} threads each run on {facts.cores} cores; with {each} each, training "
+        f"reaches {digits(facts.with_fewer)} samples/s instead of {digits(run.rate)}",
+        f"set OMP_NUM_THREADS={each}, or `threads: {each}` of ComputeSettings",
+        measurements.gain(run.step * (1 - min(1.0, run.rate / facts.with_fewer))),
         {"ComputeSettings.threads": each},
         Effect.ROUNDING,
     )
 
 
-def small_batches(found: Found) -> Iterator[Reason]:
-    """A device has so few samples that what does not depend on their number is most of a step."""
-    run, facts = found.largest, found.facts
+def small_batches(measurements: Measurements) -> Iterator[Reason]:
+    """Yield a reason if a device has too few samples, so that most of a step does not depend on their number."""
+    run, facts = measurements.largest, measurements.facts
     if facts.larger is None:
         return
     compute, then = run.slowest.compute, facts.larger / LARGER
@@ -155,18 +156,18 @@ def small_batches(found: Found) -> Iterator[Reason]:
     values = {f"data.init_args.{key}": LARGER * size for key, size in facts.keys.items() if "batch_size" in key}
     yield Reason(
         "batches are small for a device",
-        f"{digits(run.samples / run.devices)} samples a device take it {ms(compute)} ms, {LARGER} times as many "
-        f"{ms(facts.larger)}",
-        f"a batch {LARGER} times as large, and the learning rate to it; or fewer devices",
-        found.gain(compute - then),
+        f"a device takes {ms(compute)} ms for {digits(run.samples / run.devices)} samples, and {ms(facts.larger)} ms "
+        f"for {LARGER} times as many",
+        f"use a batch {LARGER} times as large, with a learning rate that suits it; or use fewer devices",
+        measurements.gain(compute - then),
         values,
         Effect.LEARNING,
     )
 
 
-def host_reads(found: Found) -> Iterator[Reason]:
-    """The host waits for the device's values in the middle of a step, and then the device waits for the host."""
-    run, facts = found.largest, found.facts
+def host_reads(measurements: Measurements) -> Iterator[Reason]:
+    """Yield a reason if a step makes the host wait for values of the device, so that the device idles afterwards."""
+    run, facts = measurements.largest, measurements.facts
     if not facts.accelerator or not facts.reads:
         return
     waited = min(facts.read_seconds, run.step)
@@ -174,26 +175,27 @@ def host_reads(found: Found) -> Iterator[Reason]:
     yield Reason(
         "a step makes the host wait for the device",
         f"{ms(waited)} of {ms(run.step)} ms in {places}",
-        "keep values on the device: no `.item()`, `float()`, `print` or `if` of a tensor in a step; log every 50 steps",
-        found.gain(min(waited, run.step - waited)),
+        "keep values on the device, without `.item()`, `float()`, `print` or `if` of a tensor in a step; log every 50 "
+        "steps",
+        measurements.gain(min(waited, run.step - waited)),
     )
 
 
-def callbacks(found: Found) -> Iterator[Reason]:
-    """A callback or a hook takes long."""
-    run = found.largest
+def callbacks(measurements: Measurements) -> Iterator[Reason]:
+    """Yield a reason for each callback whose hooks take long."""
+    run = measurements.largest
     longest: dict[str, float] = {}
     for rank in run.ranks:
         for name, seconds in rank.beside(CALLBACK).items():
             longest[name] = max(seconds, longest.get(name, 0.0))
     for name, seconds in longest.items():
-        said = f"{ms(seconds)} of {ms(run.step)} ms of a step are spent in its hooks"
-        yield Reason(f"{name} takes long", said, "call it less often, or leave it out", found.gain(seconds))
+        evidence = f"{ms(seconds)} of {ms(run.step)} ms of a step are spent in its hooks"
+        yield Reason(f"{name} takes long", evidence, "call it less often, or leave it out", measurements.gain(seconds))
 
 
-def logging(found: Found) -> Iterator[Reason]:
-    """Loggers take long."""
-    run, facts = found.largest, found.facts
+def logging(measurements: Measurements) -> Iterator[Reason]:
+    """Yield a reason if loggers take long."""
+    run, facts = measurements.largest, measurements.facts
     spent = {name: seconds for rank in run.ranks for name, seconds in rank.beside(LOGGER).items()}
     if not spent:
         return
@@ -201,51 +203,54 @@ def logging(found: Found) -> Iterator[Reason]:
     kept = min(1.0, facts.log_every / USUAL_LOG_EVERY)
     yield Reason(
         "loggers take long",
-        f"{ms(seconds)} of {ms(run.step)} ms of a step, in {', '.join(spent)} each {facts.log_every} steps",
-        f"`log_every_n_steps: {USUAL_LOG_EVERY}`" if kept < 1 else "a quicker logger, or more steps between",
-        found.gain(seconds * (1 - kept if kept < 1 else 0.5)),
+        f"{ms(seconds)} of {ms(run.step)} ms of a step are spent in {', '.join(spent)}, every {facts.log_every} steps",
+        f"set `log_every_n_steps: {USUAL_LOG_EVERY}`" if kept < 1 else "use a faster logger, or log less often",
+        measurements.gain(seconds * (1 - kept if kept < 1 else 0.5)),
         {"trainer.log_every_n_steps": USUAL_LOG_EVERY} if kept < 1 else {},
     )
 
 
-def validation(found: Found) -> Iterator[Reason]:
-    """An epoch validates long for how long it trains."""
-    run, epoch = found.largest, found.facts.epoch
+def validation(measurements: Measurements) -> Iterator[Reason]:
+    """Yield a reason if validation takes a large part of an epoch."""
+    run, epoch = measurements.largest, measurements.facts.epoch
     if epoch.steps is None or epoch.validation <= VALIDATION_SHARE * epoch.steps * run.step:
         return
     trains = epoch.steps * run.step
     every = math.ceil(epoch.validation / (VALIDATION_SHARE * trains))
     yield Reason(
         "validation takes long",
-        f"{digits(epoch.validation)} s of validation for {digits(trains)} s of training, in each epoch",
-        f"`check_val_every_n_epoch: {every}`, or `limit_val_batches`",
-        found.gain(0.0, epoch.validation * (1 - 1 / every)),
+        f"each epoch has {digits(epoch.validation)} s of validation for {digits(trains)} s of training",
+        f"set `check_val_every_n_epoch: {every}`, or `limit_val_batches`",
+        measurements.gain(0.0, epoch.validation * (1 - 1 / every)),
         {"trainer.check_val_every_n_epoch": every},
     )
 
 
-def checkpoints(found: Found) -> Iterator[Reason]:
-    """An epoch saves long for how long it trains."""
-    epoch = found.facts.epoch
-    said = f"{digits(epoch.checkpoints)} s of an epoch are spent on saving"
+def checkpoints(measurements: Measurements) -> Iterator[Reason]:
+    """Yield a reason if saving takes a large part of an epoch."""
+    epoch = measurements.facts.epoch
+    evidence = f"{digits(epoch.checkpoints)} s of an epoch are spent on saving"
     yield Reason(
-        "checkpoints take long", said, "save less often: `every_n_epochs`", found.gain(0.0, 0.9 * epoch.checkpoints)
+        "checkpoints take long",
+        evidence,
+        "save less often: `every_n_epochs`",
+        measurements.gain(0.0, 0.9 * epoch.checkpoints),
     )
 
 
-def transfer(found: Found) -> Iterator[Reason]:
-    """Copies to the device, and what is done to batches then, take long."""
-    seconds = found.largest.slowest.parts.get("transfer", 0.0)
-    said = f"{ms(seconds)} of {ms(found.largest.step)} ms of a step"
+def transfer(measurements: Measurements) -> Iterator[Reason]:
+    """Yield a reason if copies of batches to the device, and the hooks on these batches, take long."""
+    seconds = measurements.largest.slowest.parts.get("transfer", 0.0)
+    evidence = f"{ms(seconds)} of {ms(measurements.largest.step)} ms of a step are spent on it"
     yield Reason(
-        "batches get to the device slowly",
-        said,
-        "`pin_memory: true`; smaller types (uint8); quicker batch hooks",
-        found.gain(seconds),
+        "the transfer of batches to the device is slow",
+        evidence,
+        "set `pin_memory: true`, use smaller types (uint8) or faster batch hooks",
+        measurements.gain(seconds),
     )
 
 
-RULES: tuple[Callable[[Found], Iterator[Reason]], ...] = (
+RULES: tuple[Callable[[Measurements], Iterator[Reason]], ...] = (
     loading,
     link,
     slow_rank,

@@ -1,1 +1,1 @@
-"""``tune``: settings that are tried on the real devices, and the statistics that choose."""
+"""``tune``: trials of settings on the real devices, and the statistics by which a setting is chosen."""

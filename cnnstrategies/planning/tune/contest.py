@@ -1,4 +1,4 @@
-"""Candidates' runs side by side, compared with the default and timed in turn until it is clear; and what was found."""
+"""Runs of candidates side by side, timed in turns and compared with the default until the fastest is known."""
 
 import math
 import random
@@ -20,10 +20,10 @@ from cnnstrategies.planning.tune.trial import COMPARED_STEPS, ONE_BATCH, PATIENC
 
 WARM_UP_STEPS = 3
 BLOCK_SECONDS = 0.5
-LARGEST_DIFFERENCE = 1e-3  # of a loss, relative, of what is said to change the rounding alone
+LARGEST_DIFFERENCE = 1e-3  # Largest relative difference of a loss under a setting that only changes the rounding.
 FRESH = Look(7, 0.05)
-# Of two processes that do the same, one can be a tenth quicker in all of its rounds (Mytkowicz et al., 2009, say why),
-# so a smaller gain must show again in each of some pairs that are started for it: benchmarks/planning/tune_equal.md.
+# One of two equal processes can be a tenth faster in all its rounds (Mytkowicz et al., 2009, explain why). A gain below
+# `LUCK` must therefore appear again in each of `PAIRS` pairs of new processes; see benchmarks/planning/tune_equal.md.
 LUCK = 1.25
 PAIRS = 3
 DEFAULT = "default"
@@ -35,11 +35,12 @@ EFFECTS = {Effect.NONE: "", Effect.ROUNDING: "", Effect.LEARNING: "changes learn
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """What became of a candidate.
+    """The result of a candidate.
 
     Attributes:
-        verdict: What its rounds have shown; None if it did not come to that.
-        trouble: Why not.
+        setting: The candidate.
+        verdict: Verdict of its rounds; None if the candidate was not measured.
+        trouble: Reason why the candidate was not measured.
     """
 
     setting: Setting
@@ -54,23 +55,27 @@ class _Runner:
     step: float
 
     def block(self) -> float:
-        """Seconds per step."""
+        """Time some steps, and return the seconds per step."""
         steps = max(1, math.ceil(BLOCK_SECONDS / self.step))
         return float(self.trial.steps(steps)["seconds"]) / steps
 
 
 @dataclass
 class Contest:
-    """Finds out which settings are faster than none.
+    """Finds the settings that are faster than the default.
 
     Args:
-        ends: When to stop, by ``time.monotonic``.
-        together: Most candidates whose processes may be there at once, beside the default's.
-        deterministic: Whether two runs of the same give the same losses; else only the first loss is compared.
-        command: The module that their ranks run.
+        words: Arguments of the command line that trains, without a setting.
+        folder: Folder for the trials' files.
+        ends: Time at which to stop, on the clock of ``time.monotonic``.
+        together: Largest number of candidates whose processes may exist at once, in addition to the default's.
+        deterministic: Whether two equal runs have equal losses. Otherwise only the first loss is compared.
+        progress: Called with a short text when a new part begins.
+        command: Module that the ranks run.
 
     Attributes:
-        default_times: Seconds per step of the default, by rounds.
+        rows: Result of each candidate, by name.
+        default_times: Seconds per step of the default in each round.
     """
 
     words: Sequence[str]
@@ -84,10 +89,10 @@ class Contest:
     default_times: list[float] = field(default_factory=list)
 
     def run(self, settings: Sequence[Setting]) -> Setting | None:
-        """Try them.
+        """Measure all settings.
 
         Returns:
-            The fastest that is faster than the default, in fresh rounds too; None if there is none.
+            The fastest setting that is faster than the default, also in fresh rounds; None if no setting is.
 
         Raises:
             TrialError: The default itself does not run.
@@ -96,32 +101,45 @@ class Contest:
         default: dict[str, _Runner] = {}
         with ExitStack() as stack:
             for group in groups:
-                self.rows |= {one.name: CandidateResult(one) for one in group}
-                with ExitStack() as own:
-                    runners = default | self._start_all(group if default else [PLAIN, *group], own, stack)
+                self.rows |= {setting.name: CandidateResult(setting) for setting in group}
+                with ExitStack() as group_stack:
+                    runners = default | self._start_all(group if default else [PLAIN, *group], group_stack, stack)
                     default = {DEFAULT: runners[DEFAULT]}
                     self._race(runners)
                     if group is groups[-1] or time.monotonic() > self.ends:
                         return self._confirmed(runners)
         return None
 
-    def _start_all(self, settings: Sequence[Setting], own: ExitStack, stack: ExitStack) -> dict[str, _Runner]:
-        """Start some at once, the default's to outlive the others'; then each makes its first steps, alone.
+    def _start_all(
+        self, settings: Sequence[Setting], candidate_stack: ExitStack, stack: ExitStack
+    ) -> dict[str, _Runner]:
+        """Start the trials of some settings at once; then each trial makes its first steps alone.
 
-        Where more threads than cores make steps, those that have a core spin while they wait for one that has none: the
-        first steps of four runs together have been seen to take twenty times as long.
+        If more threads than cores make steps, threads with a core spin while they wait for a thread without a core.
+        First steps of four runs at the same time took twenty times as long in one case.
+
+        Args:
+            settings: Candidates, and the default if it does not run yet.
+            candidate_stack: Closes the candidates' trials.
+            stack: Closes the default's trial, which outlives the candidates' trials.
         """
-        trials = {one.name: self._launch(one, stack if one.name == DEFAULT else own) for one in settings}
+        trials = {
+            setting.name: self._launch(setting, stack if setting.name == DEFAULT else candidate_stack)
+            for setting in settings
+        }
         ready = self._each("starting", trials, Trial.wait_until_ready)
         return self._each("first steps", {name: trials[name] for name in ready}, _warmed)
 
     def _each(self, work: str, all_of_them: Mapping[str, T], do: Callable[[T], Made]) -> dict[str, Made]:
-        """What is made of those that do not fail: a candidate's row says why it does; the default's ends all."""
+        """Call a function for each item, and return the results of those that do not fail.
+
+        If a candidate fails, its row gets the reason. If the default fails, its error is raised.
+        """
         made = {}
-        for name, one in all_of_them.items():
+        for name, item in all_of_them.items():
             self.progress(f"{work}: {name}")
             try:
-                made[name] = do(one)
+                made[name] = do(item)
             except TrialError as failure:
                 if name == DEFAULT:
                     raise
@@ -132,7 +150,7 @@ class Contest:
         self.rows[name] = CandidateResult(self.rows[name].setting, trouble=trouble)
 
     def _race(self, runners: dict[str, _Runner]) -> None:
-        """Race a group, of which those stay that are not behind."""
+        """Measure a group of candidates; only the trials of candidates that may be the fastest stay open."""
         default = runners[DEFAULT]
         for name in [*runners]:
             if name != DEFAULT and (trouble := self._difference(self.rows[name].setting, default, runners[name])):
@@ -159,20 +177,23 @@ class Contest:
         race.add(base, seconds)
 
     def _confirmed(self, alive: Mapping[str, _Runner]) -> Setting | None:
-        """The fastest that holds what it has promised: a slow process of the default makes all look faster."""
+        """Return the fastest candidate that is also faster in fresh rounds.
+
+        Fresh rounds are needed because a slow process of the default makes all candidates look faster.
+        """
         known = [(row.verdict, row) for row in self.rows.values() if row.verdict is not None]
-        faster = sorted((one for one in known if one[0].outcome == "faster"), key=lambda one: -one[0].speed)
+        faster = sorted((entry for entry in known if entry[0].outcome == "faster"), key=lambda entry: -entry[0].speed)
         for number, (verdict, row) in enumerate(faster):
             name = row.setting.name
             try:
                 if number and time.monotonic() > self.ends:
                     verdicts = [replace(verdict, outcome="undecided")]
                 elif name in alive and verdict.low >= LUCK:
-                    alone = len(self.rows) == 1  # Not chosen for its luck: its rounds are as good as new.
+                    alone = len(self.rows) == 1  # A single candidate was not selected, so its rounds count as fresh.
                     verdicts = [verdict if alone else self.fresh_verdict(name, alive)]
                 else:
-                    for one in alive.values():
-                        one.trial.close()
+                    for runner in alive.values():
+                        runner.trial.close()
                     alive = {}
                     verdicts = self.fresh_verdicts(row.setting)
             except TrialError as failure:
@@ -184,24 +205,29 @@ class Contest:
         return None
 
     def fresh_verdicts(self, setting: Setting) -> list[RaceVerdict]:
-        """The verdicts of pairs of new processes, up to the first that does not say faster.
+        """Return the verdicts of pairs of new processes, up to the first verdict other than "faster".
 
-        Who is started last has been seen to be quicker: that is the default first, as it was the candidate before.
+        The process that starts last was faster in measurements. Therefore the order alternates, and in the first pair
+        the default starts last, because in the contest the candidates did.
         """
         verdicts: list[RaceVerdict] = []
         for turn in range(PAIRS):
             if verdicts and time.monotonic() > self.ends:
                 return [*verdicts, replace(verdicts[-1], outcome="undecided")]
-            with ExitStack() as own:
+            with ExitStack() as pair_stack:
                 order = [setting, PLAIN] if turn % 2 == 0 else [PLAIN, setting]
-                verdicts.append(self.fresh_verdict(setting.name, self._start_all(order, own, own)))
+                verdicts.append(self.fresh_verdict(setting.name, self._start_all(order, pair_stack, pair_stack)))
             if verdicts[-1].outcome != "faster":
                 break
         return verdicts
 
     def fresh_verdict(self, name: str, runners: Mapping[str, _Runner]) -> RaceVerdict:
-        """The verdict of rounds that nothing was chosen by."""
-        race = Race([one for one in runners if one == name], looks=(FRESH,))
+        """Return the verdict of new rounds, which did not influence the selection of the candidate.
+
+        Raises:
+            TrialError: The candidate failed.
+        """
+        race = Race([runner_name for runner_name in runners if runner_name == name], looks=(FRESH,))
         while not race.over:
             self._round(race, dict(runners))
         if name not in race.verdicts:
@@ -218,12 +244,16 @@ class Contest:
         return trial
 
     def _difference(self, setting: Setting, default: _Runner, runner: _Runner) -> str:
-        """What is wrong with its losses, if anything is."""
-        if setting.effect is Effect.ROUNDING:  # Another number of workers draws other augmentations, and no more.
+        """Return a text that says how a setting's losses differ from the default's; empty if they agree.
+
+        Only settings that change the rounding are checked. A setting without any effect on the computation may change
+        the losses in another way: another number of loading workers draws other augmentations.
+        """
+        if setting.effect is Effect.ROUNDING:
             count = COMPARED_STEPS if self.deterministic else 1
             for ours, theirs in zip(runner.losses[:count], default.losses[:count], strict=True):
                 if not abs(ours - theirs) <= LARGEST_DIFFERENCE * max(abs(theirs), 1e-6):
-                    return f"changes the loss: {ours:.6g} for {theirs:.6g}"
+                    return f"changes the loss: {ours:.6g} instead of {theirs:.6g}"
         return ""
 
 
@@ -234,16 +264,17 @@ def _warmed(trial: Trial) -> _Runner:
 
 
 def repeats(strategy: object) -> bool:
-    """Whether two runs of the same give the same losses, by the strategy's part of a configuration."""
+    """Whether two equal runs have equal losses, according to the strategy in the configuration."""
     return not re.search(r"async|mode='ssp'|_ssp", str(strategy))
 
 
 def table(rows: Sequence[CandidateResult], rate: float, title: str = "") -> Table:
-    """The candidates, fastest first.
+    """Return a table of the candidates, fastest first.
 
     Args:
+        rows: Results of the candidates.
         rate: Steps per second of the default.
-        title: What was tried, where that is not all.
+        title: Title of the table; empty for none.
     """
     shown = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left")
     for name in ("settings", "steps/s", "speed [interval]", "", ""):
@@ -253,7 +284,9 @@ def table(rows: Sequence[CandidateResult], rate: float, title: str = "") -> Tabl
         if row.verdict is None:
             shown.add_row(row.setting.name, "", "", row.trouble or "not tried: no time left", "")
             continue
-        one = row.verdict
-        speed = f"{one.speed:.2f} [{one.low:.2f}, {one.high:.2f}]"
-        shown.add_row(row.setting.name, f"{rate * one.speed:.3g}", speed, one.outcome, EFFECTS[row.setting.effect])
+        verdict = row.verdict
+        speed = f"{verdict.speed:.2f} [{verdict.low:.2f}, {verdict.high:.2f}]"
+        shown.add_row(
+            row.setting.name, f"{rate * verdict.speed:.3g}", speed, verdict.outcome, EFFECTS[row.setting.effect]
+        )
     return shown

@@ -1,11 +1,13 @@
-"""Which of several settings is faster, by rounds in which each runs once: statistics that stand the machine's noise.
+"""Statistics that find the faster of several settings from rounds in which each setting runs once.
 
-The speed of a machine varies more than settings differ, but not much within a round; so what counts is a candidate's
-time over the default's of the same round. Three looks at the growing number of rounds spend the probability of a
-false verdict, 5 % over all candidates and looks. Who cannot be the fastest leaves before.
+The speed of a machine varies more than the settings differ, but little within a round. Therefore a candidate's time is
+compared with the default's time in the same round. Verdicts are given at three looks, after 11, 17 and 25 rounds. The
+probability of any false verdict is 5 % over all candidates and looks. A candidate leaves the race early if it can
+hardly become the fastest.
 
-Sources: Hodges and Lehmann (1963), the estimate and its interval; Wilcoxon (1945), the signed-rank test that they
-belong to, with its exact distribution; Holm (1979), several candidates; Lan and DeMets (1983), spending over looks.
+Sources: Hodges and Lehmann (1963) for the estimate and its interval; Wilcoxon (1945) for the signed-rank test on which
+the interval is based, with its exact distribution; Holm (1979) for several candidates; Lan and DeMets (1983) for
+spending the error over the looks.
 """
 
 import functools
@@ -17,9 +19,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Outcome = Literal["faster", "slower", "no difference", "undecided", "behind"]
-MARGIN = math.log(1.02)  # Smaller differences are nobody's concern.
-# Who is so much slower than the leader or the default in every one of so many rounds will not be the fastest; from some
-# more rounds on, who is slower by an interval with this error. No claim is made, so none of the probability is spent.
+MARGIN = math.log(1.02)  # Smaller differences of speed count as none.
+# A candidate counts as behind if, after at least `SOONEST` rounds, it is slower than the leader or the default by
+# `BEHIND` in every round; or, after `LATER` rounds, if an interval with the error `BEHIND_ERROR` shows that it is
+# slower. "Behind" is not a claim about the speed, so it spends none of the error probability.
 BEHIND = math.log(1.05)
 SOONEST, LATER = 4, 6
 BEHIND_ERROR = 0.1
@@ -30,7 +33,8 @@ class Look:
     """A moment at which verdicts may be given.
 
     Attributes:
-        error: Probability of any false verdict that is spent here.
+        rounds: Number of rounds after which the look happens.
+        error: Probability of any false verdict that is spent at this look.
     """
 
     rounds: int
@@ -42,7 +46,15 @@ LOOKS = (Look(11, 0.01), Look(17, 0.015), Look(25, 0.025))
 
 @dataclass(frozen=True)
 class RaceVerdict:
-    """What is known of a candidate: its speed over the default's, and the ends of the interval for that."""
+    """The result of a candidate's rounds.
+
+    Attributes:
+        outcome: Comparison with the default.
+        speed: Estimated speed as a multiple of the default's speed.
+        low: Lower end of the speed's interval.
+        high: Upper end of the speed's interval.
+        rounds: Number of rounds.
+    """
 
     outcome: Outcome
     speed: float
@@ -53,11 +65,14 @@ class RaceVerdict:
 
 @dataclass
 class Race:
-    """Candidates against a default, round by round.
+    """Candidates that are compared with a default, round by round.
+
+    Args:
+        candidates: Names of the candidates.
+        looks: Moments at which verdicts are given.
 
     Attributes:
-        running: Candidates that still take part; the slower ones, those behind another and those without a difference
-            have left.
+        verdicts: Present verdict of each candidate that has one.
     """
 
     candidates: Sequence[str]
@@ -70,24 +85,24 @@ class Race:
 
     @property
     def running(self) -> list[str]:
-        """Those that still take part."""
+        """Candidates that still take part: those that are not slower, not behind, and not without a difference."""
         left = ("slower", "no difference", "behind")
         return [name for name in self._gains if self.verdicts.get(name, _NOTHING).outcome not in left]
 
     @property
     def over(self) -> bool:
-        """Whether more rounds would change nothing."""
+        """Whether further rounds cannot change the result."""
         rounds = max((len(gains) for gains in self._gains.values()), default=0)
         undecided = any(self.verdicts.get(name, _NOTHING).outcome == "undecided" for name in self.running)
         return not self.running or rounds >= self.looks[-1].rounds or (bool(self.verdicts) and not undecided)
 
     def drop(self, name: str) -> None:
-        """Forget a candidate that can run no more."""
+        """Remove a candidate that cannot run any longer."""
         self._gains.pop(name, None)
         self.verdicts.pop(name, None)
 
     def add(self, default: float, times: Mapping[str, float]) -> None:
-        """Enter a round: seconds per step of the default, and of the running candidates."""
+        """Add a round: seconds per step of the default and of each running candidate."""
         for name, seconds in times.items():
             self._gains[name].append(math.log(default / seconds))
         rounds = max((len(gains) for gains in self._gains.values()), default=0)
@@ -98,14 +113,14 @@ class Race:
             self._leave_behind()
 
     def judge(self, error: float) -> None:
-        """Give the running candidates their verdicts, with this probability of any false one."""
+        """Give the running candidates verdicts with a probability ``error`` of any false verdict."""
         running = self.running
         ordered = sorted(running, key=lambda name: p_value(self._gains[name]))
         left = len(self.candidates)
         for name in ordered:
             self.verdicts[name] = verdict(self._gains[name], error / left)
             if self.verdicts[name].outcome != "undecided":
-                left -= 1  # Holm: what is decided leaves its share to the others.
+                left -= 1  # Holm: a decided candidate leaves its part of the error to the others.
 
     def _leave_behind(self) -> None:
         running = self.running
@@ -114,14 +129,21 @@ class Race:
         leader = max((self._gains[name] for name in running), key=statistics.median)
         rivals = (leader, [0.0] * len(leader))
         for name in running:
-            own = self._gains[name]
-            if any(_is_behind([two - one for one, two in zip(own, rival, strict=True)]) for rival in rivals):
-                low, middle, high = (math.exp(one) for one in (min(own), statistics.median(own), max(own)))
-                self.verdicts[name] = RaceVerdict("behind", middle, low, high, len(own))
+            gains = self._gains[name]
+            if any(
+                _is_behind([rival_gain - gain for gain, rival_gain in zip(gains, rival, strict=True)])
+                for rival in rivals
+            ):
+                low, middle, high = (math.exp(gain) for gain in (min(gains), statistics.median(gains), max(gains)))
+                self.verdicts[name] = RaceVerdict("behind", middle, low, high, len(gains))
 
 
 def _is_behind(leads: Sequence[float]) -> bool:
-    """Whether another's lead, by rounds, is one that will not be made up."""
+    """Whether a candidate cannot be expected to make up a rival's lead.
+
+    Args:
+        leads: Logarithm of the rival's speed over the candidate's in each round.
+    """
     return min(leads) > BEHIND or (len(leads) >= LATER and interval(leads, BEHIND_ERROR)[0] > 0)
 
 
@@ -129,7 +151,12 @@ _NOTHING = RaceVerdict("undecided", 1.0, 0.0, math.inf, 0)
 
 
 def verdict(gains: Sequence[float], error: float) -> RaceVerdict:
-    """What is known from a candidate's rounds, logarithms of the default's time over its own."""
+    """Return the verdict on a candidate.
+
+    Args:
+        gains: Logarithm of the default's time divided by the candidate's time, in each round.
+        error: Probability that the interval of the speed is wrong.
+    """
     low, middle, high = interval(gains, error)
     outcome: Outcome = "undecided"
     if low > MARGIN:
@@ -142,20 +169,26 @@ def verdict(gains: Sequence[float], error: float) -> RaceVerdict:
 
 
 def combined(verdicts: Sequence[RaceVerdict]) -> RaceVerdict:
-    """What several pairs of processes say together: the last one's outcome, their middle, and all that they allow."""
-    middle = math.exp(statistics.mean(math.log(one.speed) for one in verdicts))
-    low, high = min(one.low for one in verdicts), max(one.high for one in verdicts)
-    return RaceVerdict(verdicts[-1].outcome, middle, low, high, sum(one.rounds for one in verdicts))
+    """Return the joint verdict of several pairs of processes.
+
+    The outcome is that of the last pair, the speed the geometric mean, and the interval covers all intervals.
+    """
+    middle = math.exp(statistics.mean(math.log(verdict.speed) for verdict in verdicts))
+    low, high = min(verdict.low for verdict in verdicts), max(verdict.high for verdict in verdicts)
+    return RaceVerdict(verdicts[-1].outcome, middle, low, high, sum(verdict.rounds for verdict in verdicts))
 
 
 def interval(values: Sequence[float], error: float) -> tuple[float, float, float]:
-    """Hodges and Lehmann's estimate of the middle of symmetric values, between the ends of its exact interval.
+    """Return Hodges and Lehmann's estimate of the centre of symmetric values, with its exact interval.
 
     Args:
         values: The sample.
-        error: Probability that the interval misses the middle; the ends are infinite where the sample is too small.
+        error: Probability that the interval misses the centre.
+
+    Returns:
+        The lower end, the estimate and the upper end. The ends are infinite if the sample is too small.
     """
-    means = sorted((one + other) / 2 for one, other in itertools.combinations_with_replacement(values, 2))
+    means = sorted((value + other) / 2 for value, other in itertools.combinations_with_replacement(values, 2))
     ways = signed_rank_ways(len(values))
     below, left_out = 0, 0
     while left_out < len(ways) and 2 * (below + ways[left_out]) <= error * 2 ** len(values):
@@ -168,7 +201,7 @@ def interval(values: Sequence[float], error: float) -> tuple[float, float, float
 
 
 def p_value(values: Sequence[float]) -> float:
-    """Wilcoxon's exact two-sided probability of values as far from 0 in the middle, if that were 0."""
+    """Return the exact two-sided p-value of Wilcoxon's signed-rank test for values symmetric around 0."""
     ranked = sorted(values, key=abs)
     positive = sum(rank for rank, value in enumerate(ranked, start=1) if value > 0)
     total = len(values) * (len(values) + 1) // 2
@@ -178,7 +211,7 @@ def p_value(values: Sequence[float]) -> float:
 
 @functools.cache
 def signed_rank_ways(count: int) -> tuple[int, ...]:
-    """In how many ways a subset of the ranks 1 to ``count`` has each sum."""
+    """Return, for each possible sum, the number of subsets of the ranks 1 to ``count`` that have it."""
     ways = [1]
     for rank in range(1, count + 1):
         grown = ways + [0] * rank

@@ -1,4 +1,4 @@
-"""What can be tried on a device: settings that one may choose freely, and those that change what is learned."""
+"""Settings that can be tried on a device, and their form as a configuration."""
 
 import itertools
 import os
@@ -16,11 +16,11 @@ CALLBACK = "cnnstrategies.callbacks.ComputeSettings"
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as nested ones.
+    """Return a configuration with nested keys.
 
     Args:
-        values: Such as ``{"trainer.precision": "bf16-mixed"}``; keys under ``ComputeSettings`` become the arguments
-            of one such callback.
+        values: Values by dotted keys, such as ``{"trainer.precision": "bf16-mixed"}``. Keys under ``ComputeSettings``
+            become the arguments of one callback of that class.
     """
     result: dict[str, Any] = {}
     arguments = {path.partition(".")[2]: value for path, value in values.items() if path.startswith("ComputeSettings.")}
@@ -30,15 +30,18 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
         if path.startswith("ComputeSettings."):
             continue
         *parents, name = path.split(".")
-        place = result
+        section = result
         for parent in parents:
-            place = place.setdefault(parent, {})
-        place[name] = value
+            section = section.setdefault(parent, {})
+        section[name] = value
     return result
 
 
 def write_commented(path: Path, content: Mapping[str, Any], comment: Sequence[str] = ()) -> None:
-    """Write lines of a configuration, whole or not at all; of programs that do so together, the last one's stay."""
+    """Write a configuration with a comment, completely or not at all.
+
+    If several programs write the same file at once, the file of the last program stays.
+    """
     text = yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=None)
     part = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
     part.write_text("".join(f"# {line}\n" for line in comment) + text, encoding="utf-8")
@@ -47,7 +50,13 @@ def write_commented(path: Path, content: Mapping[str, Any], comment: Sequence[st
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run."""
+    """A change of the configuration that can be tried.
+
+    Attributes:
+        name: Name for tables.
+        values: Values by dotted keys.
+        effect: Effect on the training result.
+    """
 
     name: str
     values: Mapping[str, Any]
@@ -55,15 +64,18 @@ class Setting:
 
 
 def joined(settings: Sequence[Setting]) -> Setting:
-    """Settings as one; of two values of one key the last one's holds."""
+    """Return one setting with the values of several; a later value of the same key replaces an earlier one."""
     values: dict[str, Any] = {}
-    for one in settings:
-        values.update(one.values)
-    return Setting(", ".join(one.name for one in settings), values, max(one.effect for one in settings))
+    for setting in settings:
+        values.update(setting.values)
+    return Setting(", ".join(setting.name for setting in settings), values, max(setting.effect for setting in settings))
 
 
 def factorial(choices: Sequence[Sequence[Setting]]) -> Iterator[Setting]:
-    """All combinations of one or none of each group but the empty one; they interact, so none is left out."""
+    """Yield all combinations of at most one setting of each group, except the empty combination.
+
+    Settings interact, so no combination is left out.
+    """
     for combination in itertools.product(*((None, *group) for group in choices)):
-        if chosen := [one for one in combination if one is not None]:
+        if chosen := [setting for setting in combination if setting is not None]:
             yield joined(chosen)

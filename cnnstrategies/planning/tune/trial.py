@@ -1,4 +1,4 @@
-"""A run that waits to be told how many steps to make, in processes of its own that end with it."""
+"""A training run in processes of its own that makes steps only on request."""
 
 import contextlib
 import importlib
@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable: the socket on which a trial's ranks wait for orders.
-# The modules whose `main` a trial's ranks run: on one batch again and again, or with all that training does.
+TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable with the socket on which a trial's ranks wait for orders.
+# Modules whose `main` a trial's ranks run: steps on the same batch each time, or steps as in training.
 ONE_BATCH, AS_IN_TRAINING = "cnnstrategies.commands.tune.trial", "cnnstrategies.commands.scaling.run"
-FAILED = "This trial has failed: "  # What a rank says before why, in one line.
-PATIENCE = 120.0  # Seconds, at least, for a start or an order on a machine that is busy.
-# Their losses tell whether a candidate learns the same: the third follows from the gradients of two updates.
+FAILED = "This trial has failed: "  # A rank that fails prints this text and the reason in one line.
+PATIENCE = 120.0  # Least time limit in seconds for a start or an order, since the machine may be busy.
+# Number of steps whose losses are compared with the default's. The third loss depends on two updates of the weights.
 COMPARED_STEPS = 3
-# What the last lines of a run that has failed say, and what that means.
+# Texts in the output of a failed run, and the cause that they indicate.
 CAUSES = (
     (("OutOfMemoryError", "out of memory", "can't allocate memory"), "out of memory"),
     (("BackendCompilerFailed", "InductorError", "CppCompileError", "InvalidCxxCompiler"), "the compiler failed"),
@@ -28,22 +28,25 @@ CAUSES = (
 
 
 class TrialError(Exception):
-    """A trial has ended or taken too long; the message says why in a few words."""
+    """A trial has ended or taken too long; the message gives the reason in a few words."""
 
 
 class Trial:
     """One candidate's run.
 
-    It is forked from a process that has imported its module: imports cost seconds, a fork none. Python's fork server,
-    from which it is forked, only imports: nothing has used a device or started a thread there.
+    The run is forked from Python's fork server, which has imported the run's module: an import takes seconds, a fork
+    almost no time. The fork server only imports modules, so it has not used a device or started a thread.
 
     Args:
-        seconds: How long it may take to start, and then for any order.
-        command: The module whose ``main`` the ranks run.
+        folder: Folder for the run's socket and output.
+        name: Name of these files.
+        words: Arguments of the command line.
+        seconds: Time limit for the start, and for each later order.
+        command: Module whose ``main`` the ranks run.
 
     Attributes:
-        output: The file of what it prints.
-        process: The process that was started; what it starts in turn is in the same session.
+        output: File with the run's output.
+        process: The process that was started. The processes that it starts are in the same session.
     """
 
     def __init__(self, folder: Path, name: str, words: Sequence[str], seconds: float, command: str = ONE_BATCH) -> None:
@@ -60,7 +63,7 @@ class Trial:
         context.set_forkserver_preload([command])
         self.process = context.Process(target=_run, args=(command, list(words), self.output, variables))
         self.process.start()
-        with contextlib.suppress(ProcessLookupError):  # It may have ended already.
+        with contextlib.suppress(ProcessLookupError):  # The process may have ended already.
             while self.process.exitcode is None and os.getsid(self._pid) != self._pid:
                 time.sleep(0.002)
 
@@ -70,38 +73,42 @@ class Trial:
         return self.process.pid
 
     def wait_until_ready(self) -> None:
-        """Wait for all ranks.
+        """Wait until all ranks have connected.
 
         Raises:
-            TrialError: They do not come.
+            TrialError: The run has ended, or not all ranks connected in time.
         """
         self._await(lambda: bool(self._ranks) and len(self._ranks) == self._ranks[0].world, self._accept)
 
     @property
     def hellos(self) -> list[dict[str, Any]]:
-        """What the ranks, in order, have said of themselves."""
+        """Ranks' reports on themselves, in rank order."""
         return [rank.hello for rank in self._ranks]
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Have all ranks make some steps.
+        """Let all ranks make some steps.
 
         Returns:
             Rank 0's report, with ``seconds`` of the slowest rank.
 
         Raises:
-            TrialError: It has ended, or has not answered in time.
+            TrialError: The run has ended, or a rank has not answered in time.
         """
         reports = self.ask({"steps": count})
         return {**reports[0], "seconds": max(report["seconds"] for report in reports)}
 
     def ask(self, order: Mapping[str, Any], first: bool = False) -> list[dict[str, Any]]:
-        """Give an order to all ranks, or to the first one alone.
+        """Send an order to all ranks, or to the first rank alone.
+
+        Args:
+            order: The order, as JSON values.
+            first: Whether only the first rank gets the order.
 
         Returns:
-            Their reports, in order.
+            The reports of the asked ranks, in rank order.
 
         Raises:
-            TrialError: It has ended, or has not answered in time.
+            TrialError: The run has ended, or a rank has not answered in time.
         """
         asked = self._ranks[:1] if first else self._ranks
         for rank in asked:
@@ -111,7 +118,11 @@ class Trial:
         return [reports[rank.number] for rank in asked]
 
     def close(self, patience: float = 5.0) -> None:
-        """End the run and all its processes, which have so many seconds after SIGTERM."""
+        """End the run and all its processes.
+
+        Args:
+            patience: Seconds that the processes have to end after SIGTERM.
+        """
         for rank in self._ranks:
             rank.close()
         self._listener.close()
@@ -120,24 +131,25 @@ class Trial:
                 os.killpg(self._pid, signum)
                 self.process.join(seconds)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)  # Ranks that have not ended with the one that started them.
+            os.killpg(self._pid, signal.SIGKILL)  # Ranks may outlive the process that started them.
 
     def cause(self) -> str:
-        """Why it has ended, in a few words, from its exit code and what it has printed."""
+        """Return the reason why the run has ended, in a few words, from its exit code and its output."""
         code = self.process.exitcode
-        assert code is not None, "it has ended"
+        assert code is not None, "the run has ended"
         text = self.output.read_text(errors="replace")
         for signs, cause in CAUSES:
             if any(sign in text for sign in signs):
                 return cause
         if code < 0:
-            return f"ended by {signal.Signals(-code).name}{', as when memory is short' * (code == -signal.SIGKILL)}"
+            memory = ", possibly because memory ran out" if code == -signal.SIGKILL else ""
+            return f"ended by {signal.Signals(-code).name}{memory}"
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        told = [line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)]
-        if told:
-            return told[0]  # The other ranks miss the first one.
+        reasons = [line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)]
+        if reasons:
+            return reasons[0]  # The first rank that failed; the other ranks failed because they lost it.
         if code == 0:
-            return "it ended by itself: a callback, max_epochs or limit_train_batches allow no further step"
+            return "it ended by itself: a callback, max_epochs or limit_train_batches allows no further step"
         return lines[-1] if lines else f"exit code {code}"
 
     def _accept(self) -> None:
@@ -146,7 +158,7 @@ class Trial:
             connection, _ = self._listener.accept()
         except TimeoutError:
             return
-        self._ranks = sorted([*self._ranks, _Rank(connection)], key=lambda one: one.number)
+        self._ranks = sorted([*self._ranks, _Rank(connection)], key=lambda rank: rank.number)
 
     def _hear(self, asked: Sequence["_Rank"], reports: dict[int, dict[str, Any]]) -> None:
         for rank in asked:
@@ -164,7 +176,14 @@ class Trial:
 
 
 def _run(module: str, words: list[str], output: Path, variables: Mapping[str, str]) -> None:
-    """What the forked process does: the module's function `main`, which takes its arguments from `sys.argv`."""
+    """Run the function ``main`` of a module in the forked process, with arguments in ``sys.argv``.
+
+    Args:
+        module: Name of the module.
+        words: Arguments of the command line.
+        output: File for the standard output and the standard error output.
+        variables: Environment variables.
+    """
     os.setsid()
     file = os.open(output, os.O_WRONLY)
     for stream in (1, 2):
@@ -173,7 +192,7 @@ def _run(module: str, words: list[str], output: Path, variables: Mapping[str, st
     os.environ.update(variables)
     program = importlib.import_module(module)
     sys.argv = [str(program.__file__), *words]
-    sys.modules["__main__"] = program  # From which Lightning knows how to start other ranks.
+    sys.modules["__main__"] = program  # Lightning starts other ranks by the main module.
     program.main()
 
 
@@ -185,12 +204,12 @@ class _Rank:
         self._heard = b""
         hello = self.hear(10.0)
         if hello is None:
-            raise TrialError("a rank has not said who it is")
+            raise TrialError("a rank connected but did not report its number")
         self.hello = hello
         self.number, self.world = int(hello["rank"]), int(hello["world"])
 
     def send(self, order: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # It has ended: whoever waits for its answer sees why.
+        with contextlib.suppress(OSError):  # The rank has ended; waiting for its answer raises the reason.
             self._connection.sendall(json.dumps(order).encode() + b"\n")
 
     def hear(self, seconds: float) -> dict[str, Any] | None:

@@ -162,7 +162,7 @@ class Steps:
         """That of the batch among those whose gradients are accumulated, by its samples."""
         sampler = dealt(self._trainer)
         batches = self._trainer.num_training_batches
-        return 1.0 if sampler is None else sampler.weight(self._trainer.fit_loop.batch_idx, batches, "all")
+        return 1.0 if sampler is None else sampler.weight(self._trainer.fit_loop.batch_idx, batches, "by_sample")
 
     def evaluate(self, step: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a step that trains nothing for the loaded batch, with what the trainer calls it with."""

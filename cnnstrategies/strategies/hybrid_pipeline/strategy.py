@@ -79,10 +79,11 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
 )
 from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
 from cnnstrategies.strategies.hybrid_pipeline.steps import Steps, after_the_lost_rank, clip_by_joint_norm, clip_by_value
+from cnnstrategies.strategies.protocol import GradientWeighting, StepKind, StrategyFacts
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 
 
-class HybridPipelineStrategy(DDPStrategy):
+class HybridPipelineStrategy(StrategyFacts, DDPStrategy):
     """Data and pipeline parallel: stages of the network on different devices, each replicated as often as it needs.
 
     Each replica of the first stage loads batches as a DDP process does; the other ranks load nothing. The global batch,
@@ -128,8 +129,10 @@ class HybridPipelineStrategy(DDPStrategy):
             before processes are started.
     """
 
-    weighs = "all"  # Gradients are means over the samples of the global batch.
-    compiles_stages = True  # Nobody else is to compile the network.
+    gradient_weighting: GradientWeighting = "by_sample"
+    compiles_network = True
+    step_kind: StepKind = "stages"
+    pipeline: Pipeline | None = None
 
     def __init__(
         self,
@@ -160,8 +163,7 @@ class HybridPipelineStrategy(DDPStrategy):
         self.request = LayoutRequest(**{field.name: given[field.name] for field in fields(LayoutRequest)})
         self.submodule = submodule
         self.time_limit = limit
-        self.pipeline: Pipeline | None = None
-        self.deals: Deals | None = None
+        self._deals: Deals | None = None
         self._checked: LightningModule | None = None
         self._layout: tuple[nn.Module, ChosenLayout] | None = None
         self._steps: Steps | None = None
@@ -239,8 +241,8 @@ class HybridPipelineStrategy(DDPStrategy):
         trainer = self.lightning_module.trainer
         if trainer.state.fn == TrainerFn.PREDICTING:
             return PredictionLoader(dataloader, loads, self._most, has_rows=self.is_global_zero)
-        if self.deals is not None and self.placement.replicas[0] > 1:
-            dataloader = by_shares(dataloader, trainer, self.deals)
+        if self._deals is not None and self.placement.replicas[0] > 1:
+            dataloader = by_shares(dataloader, trainer, self._deals)
         return StageLoader(dataloader, loads, self._most)
 
     @override
@@ -256,9 +258,14 @@ class HybridPipelineStrategy(DDPStrategy):
         own = None if isinstance(batch, NoBatch) else super().batch_to_device(batch, device, dataloader_idx)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if self.deals is not None and trainer.training:
-            self._pipeline.deal(self.deals.at(trainer.current_epoch, trainer.fit_loop.batch_idx + 1))
+        if self._deals is not None and trainer.training:
+            self._pipeline.deal(self._deals.at(trainer.current_epoch, trainer.fit_loop.batch_idx + 1))
         return self._steps.load(own, dataloader_idx)
+
+    @property
+    @override
+    def batch_shares(self) -> Deals | None:
+        return self._deals
 
     def loads(self, shares: Sequence[float]) -> tuple[float, ...]:
         """By which shares the replicas of the first stage load, where all ranks have such ones."""
@@ -280,7 +287,7 @@ class HybridPipelineStrategy(DDPStrategy):
             leave_samplers(self.lightning_module.trainer)  # Lightning's would shuffle what is not to be.
         if not existed:
             end_group_at_exit()
-        self.deals = begin_dealing(self, self.lightning_module.trainer, self._gather)
+        self._deals = begin_dealing(self, self.lightning_module.trainer, self._gather)
 
     @property
     def _is_whole(self) -> bool:
@@ -540,24 +547,30 @@ class HybridPipelineStrategy(DDPStrategy):
             checkpoint["state_dict"] = self._steps.divided.whole_state(checkpoint["state_dict"])
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    # In words
+    # Facts
 
-    def describe(self, batch_size: int | None) -> list[tuple[str, str]]:
-        """Microbatches and stages, for a panel.
-
-        Args:
-            batch_size: Samples of a batch in each replica of the first stage; None where they are not known.
-        """
+    @override
+    def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
         return describe_pipeline(self._pipeline, self.request, batch_size)
 
+    @override
     def differences(self, batch_size: int | None) -> list[str]:
-        """What is different from one device, a line each; see :meth:`describe`."""
         return differences_of_pipeline(self._pipeline, batch_size)
 
     @property
-    def device_parameters(self) -> list[int]:
-        """Number of parameters that each stage's devices hold."""
+    @override
+    def parameters_per_device(self) -> list[int]:
+        """Numbers of parameters that the devices of each stage hold."""
         return stage_parameters(self._pipeline)
+
+    @override
+    def check_job(self, module: LightningModule, processes: int) -> None:
+        self.request.check(network_at(module, check_module(module, self.submodule)), processes)
+
+    @override
+    def loading_processes(self, processes: int) -> int:
+        """Return the number of replicas of the first stage."""
+        return self.request.replicas_on(processes)[0]
 
     # The end
 

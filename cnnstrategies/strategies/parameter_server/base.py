@@ -26,6 +26,7 @@ from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.strategies.parameter_server.launcher import WatchingProcessLauncher, WatchingScriptLauncher
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 from cnnstrategies.strategies.parameter_server.run import SESSIONS, WAIT, NodeLayout, open_supervision, worker_address
+from cnnstrategies.strategies.protocol import GradientWeighting, StrategyFacts
 from cnnstrategies.strategies.without_ddp import (
     check_keywords,
     check_optimizer_states,
@@ -33,7 +34,7 @@ from cnnstrategies.strategies.without_ddp import (
 )
 
 
-class CoordinatedStrategy(DDPStrategy):
+class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     """Starts and watches the processes of a run, and serves the collectives that Lightning asks for.
 
     Before a session is open, after it, and once this worker acts alone, collectives are of its own values only.
@@ -42,9 +43,9 @@ class CoordinatedStrategy(DDPStrategy):
         membership: This worker's; None unless a session is open.
     """
 
-    weighs = "own"  # The servers take the mean over the samples of all workers' gradients.
-    finds_hosts = True  # Its coordinator knows who is there.
-    wait = WAIT
+    gradient_weighting: GradientWeighting = "by_rank"  # The servers weight each worker's gradient by its samples.
+    connects_hosts = True  # All processes of the run register with its coordinator.
+    membership: Membership | None = None
 
     def __init__(
         self, options: ParameterServerOptions, start_method: Literal["popen", "spawn", "fork"], **kwargs: Any
@@ -57,7 +58,7 @@ class CoordinatedStrategy(DDPStrategy):
         self._start = start_method
         self._services: Supervision | None = None
         self._interrupted = False
-        self.membership: Membership | None = None
+        self._host_timeout = WAIT
         self._collectives: Collectives | None = None
         self._alone = False
         self._metrics: list[tuple[Metric, Any, Any]] = []
@@ -81,7 +82,16 @@ class CoordinatedStrategy(DDPStrategy):
         environment = self.cluster_environment
         assert environment is not None
         address, port = environment.main_address, environment.main_port
-        return NodeLayout(self.num_nodes, self.node_rank, self.num_processes, address, port, self.wait)
+        return NodeLayout(self.num_nodes, self.node_rank, self.num_processes, address, port, self._host_timeout)
+
+    @override
+    def set_host_timeout(self, seconds: float) -> None:
+        self._host_timeout = seconds
+
+    @property
+    @override
+    def server_options(self) -> ParameterServerOptions:
+        return self.options
 
     @override
     def setup_distributed(self) -> None:
@@ -125,8 +135,9 @@ class CoordinatedStrategy(DDPStrategy):
         assert self._collectives is not None, "the strategy has been set up"
         return self._collectives
 
-    def stop_signal(self, received: int | None) -> int | None:
-        """Agree on a stop without waiting for each other; from then on this worker acts alone."""
+    @override
+    def agree_on_stop(self, received: int | None) -> int | None:
+        """Tell all processes of the run of a received signal; once a stop is known, this worker acts alone."""
         membership = self.collectives.membership
         if received is not None:
             membership.stop_all(received)
@@ -134,8 +145,8 @@ class CoordinatedStrategy(DDPStrategy):
         self._alone = signum is not None
         return signum
 
-    def stop_asked(self) -> int | None:
-        """The signal that some other process of the run has received and told all, such as a server."""
+    @override
+    def requested_stop(self) -> int | None:
         return self.membership.stop_signal if self.membership is not None else None
 
     @override

@@ -139,7 +139,7 @@ class JoiningStrategy(ParameterServerStrategy):
         loop.max_epochs, loop.epoch_loop.max_steps = self._configured
         super().setup(trainer)
         worker = self._enter()
-        self.collectives.membership.tell(worker.counters.figures)
+        self.collectives.membership.report_figures(worker.counters.figures)
         self.epochs.add(self._epoch)
         # Setting up has begun with the same random numbers each time.
         seed_all(mixed_seed(torch.initial_seed(), self.global_rank, self._epoch))
@@ -161,12 +161,12 @@ class JoiningStrategy(ParameterServerStrategy):
             raise RunEnded(TOLD, clean=True)
 
     @override
-    def stop_signal(self, received: int | None) -> int | None:
-        """A joiner stops for itself, and no other process with it."""
+    def agree_on_stop(self, received: int | None) -> int | None:
+        """Return None: a joiner's own handler ends it, and no other process with it."""
         return None
 
     @override
-    def stop_asked(self) -> int | None:
+    def requested_stop(self) -> int | None:
         return None
 
     @override

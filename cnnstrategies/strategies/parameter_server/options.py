@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.compression import AUTO, may_be_lossy, payload_compression
 from cnnstrategies.paramserver.security import check_endpoint, is_local
 from cnnstrategies.paramserver.specification import (
-    Compression,
     Mode,
     RunOptions,
     Specification,
@@ -190,7 +190,7 @@ class ParameterServerOptions(RunOptions):
         if self.mode == "local":
             optimizer = self._outer(module, optimizer)
         # Values come back while gradients leave: with dedicated servers, else both share the nodes' links.
-        dedicated = bool(self.endpoints) and self.mode == "sync" and self.pull_compression in ("none", "fp16", "bf16")
+        dedicated = bool(self.endpoints) and self.mode == "sync" and not may_be_lossy(self.pull_compression)
         if dedicated and "clip_norm" not in changes:
             options = {"pipelined": True, "slice_bytes": PIPELINED_BYTES, **options}
         together = workers // nodes if self.combines(workers // nodes) else 1
@@ -236,12 +236,12 @@ class ParameterServerOptions(RunOptions):
         if self.data_dispatch == "dynamic":
             lines.append("faster workers take more of the batches")
         pushed = "differences" if self.mode == "local" else "gradients"
-        for what, encoding in (
+        for what, compression in (
             (f"{pushed} are sent as", self.compression),
             ("forward and backward use weights that are sent as", self.pull_compression),
         ):
-            if encoding != "none":
-                lines.append(f"{what} {self._in_words(encoding)}")
+            if compression != "none":
+                lines.append(f"{what} {self._in_words(compression)}")
         if sees_gradients and self.mode != "local":
             lines.append(f"gradients leave after {', '.join(sees_gradients)}")
             if workers > 1:
@@ -264,10 +264,7 @@ class ParameterServerOptions(RunOptions):
             else:
                 yield "of weights that may be any number of updates old"
 
-    def _in_words(self, encoding: Compression) -> str:
-        words = {
-            "topk": f"{self.topk_density:.3g} of their changes, the rest later",
-            "onebit": "one bit a value, the rest later",
-            "auto": "what makes steps fastest, down to one bit a value",
-        }
-        return words.get(encoding, encoding)
+    def _in_words(self, compression: str) -> str:
+        if compression == AUTO:
+            return "what makes steps fastest, down to one bit a value"
+        return payload_compression(compression).describe(self.topk_density)

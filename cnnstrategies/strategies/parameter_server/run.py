@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from cnnstrategies.cluster.launchers import detected
 from cnnstrategies.cluster.stores import own_store
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, Address, CoordinatorSettings
@@ -97,7 +98,7 @@ def choose_rendezvous(
 def machine_directory(layout: NodeLayout) -> Path:
     """Where the ranks of one machine meet that something else has started; the last to end removes it."""
     # A job of the cluster may start several runs, which have the same port.
-    step = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")]
+    step = [launcher.launch_id(os.environ) for launcher in detected(os.environ)]
     return _shared_directory(f"{layout.main_address}:{layout.main_port} {step}")
 
 

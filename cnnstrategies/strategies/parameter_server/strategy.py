@@ -20,7 +20,7 @@ from cnnstrategies.models.samples import count_samples
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
-from cnnstrategies.paramserver.specification import Compression, Mode, Specification
+from cnnstrategies.paramserver.specification import Mode, PullCompression, PushCompression, Specification
 from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.shares import Deals
@@ -43,6 +43,7 @@ from cnnstrategies.strategies.parameter_server.start import (
     trainer_state,
 )
 from cnnstrategies.strategies.parameter_server.step import Stepper
+from cnnstrategies.strategies.protocol import StepKind
 
 OUTER_STATE = "outer_optimizer_state"  # in a checkpoint
 CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")  # of a precision plugin
@@ -108,6 +109,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
             processes are started.
     """
 
+    step_kind: StepKind = "worker"
+    joined_late = False
+
     def __init__(
         self,
         mode: Mode = "sync",
@@ -118,9 +122,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
         servers_per_node: int = 1,
         endpoints: list[str] | None = None,
         coordinator: str | None = None,
-        compression: Compression = "none",
+        compression: PushCompression = "none",
         topk_density: float = 0.01,
-        pull_compression: Compression = "none",
+        pull_compression: PullCompression = "none",
         replication: int = 1,
         data_dispatch: Dispatch = "static",
         security: Security = "auto",
@@ -147,7 +151,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._stepper: Stepper | None = None
         self._dealing = Dealing(self, shares, initial=initial_shares)
         self._dispatch = BatchDispatch(self)
-        self.came_later = False  # up to its first batch: let in by others that were training already
         self._has_left = False
         self._buffers_are_equal = True
         self._outer_state: dict[str, Any] | None = None
@@ -192,12 +195,12 @@ class ParameterServerStrategy(CoordinatedStrategy):
         return list(self.gather(row, "times").values())
 
     def _waited(self) -> float:
-        return 0.0 if self.counters is None else self.counters.seconds_waited
+        return 0.0 if self.traffic is None else self.traffic.seconds_waited
 
     @override
     def open_session(self) -> None:
         super().open_session()
-        self.came_later = self._has_left = False
+        self.joined_late = self._has_left = False
         self._buffers_are_equal = True
 
     @override
@@ -226,8 +229,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
     # Data
 
     @property
-    def deals(self) -> Deals:
-        """By which shares training batches are dealt."""
+    @override
+    def batch_shares(self) -> Deals:
         return self._dealing.deals
 
     @override
@@ -247,8 +250,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         worker, specification, own_steps = meet_servers(self, self.module, self.optimizers[0], self._outer_state)
         if self.options.mode == "sync" and self.world_size > 1:
             self._watch = watch_gradients(self.module, self.callbacks)
-        self.came_later = own_steps is not None
-        self.collectives.membership.tell(lambda: self._figures(worker))
+        self.joined_late = own_steps is not None
+        self.collectives.membership.report_figures(lambda: self._figures(worker))
         self._stepper = self._stepper_of(worker, specification, own_steps or 0)
 
     def _stepper_of(self, worker: Worker | CombinedWorker, specification: Specification, own_steps: int) -> Stepper:
@@ -279,8 +282,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         """At an epoch's first batch, let in the workers that were started again."""
         if batch_idx > 0 or self._stepper is None:
             return
-        if self.came_later:
-            self.came_later = False  # At this very boundary.
+        if self.joined_late:
+            self.joined_late = False  # At this very boundary.
             return
         self._stepper.worker.interrupt()
         self._stepper.worker.wait_all()
@@ -452,31 +455,32 @@ class ParameterServerStrategy(CoordinatedStrategy):
         super().load_model_state_dict(checkpoint, strict)
 
     @property
-    def counters(self) -> Counters | None:
-        """What this worker has sent, received and waited; None when it does not train."""
+    @override
+    def traffic(self) -> Counters | None:
+        """Bytes, steps and waiting time of this worker; None unless it trains."""
         return None if self._stepper is None else self._stepper.worker.counters
 
     @property
-    def leaves_out_steps(self) -> bool:
-        """Whether others may make steps without this worker's node, which goes on with the one that they are at."""
+    @override
+    def may_skip_steps(self) -> bool:
+        """Whether the other nodes may make a step without this worker's node, which then goes on with their step."""
         return self.options.combines(self.num_processes)
 
     @property
-    def steps_together(self) -> bool:
-        """Whether all workers make the same steps at the same time, and may wait for each other at any of them."""
+    @override
+    def steps_in_lockstep(self) -> bool:
         return self.options.aggregates
 
-    # In words
-
-    def describe(self, batch_size: int | None) -> list[tuple[str, str]]:
-        """Mode and servers, for a panel; there are none when the run does not train."""
+    @override
+    def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
+        """Return the rows about mode and servers; none unless the run trains."""
         if self.trainer.state.fn != TrainerFn.FITTING:
             return []
-        shares = [self._dealing.describe()] * (self.options.shares != "equal")
+        shares = [self._dealing.panel_row()] * (self.options.shares != "equal")
         return self.options.describe(self.num_nodes) + shares
 
+    @override
     def differences(self, batch_size: int | None) -> list[str]:
-        """What is different from one device, a line each; see :meth:`describe`."""
         sees = gradient_observers(self.module, self.callbacks)
         accumulated = self.trainer.accumulate_grad_batches
         return self.options.differences(self.module, self.world_size, batch_size, accumulated, sees)

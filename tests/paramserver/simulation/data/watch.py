@@ -203,7 +203,7 @@ class WatchedChanges(Changes):
     """
 
     def __init__(
-        self, encoding: Encoding, ratio: float, values: Mapping[int, Tensor], whole: Encoding | None, watch: Watch
+        self, encoding: int, ratio: float, values: Mapping[int, Tensor], whole: int | None, watch: Watch
     ) -> None:
         super().__init__(encoding, ratio, values, whole)
         self._watch = watch

@@ -1,0 +1,44 @@
+"""The launchers: programs and platforms that start a run's processes, each one class in its own module of this package.
+
+Every module of this package is imported here, and each class with the decorator :func:`register` is a launcher. The
+modules import neither torch nor Lightning, so that a command's help can name the launchers.
+"""
+
+import importlib
+import pkgutil
+
+from cnnstrategies.cluster.launchers.jobs import ClusterJob, ScriptJob, hand_over
+from cnnstrategies.cluster.launchers.launcher import RUN_NAME, Environ, Launcher, Restart
+from cnnstrategies.cluster.launchers.registry import (
+    detected,
+    job_launchers,
+    launcher_named,
+    launchers,
+    local_rank,
+    process_number,
+    rank_launcher,
+    register,
+    start_programs,
+)
+
+__all__ = [
+    "RUN_NAME",
+    "ClusterJob",
+    "Environ",
+    "Launcher",
+    "Restart",
+    "ScriptJob",
+    "detected",
+    "hand_over",
+    "job_launchers",
+    "launcher_named",
+    "launchers",
+    "local_rank",
+    "process_number",
+    "rank_launcher",
+    "register",
+    "start_programs",
+]
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

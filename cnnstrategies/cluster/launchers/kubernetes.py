@@ -1,0 +1,213 @@
+"""Kubernetes: a submission becomes Indexed Jobs, which kubectl creates; Lightning starts the ranks of each pod."""
+
+import re
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from typing_extensions import override
+
+from cnnstrategies.cluster.kubernetes import MAIN_PORT, OWN_KEY, SERVER_PORT, SERVERS, TRAINER, PodRun, host, text
+from cnnstrategies.cluster.launchers.jobs import ClusterJob
+from cnnstrategies.cluster.launchers.launcher import Environ, Launcher, Restart
+from cnnstrategies.cluster.launchers.registry import register
+from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.quantities import seconds
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from cnnstrategies.cluster.submission import Submission
+
+SECTION = "cluster.kubernetes"
+# A pod's name has at most 63 characters; the time, the role, the index and five characters of Kubernetes' own need 35.
+LONGEST_NAME = 28
+WAIT = 1800.0  # seconds for all pods to start, which includes fetching their images
+
+
+@register
+class Kubernetes(Launcher):
+    """Pods of an Indexed Job (``submit --to kubernetes``) or of a TrainJob."""
+
+    name = "kubernetes"
+    title = "Kubernetes"
+    precedence = 40
+    reads = frozenset({"server_nodes"})
+
+    @override
+    def detect(self, environ: Environ) -> bool:
+        return "KUBERNETES_SERVICE_HOST" in environ
+
+    @override
+    def run_name(self, environ: Environ, configuration: str) -> str | None:
+        """Return the name of the Indexed Job or TrainJob; the host name of its pods ends with the pod's number."""
+        host_name, number = environ.get("HOSTNAME", ""), environ.get("JOB_COMPLETION_INDEX")
+        if number is None or not host_name.endswith(f"-{number}"):
+            return None
+        # The pods of a TrainJob belong to the replicated job `node`, of which there is one.
+        job = re.sub(r"-node-0$", "", host_name.removesuffix(f"-{number}"))
+        return f"kubernetes_{job}"
+
+    @override
+    def restart(self, options: ClusterOptions) -> Restart | None:
+        return Restart("a pod", f"set {SECTION}.max_restarts to 0") if options.kubernetes.max_restarts else None
+
+    @override
+    def job(self, submission: "Submission", command: str) -> "KubernetesJob":
+        options = submission.options
+        if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", options.job_name) or len(options.job_name) > LONGEST_NAME:
+            raise ConfigurationError(
+                f"cluster.job_name={options.job_name!r}: Kubernetes accepts at most {LONGEST_NAME} small letters, "
+                "digits and -, beginning with a letter"
+            )
+        if not options.kubernetes.image:
+            raise ConfigurationError(
+                f"{SECTION}.image: name the container image that the pods run; docs/kubernetes.md says how to build it"
+            )
+        _check_keys(submission)
+        folder = _folder(options)
+        name = f"{options.job_name}-{time.strftime('%m%d-%H%M%S')}"
+        run_folder = folder / (submission.config.run_name or name)
+        checkpoints = PurePosixPath(submission.checkpoints or run_folder / "checkpoints")
+        if not _is_in_volume(checkpoints, options):
+            raise ConfigurationError(
+                f"checkpoint.dirpath={checkpoints}: a pod that is started again does not find what is there; choose a "
+                f"directory in one of {SECTION}.volumes ({', '.join(options.kubernetes.volumes)}), or leave it out"
+            )
+        run = PodRun(
+            name=name,
+            options=options.kubernetes,
+            size=submission.size,
+            servers=options.server_nodes,
+            goes_on=submission.server_options is not None,
+            folder=str(run_folder),
+            configuration=submission.text(run_folder, _changes(submission, name)),
+            python=options.python or "python",
+            setup=tuple(options.setup),
+            command=command,
+        )
+        return KubernetesJob(run, checkpoints)
+
+
+@dataclass(frozen=True)
+class KubernetesJob(ClusterJob):
+    """Indexed Jobs with a headless service.
+
+    Attributes:
+        run: The pods.
+        checkpoints: Directory of the checkpoints, as the pods see it.
+    """
+
+    run: PodRun
+    checkpoints: PurePosixPath
+
+    @override
+    def show(self) -> str:
+        return text(self.run)
+
+    @override
+    def submit(self) -> str:
+        run = self.run
+        create(run)
+        namespace = f" -n {run.options.namespace}" if run.options.namespace else ""
+        servers = f", and {run.servers} of servers" if run.servers else ""
+        return (
+            f"Created Job {run.name}: {run.size.nodes} pods x {run.size.tasks_per_node} processes{servers}\n"
+            f"Checkpoints: {self.checkpoints} as the pods see it\n"
+            f"Logs: kubectl logs{namespace} -l app.kubernetes.io/instance={run.name} --prefix -f"
+        )
+
+
+def _check_keys(submission: "Submission") -> None:
+    """Refuse a Secret with keys that nothing reads, and encrypted connections without such a Secret."""
+    servers, secret = submission.server_options, submission.options.kubernetes.key_secret
+    if servers is None and secret is not None:
+        raise ConfigurationError(f"{SECTION}.key_secret={secret} is for a ParameterServerStrategy; leave it out")
+    several = submission.size.nodes + submission.options.server_nodes > 1
+    if servers is None or not several or secret is not None or servers.security == "none":
+        return
+    raise ConfigurationError(
+        f"{SECTION}.key_secret: the connections between the pods are encrypted: cnnstrategies-server --make-keys "
+        "run.key, kubectl create secret generic run-key --from-file=run.key, and key_secret: run-key; on a network "
+        "of your own, security: none"
+    )
+
+
+def _folder(options: ClusterOptions) -> PurePosixPath:
+    """Return the directory in which run folders are made, as the pods see it."""
+    volumes = list(options.kubernetes.volumes)
+    folder = PurePosixPath(options.folder)
+    if not folder.is_absolute() and len(volumes) == 1:
+        return PurePosixPath(volumes[0])
+    if not _is_in_volume(folder, options):
+        raise ConfigurationError(
+            f"cluster.folder={folder}: a pod that is started again finds its checkpoints only in a volume; "
+            + (
+                f"choose a directory in {' or '.join(volumes)}"
+                if volumes
+                else f"add one that all pods can write to, such as {SECTION}.volumes: {{/runs: CLAIM}}"
+            )
+        )
+    return folder
+
+
+def _is_in_volume(path: PurePosixPath, options: ClusterOptions) -> bool:
+    return any(path.is_relative_to(volume) for volume in options.kubernetes.volumes)
+
+
+def _changes(submission: "Submission", name: str) -> dict[str, Any]:
+    """Return the values that the pods' configuration has in place of the user's, by key."""
+    options = submission.options
+    changes: dict[str, Any] = {
+        "stop.grace": float(options.kubernetes.grace),
+        "stop.on_each_node": True,
+        "interconnect.wait": max(seconds(submission.config.interconnect.wait, "interconnect.wait"), WAIT),
+    }
+    strategy = "trainer.strategy.init_args"
+    if options.kubernetes.key_secret is not None:
+        changes[f"{strategy}.key_file"] = OWN_KEY
+    if options.server_nodes:
+        changes[f"{strategy}.coordinator"] = f"tcp://{host(name, TRAINER, 0)}:{MAIN_PORT}"
+        changes[f"{strategy}.endpoints"] = [
+            f"tcp://{host(name, SERVERS, number)}:{SERVER_PORT}" for number in range(options.server_nodes)
+        ]
+    return changes
+
+
+def create(run: PodRun) -> None:
+    """Ask the cluster whether it accepts the objects of a run, and create them: either all of them or none.
+
+    Raises:
+        ConfigurationError: kubectl is not installed, or the cluster refuses an object.
+    """
+    objects = text(run)
+    _check(_kubectl(run, "create", "--dry-run=server", "--filename=-", manifest=objects))
+    process = _kubectl(run, "create", "--output=name", "--filename=-", manifest=objects)
+    if process.returncode and process.stdout:
+        _kubectl(run, "delete", "--wait=false", *process.stdout.split())
+    _check(process)
+
+
+def _kubectl(run: PodRun, *words: str, manifest: str | None = None) -> subprocess.CompletedProcess[str]:
+    namespace = [] if run.options.namespace is None else [f"--namespace={run.options.namespace}"]
+    command = ["kubectl", *words, *namespace, "--request-timeout=20s"]
+    try:
+        return subprocess.run(command, input=manifest, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            "kubectl is not found: submit on a machine that has it and reaches the cluster; or print the objects with "
+            "--dry_run, for kubectl create -f -"
+        ) from error
+
+
+def _check(process: subprocess.CompletedProcess[str]) -> None:
+    """Refuse a run for which kubectl has ended with an error."""
+    if process.returncode:
+        # Lines such as "E1129 ..." are kubectl's log of its attempts.
+        reasons = [line for line in process.stderr.splitlines() if not re.match(r"E\d{4} ", line)]
+        raise ConfigurationError(
+            f"Kubernetes refuses the run: {' '.join(reasons)}; see kubectl config get-contexts and kubectl "
+            "cluster-info; --dry_run needs no cluster"
+        )

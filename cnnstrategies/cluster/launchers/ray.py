@@ -1,0 +1,132 @@
+"""Ray: a submission runs as programs on the cluster's nodes, driven by this process; Lightning starts the ranks."""
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from typing_extensions import override
+
+from cnnstrategies.cluster.job import setup_lines
+from cnnstrategies.cluster.launchers.jobs import ClusterJob
+from cnnstrategies.cluster.launchers.launcher import RUN_NAME, Environ, Launcher, Restart
+from cnnstrategies.cluster.launchers.registry import launchers, register
+from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.cluster.ray.connection import connected, demand, in_words
+from cnnstrategies.cluster.ray.driver import Driver
+from cnnstrategies.cluster.ray.node import PYTHON
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.quantities import seconds
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from cnnstrategies.cluster.submission import Submission
+
+JOB_CONFIGURATION = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+FOLDER = Path("ray")  # default directory of run folders
+
+
+@register
+class Ray(Launcher):
+    """The entry point of a Ray job, or a run that ``submit --to ray`` drives."""
+
+    name = "ray"
+    title = "Ray"
+    precedence = 50
+    reads = frozenset({"cpus_per_task", "memory", "gpu_type", "venv", "check_data"})
+
+    @override
+    def detect(self, environ: Environ) -> bool:
+        return JOB_CONFIGURATION in environ
+
+    @override
+    def run_name(self, environ: Environ, configuration: str) -> str | None:
+        """Return the job's submission id and the configuration, because one entry point may train several things.
+
+        A plain job id is not enough: each new cluster counts its jobs from the same number.
+        """
+        try:
+            metadata = json.loads(environ[JOB_CONFIGURATION]).get("metadata") or {}
+        except ValueError:
+            return None
+        submission_id = metadata.get("job_submission_id")
+        return None if submission_id is None else f"ray_{submission_id}_{configuration}"
+
+    @override
+    def restart(self, options: ClusterOptions) -> Restart | None:
+        if not options.ray.max_restarts:
+            return None
+        return Restart("a run that has lost a node", "set cluster.ray.max_restarts to 0")
+
+    @override
+    def job(self, submission: "Submission", command: str) -> "RayJob":
+        options, size = submission.options, submission.size
+        if options.server_nodes:
+            raise ConfigurationError(
+                f"cluster.server_nodes={options.server_nodes} with --to ray: dedicated servers are for SLURM and "
+                "Kubernetes; leave it out, and the trainer's nodes hold the parameters"
+            )
+        folder = submission.run_folder(FOLDER if options.folder == ClusterOptions.folder else options.folder)
+        python = options.python or ("python" if options.venv else None)
+        interpreter = f'"${PYTHON}"' if python is None else shlex.quote(python)
+        setup = setup_lines(options)
+        config = str(folder / "config.yaml")
+        find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('cnnstrategies') is None)"
+        driver = Driver(
+            nodes=size.nodes,
+            needed=demand(options, size),
+            script=f"{setup}exec {interpreter} -m cnnstrategies fit --config {shlex.quote(config)}",
+            probe=f"{setup}exec {interpreter} -c {shlex.quote(find)}",
+            folder=folder,
+            directory=os.getcwd(),
+            # Ray gives each process as many threads as its actor has CPUs, but all processes of a node share these.
+            variables={"OMP_NUM_THREADS": str(options.cpus_per_task or 1), RUN_NAME: folder.name},
+            foreign=tuple(pattern for launcher in launchers() for pattern in launcher.variables),
+            max_restarts=options.ray.max_restarts,
+            wait=options.ray.wait_seconds,
+            grace=seconds(submission.config.stop.grace, "stop.grace", least=0),
+            goes_on=submission.server_options is not None,
+        )
+        return RayJob(submission, driver, command)
+
+
+@dataclass(frozen=True)
+class RayJob(ClusterJob):
+    """Actors on the nodes of a Ray cluster; this process drives them until the run has ended.
+
+    Attributes:
+        submission: The run.
+        driver: The program that starts the actors.
+        command: The command line of ``submit``.
+    """
+
+    submission: "Submission"
+    driver: Driver
+    command: str
+
+    @override
+    def show(self) -> str:
+        driver = self.driver
+        return (
+            f"# Written by: {self.command}\n"
+            f"# A placement group (STRICT_SPREAD) of {driver.nodes} nodes with {in_words(driver.needed)} each.\n"
+            "# On node NODE_RANK, with MASTER_ADDR and MASTER_PORT of the first:\n"
+            f"{driver.script}\n"
+        )
+
+    @override
+    def submit(self) -> str:
+        """Run the job to its end; exit with its code if that is not 0."""
+        options, folder = self.submission.options, self.driver.folder
+        with connected(options.ray.address) as ray:
+            self.submission.prepare_data()
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(self.submission.text(folder, {}), encoding="utf-8")
+            code = self.driver.run(ray)
+        message = f"Logs and checkpoints: {folder}"
+        if code:
+            print(message, file=sys.stderr)
+            sys.exit(code)
+        return message

@@ -1,0 +1,133 @@
+"""SLURM, whose srun starts the ranks; a submission becomes a job's script."""
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from typing_extensions import override
+
+from cnnstrategies.cluster.job import sbatch_script
+from cnnstrategies.cluster.launchers.jobs import ScriptJob, hand_over
+from cnnstrategies.cluster.launchers.launcher import Environ, Launcher, Restart
+from cnnstrategies.cluster.launchers.registry import local_rank, register
+from cnnstrategies.cluster.options import INTERACTIVE, ClusterOptions
+from cnnstrategies.errors import ConfigurationError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import ClusterEnvironment
+
+    from cnnstrategies.cluster.submission import Submission
+
+# SLURM numbers from here on the steps that srun has not started: a job's script and its interactive shell.
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+@register
+class Slurm(Launcher):
+    """SLURM: tasks of srun are ranks; a job's script without srun is one process that has the job's variables."""
+
+    name = "slurm"
+    title = "SLURM"
+    precedence = 60
+    program = "srun"
+    rank_variable, size_variable = "SLURM_PROCID", "SLURM_NTASKS"
+    local_rank_variable = "SLURM_LOCALID"
+    variables = ("SLURM_*",)
+    reads = frozenset(field.name for field in fields(ClusterOptions))
+
+    @override
+    def detect(self, environ: Environ) -> bool:
+        return "SLURM_JOB_ID" in environ
+
+    @override
+    def starts_ranks(self, environ: Environ) -> bool:
+        step = int(environ.get("SLURM_STEP_ID", FIRST_SPECIAL_STEP))
+        return step < FIRST_SPECIAL_STEP and _has_tasks(environ)
+
+    @override
+    def environment(self) -> "ClusterEnvironment":
+        """Return Lightning's environment without its requeue.
+
+        Lightning would save its checkpoint inside the handler of the warning signal, when ranks may be in different
+        steps. Here GracefulStop stops them after the same step, and the job's script requeues the job.
+        """
+        from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+
+        return SLURMEnvironment(auto_requeue=False)
+
+    @override
+    def script_environment(self, environ: Environ, num_nodes: int) -> "ClusterEnvironment | None":
+        """Return Lightning's environment without a launcher.
+
+        By the job's variables Lightning would take the script's process for rank 0 and wait for the other ranks.
+        """
+        from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+        from lightning_utilities.core.rank_zero import rank_zero_info
+
+        if num_nodes > 1 and "NODE_RANK" not in environ:
+            raise ConfigurationError(
+                f"trainer.num_nodes={num_nodes}: this job of SLURM has started one process, on its first node: write "
+                "srun before the command in its script, with one task for each device (--ntasks-per-node), or let "
+                "`cnnstrategies submit fit` write the script"
+            )
+        nodes = int(environ.get("SLURM_JOB_NUM_NODES", "1"))
+        if nodes > 1 and local_rank(environ) == 0:
+            rank_zero_info(
+                f"This job of SLURM has {nodes} nodes, and the run uses only this one: start the run with srun, one "
+                "task for each device, or from a login node with cnnstrategies submit"
+            )
+        return LightningEnvironment() if _has_tasks(environ) else None
+
+    @override
+    def nodes(self, environ: Environ) -> int:
+        return int(environ["SLURM_NNODES"])
+
+    @override
+    def launch_id(self, environ: Environ) -> str | None:
+        return ".".join(environ[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if name in environ)
+
+    @override
+    def start_command(self, nodes: int, devices: int) -> str:
+        return f"srun --nodes={nodes} --ntasks-per-node={devices}"
+
+    @override
+    def run_name(self, environ: Environ, configuration: str) -> str | None:
+        """Return the job's number and the step's number, which is the same again after the job has been requeued.
+
+        A job's script without srun may train several things, so the configuration takes the place of the step. An
+        interactive shell is not a script: a person who types there does not start the same run again.
+        """
+        interactive = "SLURM_PTY_PORT" in environ or environ.get("SLURM_JOB_NAME") in INTERACTIVE
+        if interactive or "SLURM_TASK_PID" not in environ:
+            return None
+        return f"slurm_{environ['SLURM_JOB_ID']}_{environ.get('SLURM_STEP_ID', configuration)}"
+
+    @override
+    def restart(self, options: ClusterOptions) -> Restart | None:
+        return Restart("a requeued job", "set cluster.requeue to false") if options.requeue else None
+
+    @override
+    def job(self, submission: "Submission", command: str) -> ScriptJob:
+        options = submission.options
+        folder = submission.run_folder(options.folder)
+        submission.prepare_data()
+        goes_on = submission.server_options is not None
+        script = sbatch_script(options, submission.size, folder, sys.executable, command, goes_on)
+        warning = {"stop.warning_signal": options.signal, "stop.warning_grace": float(options.grace)}
+        return ScriptJob(submission, folder, script, queue, warning if options.requeue else {})
+
+
+def queue(script: Path) -> str:
+    """Check a script with SLURM and put it into the queue; return the job's number."""
+    # Without limits that the cluster enforces, a job that no set of nodes can run would be accepted and wait forever.
+    hand_over(Slurm.title, "sbatch", "--test-only", str(script))
+    return hand_over(Slurm.title, "sbatch", "--parsable", str(script)).strip().partition(";")[0]
+
+
+def _has_tasks(environ: Environ) -> bool:
+    """Whether Lightning would take this process for a task of SLURM.
+
+    Lightning's own `detect` also warns if srun is installed and not used, so it is not called.
+    """
+    return "SLURM_NTASKS" in environ and environ.get("SLURM_JOB_NAME") not in INTERACTIVE

@@ -1,0 +1,75 @@
+"""torchrun, which starts the ranks of each machine and restarts them if it may."""
+
+import re
+
+from typing_extensions import override
+
+from cnnstrategies.cluster.launchers.launcher import Environ, Launcher
+from cnnstrategies.cluster.launchers.registry import register
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import ClusterEnvironment
+
+RUN_ID = "TORCHELASTIC_RUN_ID"
+NO_ID = "none"  # torchrun's own word for a run without --rdzv-id
+INVENTED_NAME = re.compile(r"torchrun_[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # A UUID, as with --standalone.
+
+
+@register
+class Torchrun(Launcher):
+    """torchrun, also inside a job of another launcher: torchrun's ranks are then those that count."""
+
+    name = "torchrun"
+    title = "torchrun"
+    precedence = 10
+    program = "torchrun"
+    rank_variable, size_variable = "RANK", "WORLD_SIZE"
+    local_rank_variable, local_size_variable = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    variables = ("TORCHELASTIC_*", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    lightning_detects = True
+
+    @override
+    def detect(self, environ: Environ) -> bool:
+        return RUN_ID in environ
+
+    @override
+    def starts_ranks(self, environ: Environ) -> bool:
+        return self.detect(environ)
+
+    @override
+    def environment(self) -> "ClusterEnvironment":
+        from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+
+        return TorchElasticEnvironment()
+
+    @override
+    def nodes(self, environ: Environ) -> int:
+        return int(environ["GROUP_WORLD_SIZE"])
+
+    @override
+    def launch_id(self, environ: Environ) -> str | None:
+        return environ.get(RUN_ID)
+
+    @override
+    def start_command(self, nodes: int, devices: int) -> str:
+        return f"torchrun --nnodes={nodes} --nproc-per-node={devices}"
+
+    @override
+    def run_name(self, environ: Environ, configuration: str) -> str | None:
+        """Return the value of ``--rdzv-id``. Without that option torchrun has no id, or invents one."""
+        run_id = environ.get(RUN_ID, NO_ID)
+        return None if run_id == NO_ID else f"torchrun_{run_id}"
+
+    @override
+    def is_temporary(self, run_name: str) -> bool:
+        return INVENTED_NAME.fullmatch(run_name) is not None
+
+    @override
+    def lacks_name(self, environ: Environ) -> str | None:
+        if environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+            return None
+        return (
+            "torchrun --max-restarts without a name for the run: restarted processes would not find its checkpoints; "
+            "add --run_name <name> to the options of cnnstrategies, or --rdzv-id to those of a c10d rendezvous"
+        )

@@ -1,0 +1,356 @@
+"""Declarations of commands: from one class with documented fields come a command's parser and its help.
+
+Parsing and help need neither torch nor Lightning. A command's code is imported only when the command runs.
+"""
+
+import atexit
+import dataclasses
+import gc
+import importlib
+import os
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import docstring_parser
+
+from cnnstrategies.commands.arguments import recipes
+from cnnstrategies.commands.arguments.keys import ROOTS, closest
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.quantities import Duration, Size
+
+Kind = TypeVar("Kind", bound=type[Any])
+# Words that LightningCLI accepts beside the keys of a configuration.
+CONFIGURATION_WORDS = ("config", "print_config", *ROOTS)
+VALUE_NAMES = {bool: "", int: "N", float: "NUMBER", Path: "FILE", Duration: "TIME", Size: "BYTES"}
+TRUTH = {"true": True, "false": False}
+_WORD = re.compile(r"--([A-Za-z][\w-]*)\+?(?:=(.*))?", re.DOTALL)
+
+
+class Configuration(Enum):
+    """The part that a configuration plays in a command."""
+
+    NONE = "none"  # The command has only options of its own.
+    BESIDE = "beside"  # `main` gets the options, and the words of the configuration as a list.
+    LIGHTNING = "lightning"  # LightningCLI reads the options and the configuration with one parser.
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a command, from a field of the command's class.
+
+    Attributes:
+        name: Name of the field.
+        kind: Type of a value; of a list's elements if ``many``.
+        nullable: Whether ``null`` is accepted.
+        many: Whether the option takes a list: ``1,2,4``, ``[1, 2, 4]``, or the option several times.
+        required: Whether the option must be given.
+        default: Value if the option is not given.
+        text: The field's entry in the docstring, in one line.
+        metavar: Placeholder of the value in the help; empty for a switch.
+        positional: Whether the value is a word without the option's name.
+    """
+
+    name: str
+    kind: Any
+    nullable: bool
+    many: bool
+    required: bool
+    default: Any
+    text: str
+    metavar: str
+    positional: bool
+
+    @property
+    def flag(self) -> str:
+        """The option as the user types it."""
+        return self.metavar if self.positional else f"--{self.name.removesuffix('_')}"  # Python keeps words like `try`.
+
+    @property
+    def meaning(self) -> str:
+        """The option's text as part of a message."""
+        return self.text.removesuffix(".")
+
+    @property
+    def row(self) -> tuple[str, str]:
+        """The option's line in the help: name with placeholder, and text with default."""
+        has_default = self.default not in (None, False, [], dataclasses.MISSING) and "default" not in self.text
+        shown = f"{self.default:g}" if isinstance(self.default, float) else self.default
+        text = f"{self.text.removesuffix('.')} (default: {shown})" if has_default else self.text
+        return self.flag if self.positional else f"{self.flag} {self.metavar}".rstrip(), text
+
+    def read(self, text: str) -> Any:
+        """Return the value that a word gives.
+
+        Raises:
+            ConfigurationError: The word is not a value of the option's type.
+        """
+        if self.nullable and text == "null":
+            return None
+        if not self.many:
+            return self._read_one(text)
+        items = (item.strip().strip("'\"") for item in text.strip().removeprefix("[").removesuffix("]").split(","))
+        return [self._read_one(item) for item in items if item]
+
+    def _read_one(self, text: str) -> Any:
+        if get_origin(self.kind) is Literal:
+            names = [str(name) for name in get_args(self.kind)]
+            if text in names:
+                return get_args(self.kind)[names.index(text)]
+            raise ConfigurationError(
+                f"{self.flag}: {text!r} is not accepted{closest(text, names)} accepted: {', '.join(names)}"
+            )
+        if self.kind is bool:
+            if text in TRUTH:
+                return TRUTH[text]
+            raise ConfigurationError(f"{self.flag}: {text!r} is not accepted; it must be true or false")
+        if self.kind in (int, float):
+            try:
+                return self.kind(text)
+            except ValueError:
+                needed = "a whole number" if self.kind is int else "a number"
+                raise ConfigurationError(f"{self.flag}: {text!r} is not accepted; it must be {needed}") from None
+        return Path(text) if self.kind is Path else text
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    metavar: str = "",
+    choices: Callable[[], Sequence[str]] | None = None,
+    **arguments: Any,
+) -> Any:
+    """Return a field of a command's class.
+
+    Args:
+        default: Value if the option is not given.
+        metavar: Name of the value in the help, such as ``FOLDER``; by default the type gives a name.
+        choices: Returns the accepted values of a registry that is imported only when it is needed.
+        arguments: Other arguments of :func:`dataclasses.field`.
+    """
+    return field(default=default, metadata={"metavar": metavar, "choices": choices}, **arguments)
+
+
+def positional(default: Any = dataclasses.MISSING, metavar: str = "", **arguments: Any) -> Any:
+    """Return a field for a word without an option's name, such as the folder in ``pack FOLDER``."""
+    return field(default=default, metadata={"metavar": metavar, "positional": True}, **arguments)
+
+
+def options_of(declaration: type[Any]) -> list[Option]:
+    """Return the options that a dataclass declares."""
+    kinds = get_type_hints(declaration)
+    texts = {
+        entry.arg_name: _in_one_line(entry.description)
+        for entry in docstring_parser.parse(declaration.__doc__ or "").params
+    }
+    options = []
+    for entry in dataclasses.fields(declaration):
+        members = [kind for kind in get_args(kinds[entry.name]) if kind is not NoneType]
+        nullable = NoneType in get_args(kinds[entry.name])
+        kind = (members[0] if len(members) == 1 else str) if nullable else kinds[entry.name]
+        many = get_origin(kind) is list
+        kind = get_args(kind)[0] if many else kind
+        if (choices := entry.metadata.get("choices")) is not None:
+            kind = Literal[tuple(choices())]
+        default = entry.default
+        if entry.default_factory is not dataclasses.MISSING:
+            default = entry.default_factory()
+        options.append(
+            Option(
+                entry.name,
+                kind,
+                nullable,
+                many,
+                default is dataclasses.MISSING,
+                default,
+                texts.get(entry.name, ""),
+                entry.metadata.get("metavar") or _metavar(kind),
+                entry.metadata.get("positional", False),
+            )
+        )
+    return options
+
+
+def _in_one_line(text: str | None) -> str:
+    return " ".join((text or "").replace("``", "`").split())
+
+
+def _metavar(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "|".join(map(str, get_args(kind)))
+    return VALUE_NAMES.get(kind, "TEXT")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, or a program of its own.
+
+    Attributes:
+        name: The word on the command line.
+        summary: What the command does, in a line without a subject, for the list of commands.
+        example: Words of a useful call, after the command's name.
+        module: The module below ``cnnstrategies.commands`` whose ``main`` runs the command.
+        declaration: The dataclass whose fields are the command's options. Its docstring describes the command.
+        configuration: The part that a configuration plays.
+        keys: Keys of a configuration that matter to this command, with their explanation, for the help.
+        sections: Dataclasses of a configuration's sections that only this command reads, by the section's name.
+    """
+
+    name: str
+    summary: str
+    example: str
+    module: str
+    declaration: type[Any]
+    configuration: Configuration = Configuration.NONE
+    keys: Sequence[tuple[str, str]] = ()
+    sections: Sequence[tuple[str, type[Any]]] = ()
+
+    @property
+    def call(self) -> str:
+        """The first words of a call."""
+        return self.name if self.name.startswith("cnnstrategies") else f"cnnstrategies {self.name}"
+
+    @property
+    def options(self) -> list[Option]:
+        """The command's own options."""
+        return options_of(self.declaration)
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The help's lines about the command itself."""
+        rows = [option.row for option in self.options]
+        rows += self.keys
+        for section, declaration in self.sections:
+            rows += [(f"--{section}.{option.name}", option.text) for option in options_of(declaration)]
+        return rows
+
+    @property
+    def description(self) -> str:
+        """The docstring of the declaration, without its fields, in one line."""
+        parsed = docstring_parser.parse(self.declaration.__doc__ or "")
+        return _in_one_line(f"{parsed.short_description or ''} {parsed.long_description or ''}")
+
+    def parse(self, words: Sequence[str]) -> tuple[Any, list[str]]:
+        """Return the command's options, and the words that are a configuration's.
+
+        Raises:
+            ConfigurationError: An option does not exist, lacks a value, has a wrong one, or is missing.
+        """
+        options = self.options
+        by_name = {option.flag.removeprefix("--"): option for option in options if not option.positional}
+        positionals = deque(option for option in options if option.positional)
+        values: dict[str, Any] = {}
+        rest: list[str] = []
+        waiting = deque(words)
+        while waiting:
+            word = waiting.popleft()
+            match = _WORD.fullmatch(word)
+            option = by_name.get(match[1].replace("-", "_")) if match else None
+            if option is not None:
+                assert match is not None
+                text = _value(option, match[2], waiting)
+                _store(values, option, text)
+            elif positionals and not word.startswith("-") and not rest:
+                _store(values, positionals[0], word)
+                if not positionals[0].many:
+                    positionals.popleft()
+            else:
+                rest.append(word)
+        self._check_rest(rest, [option.flag for option in by_name.values()])
+        for option in options:
+            if option.required and option.name not in values:
+                raise ConfigurationError(f"{self.name}: {option.flag} is missing: {option.meaning}")
+        return self.declaration(**values), rest
+
+    def _check_rest(self, words: Sequence[str], flags: Sequence[str]) -> None:
+        """Refuse words that are neither options of this command nor a configuration's."""
+        for word in words:
+            match = _WORD.fullmatch(word)
+            if self.configuration is Configuration.NONE:
+                if not word.startswith("-"):
+                    raise ConfigurationError(f"{self.name}: cannot use {word!r}; accepted: {', '.join(flags)}")
+                self._refuse(word.partition("=")[0], flags, flags)
+            elif match and match[1].replace("-", "_") not in CONFIGURATION_WORDS:
+                known = [f"--{name}" for name in CONFIGURATION_WORDS]
+                self._refuse(f"--{match[1]}", flags, [*flags, *known])
+
+    def _refuse(self, name: str, flags: Sequence[str], known: Sequence[str]) -> None:
+        keys = ""
+        if self.configuration is not Configuration.NONE:
+            keys = " and a configuration's keys (--config, --trainer.KEY, ...)"
+        guess = closest(name.replace("-", "_").replace("__", "--", 1), known)
+        raise ConfigurationError(f"{self.name}: no option {name}{guess} accepted: {', '.join(flags)}{keys}")
+
+    def show_all_options(self) -> None:
+        """Print the help of the parser that reads the configuration."""
+        sys.argv = ["cnnstrategies", self.name]
+        module = importlib.import_module("cnnstrategies.commands.run.lightning_cli")
+        if self.configuration is Configuration.LIGHTNING:
+            module.main([self.name, "--help"])
+        else:
+            module.ModelAndData(self.name, ["--help"])
+
+    def run(self, words: Sequence[str]) -> None:
+        """Run the command with the words after its name."""
+        if self.configuration is not Configuration.NONE:
+            # As with `python -m`, classes in the working directory are found.
+            if os.getcwd() not in sys.path:
+                sys.path.insert(0, os.getcwd())
+            words = recipes.with_files(words)
+        arguments: list[Any] = [[self.name, *words]]
+        if self.configuration is not Configuration.LIGHTNING:
+            arguments = list(self.parse(words))
+            if self.configuration is Configuration.NONE:
+                del arguments[1:]
+        # Imported objects stay. Searching them for garbage repeatedly would take a sixth of a start.
+        gc.disable()
+        module = importlib.import_module(f"cnnstrategies.commands.{self.module}")
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # Without it bindings such as triton's report leaks at exit.
+        gc.enable()
+        module.main(*arguments)
+
+
+def _value(option: Option, text: str | None, waiting: deque[str]) -> str:
+    """Return the value of an option: the text after ``=``, or the next word, which is then removed."""
+    if text is not None:
+        return text
+    if option.kind is bool:
+        return waiting.popleft() if waiting and waiting[0] in TRUTH else "true"
+    if not waiting or waiting[0].startswith("--"):
+        raise ConfigurationError(f"{option.flag}: a value must follow: {option.meaning}")
+    return waiting.popleft()
+
+
+def _store(values: dict[str, Any], option: Option, text: str) -> None:
+    value = option.read(text)
+    if option.many and option.name in values:
+        value = values[option.name] + value
+    values[option.name] = value
+
+
+def declare(
+    registry: dict[str, Command],
+    name: str,
+    summary: str,
+    example: str,
+    module: str | None = None,
+    configuration: Configuration = Configuration.NONE,
+    keys: Sequence[tuple[str, str]] = (),
+    sections: Sequence[tuple[str, type[Any]]] = (),
+) -> Callable[[Kind], Kind]:
+    """Return a decorator that enters a dataclass into a registry as the declaration of a command.
+
+    ``module`` is the command's name by default. See :class:`Command` for the other arguments.
+    """
+
+    def enter(declaration: Kind) -> Kind:
+        registry[name] = Command(name, summary, example, module or name, declaration, configuration, keys, sections)
+        return declaration
+
+    return enter

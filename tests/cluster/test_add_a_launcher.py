@@ -1,0 +1,104 @@
+"""The page "Add a launcher": its launcher, as printed there, is detected, gives ranks and takes submissions."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from lightning.pytorch import Trainer
+
+from cnnstrategies import cli
+from cnnstrategies.cluster import launchers
+from cnnstrategies.cluster.environment import DoctorPlace, check_world, environment_plugins, find_place, local_rank
+from cnnstrategies.cluster.launchers import registry
+from cnnstrategies.cluster.run_folder import find_run
+from cnnstrategies.errors import ConfigurationError
+
+PAGE = ROOT / "docs/development/add-a-launcher.md"
+RANK = {"TOY_JOB": "17", "TOY_RANK": "3", "TOY_SIZE": "4", "TOY_LOCAL_RANK": "1", "TOY_LOCAL_SIZE": "2"}
+RUN = ["submit", "fit", f"--config={ROOT / 'configs/quickstart.yaml'}", "--to=toy", "--cluster.time=90"]
+SIZE = ["--trainer.num_nodes=2", "--trainer.devices=2"]
+
+
+@pytest.fixture(autouse=True)
+def _toy(monkeypatch):
+    """Register the page's launcher, for one test."""
+    monkeypatch.setattr(registry, "REGISTRY", dict(registry.REGISTRY))
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(compile(code, PAGE.name, "exec"), {"__name__": "toy"})
+
+
+def test_ranks_and_their_meeting_point_are_the_launchers(monkeypatch):
+    outside = dict(os.environ)
+    for name, value in RANK.items():
+        monkeypatch.setenv(name, value)
+    toy = launchers.launcher_named("toy")
+    assert [launcher.name for launcher in launchers.detected(RANK)] == ["toy", "none"]
+    assert launchers.rank_launcher(os.environ) is toy
+    assert launchers.rank_launcher(outside) is None
+    assert launchers.rank_launcher(RANK | {"TORCHELASTIC_RUN_ID": "digits"}).name == "torchrun"
+    (environment,) = environment_plugins([], num_nodes=2)
+    assert (environment.global_rank(), environment.world_size(), environment.node_rank()) == (3, 4, 1)
+    assert (local_rank(), launchers.process_number(os.environ)) == (1, 3)
+    with pytest.raises(ConfigurationError, match="toyrun has started ranks on several machines, and rank 3 does not"):
+        _ = environment.main_address
+    monkeypatch.setenv("MASTER_ADDR", "alpha")
+    ports = [environment.main_port]
+    monkeypatch.setenv("TOY_JOB", "18")
+    ports.append(environment.main_port)
+    assert ports[0] != ports[1]
+    assert find_place() == DoctorPlace(node=1, nodes=2, local_rank=1, main_address="alpha", main_port=ports[1])
+
+
+def test_a_wrong_number_of_ranks_is_refused_with_the_launchers_command(monkeypatch):
+    for name, value in RANK.items():
+        monkeypatch.setenv(name, value)
+    options = {"accelerator": "cpu", "strategy": "ddp", "logger": False, "enable_checkpointing": False}
+    trainer = Trainer(num_nodes=2, devices=3, plugins=environment_plugins([]), **options)
+    message = "toyrun has started 4 processes, .* start them with `toyrun --nodes=2 --per-node=3`"
+    with pytest.raises(ConfigurationError, match=message):
+        check_world(trainer)
+
+
+def test_a_run_that_is_started_again_has_the_same_folder():
+    assert find_run(None, "hash", {"TOY_JOB": "17"}) == "toy_17"
+    assert find_run("mine", "hash", {"TOY_JOB": "17"}) == "mine"
+
+
+def test_a_submission_is_shown_and_queued(capsys):
+    cli.main([*RUN, *SIZE, "--dry_run", "--cluster.partition=short"])
+    shown = capsys.readouterr()
+    assert "#TOY --nodes=2 --time=90\n" in shown.out
+    assert re.search(r"\ntoyrun --nodes=2 --per-node=2 \S+ -m cnnstrategies fit --config \S+/config.yaml\n", shown.out)
+    assert shown.err == "Note: with --to toy these keys do not count: cluster.partition\n"
+    assert not list(Path().iterdir())
+    with pytest.raises(SystemExit):
+        cli.main([*RUN, *SIZE, "--trainer.enable_checkpointing=false"])
+    assert "a job that Toy starts again would start from the beginning each time" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main([*RUN, *SIZE])
+    assert "toysub is not found: submit on a login node of a Toy cluster" in capsys.readouterr().err
+    assert not [file for file in Path().rglob("*") if file.is_file()], "a refused job leaves nothing behind"
+    program = Path("toysub").absolute()
+    program.write_text('#!/bin/sh\ntest -e "$1" && echo 17\n')
+    program.chmod(0o755)
+    os.environ["PATH"] = f"{program.parent}:{os.environ['PATH']}"
+    cli.main([*RUN, *SIZE])
+    queued = capsys.readouterr().out
+    assert queued.startswith("Submitted job 17: 2 nodes x 2 tasks\n")
+    (folder,) = Path("slurm").iterdir()
+    assert {file.name for file in folder.iterdir()} == {"config.yaml", "job.sh"}
+
+
+def test_the_help_and_a_refusal_name_the_launcher(capsys):
+    cli.main(["submit", "--help"])
+    assert "kubernetes|ray|toy|slurm" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["submit", "fit", "--to=elsewhere"])
+    assert "kubernetes, ray, toy, slurm" in capsys.readouterr().err
+
+
+def test_two_launchers_cannot_have_the_same_place():
+    with pytest.raises(ValueError, match=r"launcher toy \(precedence 55\): Toy is registered as toy"):
+        launchers.register(type(launchers.launcher_named("toy")))

@@ -1,0 +1,84 @@
+"""A strategy that is added as the documentation says is trained with, and what it and Lightning's own tell."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, PlainCNN, quiet_trainer
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, StrategyRegistry
+
+from cnnstrategies import ImageClassifier
+from cnnstrategies.data import DigitsDataModule
+from cnnstrategies.strategies.protocol import StrategyFacts, facts_of
+
+PAGE = ROOT / "docs/development/add-a-strategy.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def test_the_page_s_strategy_trains_by_the_page_s_command(run_cli, quick) -> None:
+    Path("sign_ddp.py").write_text(blocks("python")[0])
+    program, command, *words = shlex.split(blocks("bash")[0])
+    assert (program, command) == ("cnnstrategies", "fit")
+    short = ["--trainer.max_epochs=1", "--trainer.strategy.start_method=fork"]
+    code, output = run_cli("fit", *quick, *words, *short)
+    assert code == 0, output
+    panel = output[output.index("Training") :]
+    assert re.search(r"strategy +ddp_sign\n", panel), panel
+    assert re.search(r"vote +the ranks' majority, times 0.02\n", panel)
+    assert re.search(r"unlike one device +gradients are majority votes of signs\n", panel)
+    assert list(Path("runs").rglob("last.ckpt"))
+
+
+def test_the_page_s_strategy_trains_in_python_by_its_short_name() -> None:
+    Path("sign_ddp.py").write_text(blocks("python")[0])
+    sys.path.insert(0, ".")
+    from sign_ddp import SignDDPStrategy  # type: ignore[import-not-found]
+
+    exec(blocks("python")[1], {"SignDDPStrategy": SignDDPStrategy})
+    assert "ddp_sign" in StrategyRegistry
+    trainer = quiet_trainer("ddp_sign", 1, max_steps=2)
+    assert trainer.strategy.scale == 0.01
+    trainer.fit(ImageClassifier(PlainCNN(), 10), DigitsDataModule())
+    assert trainer.global_step == 2
+
+
+def test_lightning_s_strategies_and_subclasses_have_the_facts_of_their_kind() -> None:
+    own = type("MyOwn", (DDPStrategy,), {})
+    both = type("Both", (StrategyFacts, FSDPStrategy), {"gradient_weighting": "by_rank"})
+    assert [facts_of(kind()).shards_parameters for kind in (DDPStrategy, own, FSDPStrategy, both)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert facts_of(both()).gradient_weighting == "by_rank"
+    single = facts_of(SingleDeviceStrategy("cpu"))
+    assert (single.environment, single.host_count, single.display_name) == (None, 1, "single_device")
+    assert facts_of(own()).host_count == 1
+    names = [name for name in vars(StrategyFacts) if not name.startswith("_")]
+    defaults = facts_of(own())
+    values = {name: getattr(defaults, name) for name in names}
+    given = {name: value for name, value in values.items() if not callable(value)}
+    assert given == {
+        **dict.fromkeys(("environment", "server_options", "parameters_per_device", "batch_shares"), None),
+        **dict.fromkeys(("pipeline", "traffic", "membership"), None),
+        **dict.fromkeys(("connects_hosts", "compiles_network", "shards_parameters", "joined_late"), False),
+        "may_skip_steps": False,
+        "steps_in_lockstep": True,
+        "display_name": "MyOwn",
+        "host_count": 1,
+        "gradient_weighting": "equal",
+        "step_kind": "replica",
+    }
+
+
+@pytest.mark.light
+def test_all_facts_have_a_default_and_a_docstring() -> None:
+    members = {name: member for name, member in vars(StrategyFacts).items() if not name.startswith("_")}
+    assert len(members) > 20
+    assert [name for name, member in members.items() if not member.__doc__] == []
