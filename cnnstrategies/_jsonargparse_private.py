@@ -18,8 +18,8 @@ _found: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 place_of = Namespace._parse_key
 _path_of = _util.get_import_path
 _path_of_pythons = lru_cache(_path_of)
-NestedArg = _util.NestedArg  # the value of --class.argument, with the argument's name as its key
-adapt = _typehints.adapt_typehints
+NestedArg: Any = _util.NestedArg  # the value of --class.argument, with the argument's name as its key
+adapt: Any = _typehints.adapt_typehints
 import_path = _path_of  # as it stands in the configurations that jsonargparse writes
 
 
@@ -78,9 +78,9 @@ def pass_values_through(kind: type, change: Callable[[Any, Any], tuple[Any, Any]
         change: Takes a value and the earlier value that it changes, and returns both as jsonargparse is to see them.
     """
 
-    def changed(val: Any, typehint: Any, *args: Any, prev_val: Any = None, **kwargs: Any) -> Any:
+    def changed(val: Any, typehint: Any, *, prev_val: Any = None, **kwargs: Any) -> Any:
         if typehint is kind:
             val, prev_val = change(val, prev_val)
-        return adapt(val, typehint, *args, prev_val=prev_val, **kwargs)
+        return adapt(val, typehint, prev_val=prev_val, **kwargs)
 
-    _typehints.adapt_typehints = changed
+    _typehints.adapt_typehints = changed  # type: ignore[assignment]

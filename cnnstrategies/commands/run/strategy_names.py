@@ -33,8 +33,7 @@ def class_path_of(name: str) -> str:
 def _with_class(value: Any, previous: Any) -> tuple[Any, Any]:
     """Return a value of ``trainer.strategy``, and the value that it changes, with classes in the place of names."""
     if is_registered(previous):
-        previous = Namespace(_class_of(previous, {}))
-        previous.init_args = Namespace(previous.init_args)
+        previous = _class_of(previous, {})
     if isinstance(value, NestedArg) and value.key == "class_path":
         value = {"class_path": value.val}
     if isinstance(value, dict | Namespace) and is_registered(value.get("class_path")):
