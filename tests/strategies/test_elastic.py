@@ -21,7 +21,7 @@ from torch import nn
 
 from cnnstrategies.callbacks import summary
 from cnnstrategies.cli import main
-from cnnstrategies.commands.joining_cli import is_for_others, strategy_of
+from cnnstrategies.commands.joining_cli import is_for_others, server_options_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
@@ -199,8 +199,8 @@ def test_another_configuration_is_not_the_runs(monkeypatch):
     with pytest.raises(ConfigurationError, match="an epoch of the run has 36 batches and of this configuration 72"):
         run.begin(0, 72, "")
     with pytest.raises(ConfigurationError, match=r"trainer\.strategy is ddp: a run is joined with its own"):
-        strategy_of("ddp")
-    assert strategy_of("parameter_server_async").options.mode == "async"
+        server_options_of("ddp")
+    assert server_options_of("parameter_server_async").mode == "async"
 
 
 @pytest.mark.light
