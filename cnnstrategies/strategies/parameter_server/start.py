@@ -89,12 +89,12 @@ def connection(
     membership: Membership,
     specification: Specification,
     parameters: Sequence[Tensor],
-    came: Callable[[int, Tensor], None] | None = None,
+    on_arrival: Callable[[int, Tensor], None] | None = None,
 ) -> Worker:
     """That of a member to the servers."""
     address = membership.address
     return Worker(
-        specification, parameters, membership.source(), address.id, address.incarnation, membership.keys, came
+        specification, parameters, membership.source(), address.id, address.incarnation, membership.keys, on_arrival
     )
 
 
