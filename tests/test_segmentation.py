@@ -233,7 +233,7 @@ def test_data_that_does_not_go_with_the_module_is_refused():
         ),
         (
             lambda: ImageSegmenter(network, 2, ignore_index=9).check_data(data),
-            "ignore_index=9, but SegmentationFolderDataModule has 255",
+            "ignore_index=9, but SegmentationFolderDataModule has ignore_index=255",
         ),
         (
             lambda: ImageSegmenter(network, 2).check_data(SyntheticDataModule(num_classes=2)),
