@@ -147,7 +147,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
             "staleness": usual_staleness(mode) if staleness is None else staleness,
             "sync_every": usual_sync_every(mode) if sync_every is None else sync_every,
         }
-        options = ParameterServerOptions(**{field.name: arguments[field.name] for field in fields(ParameterServerOptions)})
+        options = ParameterServerOptions(
+            **{field.name: arguments[field.name] for field in fields(ParameterServerOptions)}
+        )
         super().__init__(options=options, start_method=start_method, **kwargs)
         self._stepper: Stepper | None = None
         self._dealing = Dealing(self, shares, initial=initial_shares)
