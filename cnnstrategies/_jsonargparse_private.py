@@ -5,11 +5,12 @@ splits some twenty thousand keys, and asks thousands of times under which path P
 imported. Together that was more than a third of a start. `tests/commands/test_parser.py` watches the names.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from jsonargparse import Namespace, _core, _namespace, _subcommands, _util
+from jsonargparse import Namespace, _core, _namespace, _subcommands, _typehints, _util
 
 OF_PYTHON = ("abc", "builtins", "types", "typing")
 look = _subcommands.find_action_and_subcommand
@@ -17,6 +18,9 @@ _found: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 place_of = Namespace._parse_key
 _path_of = _util.get_import_path
 _path_of_pythons = lru_cache(_path_of)
+NestedArg: Any = _util.NestedArg  # the value of --class.argument, with the argument's name as its key
+adapt: Any = _typehints.adapt_typehints
+import_path = _path_of  # as it stands in the configurations that jsonargparse writes
 
 
 def _find(parser: Any, dest: str, exclude: Any = None) -> Any:
@@ -64,3 +68,19 @@ def remember() -> None:
         module.find_action_and_subcommand = _find  # type: ignore[attr-defined]
     Namespace._parse_key = parse_key  # type: ignore[method-assign]
     _util.get_import_path = _import_path
+
+
+def pass_values_through(kind: type, change: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+    """Have values of a class pass through a function before jsonargparse reads them.
+
+    Args:
+        kind: The annotation of the parameters whose values are meant, also as a part of a union.
+        change: Takes a value and the earlier value that it changes, and returns both as jsonargparse is to see them.
+    """
+
+    def changed(val: Any, typehint: Any, *, prev_val: Any = None, **kwargs: Any) -> Any:
+        if typehint is kind:
+            val, prev_val = change(val, prev_val)
+        return adapt(val, typehint, prev_val=prev_val, **kwargs)
+
+    _typehints.adapt_typehints = changed  # type: ignore[assignment]

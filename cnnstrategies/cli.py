@@ -48,7 +48,7 @@ def _run(words: Sequence[str]) -> None:
     import os
 
     from cnnstrategies.commands.arguments import help
-    from cnnstrategies.commands.arguments.keys import accepted
+    from cnnstrategies.commands.arguments.keys import accepted, with_underscores
     from cnnstrategies.commands.arguments.options import COMMANDS
     from cnnstrategies.commands.arguments.refuse import show
     from cnnstrategies.runtime.processes import STARTER, end_with_parent, told_by_starter
@@ -65,8 +65,8 @@ def _run(words: Sequence[str]) -> None:
         raise ConfigurationError(f"no command {name!r}{accepted(name, list(COMMANDS))}")
     elif any(word in help.HELP_WORDS for word in words):
         show(help.of_command(COMMANDS[name]))
-    elif help.FULL in words:
-        show(help.in_full(COMMANDS[name], "".join(words[words.index(help.FULL) + 1 :][:1])))
+    elif help.FULL in (options := with_underscores(words)):
+        show(help.in_full(COMMANDS[name], "".join(options[options.index(help.FULL) + 1 :][:1])))
     else:
         COMMANDS[name].run(words[1:])
 

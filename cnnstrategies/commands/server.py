@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from lightning.pytorch.strategies import StrategyRegistry
 
 from cnnstrategies.cluster.hosts import Interconnect
 from cnnstrategies.commands.arguments import help
@@ -69,7 +70,9 @@ def server_of(configs: Sequence[Path], index: int) -> ServerProcess:
         wait = Interconnect(wait=(configuration.get("interconnect") or {}).get("wait", wait)).wait
         strategy = (configuration.get("trainer") or {}).get("strategy")
         if isinstance(strategy, dict):
-            arguments |= strategy.get("init_args") or {}
+            name = strategy.get("class_path")
+            registered = StrategyRegistry[name]["init_params"] if name in StrategyRegistry else {}
+            arguments |= {**registered, **(strategy.get("init_args") or {})}
     strategy_arguments = {name: value for name, value in arguments.items() if name != "start_method"}
     options = ParameterServerStrategy(**strategy_arguments).options
     if not options.endpoints or options.coordinator is None:

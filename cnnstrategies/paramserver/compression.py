@@ -192,7 +192,7 @@ def payload_compression(name: str) -> PayloadCompression:
 
 
 def may_be_lossy(name: str) -> bool:
-    """Return whether numbers may be left out and sent later with an option: for ``auto`` if one of its ladder does."""
+    """Return whether an option's value stands for a lossy compression, or for ``auto``, whose ladder contains one."""
     if name != AUTO:
         return COMPRESSIONS[name].lossy
     return any(compression.lossy for compression in PAYLOADS.values() if compression.push_level is not None)

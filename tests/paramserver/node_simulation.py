@@ -136,7 +136,7 @@ class FakeLinks:
         self._route = str(len(world.servers.inboxes)).encode()
         self._inbox = world.servers.inboxes[self._route] = deque[Arrived]()
 
-    def news(self) -> View:
+    def new_view(self) -> View:
         return self._world.servers.view
 
     def connect(self, view: View) -> None:

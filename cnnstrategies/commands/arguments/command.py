@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import docstring_parser
 
 from cnnstrategies.commands.arguments import recipes
-from cnnstrategies.commands.arguments.keys import ROOTS, closest
+from cnnstrategies.commands.arguments.keys import ROOTS, closest, with_underscores
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantities import Duration, Size
 
@@ -301,7 +301,7 @@ class Command:
             # As with `python -m`, classes in the working directory are found.
             if os.getcwd() not in sys.path:
                 sys.path.insert(0, os.getcwd())
-            words = recipes.with_files(words)
+            words = recipes.with_files(with_underscores(words))
         arguments: list[Any] = [[self.name, *words]]
         if self.configuration is not Configuration.LIGHTNING:
             arguments = list(self.parse(words))

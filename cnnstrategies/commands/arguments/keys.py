@@ -33,7 +33,27 @@ NESTED = {
     "cluster.ray": "cnnstrategies.cluster.options.RayOptions",
 }
 OF_CLASS = ("class_path", "init_args", "dict_kwargs")  # The keys of a class in a configuration.
+# Options whose values are mappings: the keys below them are the user's own.
+MAPPINGS = ("dict_kwargs", "env", "pod", "resources", "server_resources", "volumes")
 MOST_NAMES = 20  # that are listed beside a guess
+
+
+def with_underscores(words: Sequence[str]) -> list[str]:
+    """Return a command line in which options are spelt with underscores: ``--run-name`` becomes ``--run_name``.
+
+    Values stay as they are, and so do the keys of mappings (:data:`MAPPINGS`), which are values as well.
+    """
+    return [_with_underscores(word) for word in words]
+
+
+def _with_underscores(word: str) -> str:
+    match = re.fullmatch(r"--([A-Za-z][\w.-]*)(.*)", word, re.DOTALL)
+    if not match or not (match[2] == "" or match[2][0] in "+=/"):
+        return word
+    parts = match[1].split(".")
+    end = next((place for place, part in enumerate(parts, start=1) if part.replace("-", "_") in MAPPINGS), len(parts))
+    parts[:end] = [part.replace("-", "_") for part in parts[:end]]
+    return f"--{'.'.join(parts)}{match[2]}"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from cnnstrategies.commands.arguments.keys import OF_CLASS, ROOTS, ConfiguredKey, accepted, configured_keys, misspelt
 from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.arguments.refuse import in_one_line
+from cnnstrategies.commands.run.strategy_names import explain_nested
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import ROOT, is_now, renamed
 
@@ -127,6 +128,8 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
         return _explain_unknown(match[1], args)
     if match := re.search(r"[Uu]nrecognized arguments: (?:--)?(\S*?)(?:[=\s]|$)", message):
         return _explain_unknown(match[1], args)
+    if (line := explain_nested(message, configured_keys(args))) is not None:
+        return line
     key = match[1] if (match := re.search(r'Parser key "([^"]+)"', message)) else None
     where = f"{_full_key(key, args)}: " if key else ""
     if match := re.search(r"arguments are required: (.+)", message):

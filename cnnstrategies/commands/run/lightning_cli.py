@@ -39,6 +39,7 @@ from cnnstrategies.commands.run.outcome import ends_together
 from cnnstrategies.commands.run.parser import ArgumentParser
 from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.run.start_from import WORDS, check_trained, checkpoint_of
+from cnnstrategies.commands.run.strategy_names import check_recipe_names, with_help_of_class
 from cnnstrategies.commands.run.trainer import Trainer, add_sections, all_callbacks, all_plugins
 from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
 from cnnstrategies.data.image_folder import images_of_folder
@@ -125,7 +126,8 @@ class CLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        words = sys.argv[1:]
+        words = sys.argv[1:] = with_help_of_class(sys.argv[1:])
+        check_recipe_names(configured_keys(words))
         check_names(configured_keys(words))
         check_nulls(configured_keys(words))
         if leaves_out_classes(words):

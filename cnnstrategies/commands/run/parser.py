@@ -17,6 +17,7 @@ from typing_extensions import override
 from cnnstrategies._jsonargparse_private import remember
 from cnnstrategies.commands.arguments.refuse import fail, shows_tracebacks
 from cnnstrategies.commands.run.errors import explain_parse_error
+from cnnstrategies.commands.run.strategy_names import accept_names
 from cnnstrategies.quantities import as_timedelta
 
 
@@ -54,6 +55,7 @@ register_type(timedelta, deserializer=_timedelta)
 # With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.
 set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
 remember()
+accept_names()
 
 
 class _ConfigurationDumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
