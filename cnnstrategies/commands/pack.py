@@ -7,6 +7,7 @@ from cnnstrategies.data.shards.encoding import EncodingOptions
 from cnnstrategies.data.shards.index import Index, check_contents, read_index
 from cnnstrategies.data.shards.packing import pack
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.quantities import size_in_bytes
 
 MOST_LISTED = 20  # damaged images; the index has all of them
 SHRUNK_QUALITY = 90  # of the JPEGs that shrunk images become
@@ -30,12 +31,13 @@ def main(options: PackOptions) -> None:
 
 
 def _encoding(options: PackOptions) -> EncodingOptions:
-    size, quality, shard_mb = options.size, options.quality, options.shard_mb
-    ranges = (("size", size, 8, 65500), ("quality", quality, 1, 95), ("shard_mb", shard_mb, 1, 10**6))
+    size, quality = options.size, options.quality
+    shard_bytes = size_in_bytes(options.shard_size, "--shard_size")
+    ranges = (("size", size, 8, 65500), ("quality", quality, 1, 95), ("shard_size", shard_bytes, 10**6, 10**12))
     for name, value, least, most in ranges:
         if value is not None and not least <= value <= most:
             raise ConfigurationError(f"--{name} {value} is outside {least} to {most}")
-    return EncodingOptions(size, SHRUNK_QUALITY if quality is None and size is not None else quality, shard_mb * 10**6)
+    return EncodingOptions(size, SHRUNK_QUALITY if quality is None and size is not None else quality, shard_bytes)
 
 
 def _workers(count: int | None) -> int:

@@ -23,6 +23,7 @@ import docstring_parser
 from cnnstrategies.commands.arguments import recipes
 from cnnstrategies.commands.arguments.keys import ROOTS, closest, with_underscores
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.old_names import is_now, renamed
 from cnnstrategies.quantities import Duration, Size
 
 Kind = TypeVar("Kind", bound=type[Any])
@@ -280,6 +281,9 @@ class Command:
                 self._refuse(f"--{match[1]}", flags, [*flags, *known])
 
     def _refuse(self, name: str, flags: Sequence[str], known: Sequence[str]) -> None:
+        old = name.removeprefix("--").replace("-", "_")
+        if (new := renamed(self.declaration, old)) is not None:
+            raise ConfigurationError(f"{self.name}: {is_now(f'--{old}', f'--{new}')}")
         keys = ""
         if self.configuration is not Configuration.NONE:
             keys = " and a configuration's keys (--config, --trainer.KEY, ...)"
