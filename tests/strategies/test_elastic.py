@@ -129,7 +129,7 @@ def test_the_array_of_the_docs_joins(tmp_path):
 def test_what_cannot_be_joined_is_said_in_a_line(capsys, monkeypatch, tmp_path):
     for words, message in (
         (["--run", "nowhere"], "the folder does not exist"),
-        (["--run", str(tmp_path)], "no watch.json lies there"),
+        (["--run", str(tmp_path)], "the folder has no watch.json"),
         (["--run", "tcp://127.0.0.1:1", "--key_file", "none.key"], "none.key does not exist here"),
     ):
         monkeypatch.setattr(sys, "argv", ["cnnstrategies", "join", "--config", CONFIG, *words])
