@@ -193,7 +193,7 @@ MISTAKES = {
     r"label_smoothing=1.0 is outside \[0, 1\)": {"label_smoothing": 1.0},
     "cutmix_alpha=-0.5 is negative; use 0": {"cutmix_alpha": -0.5},
     r"class_weights=\[1.0, 2.0\]: give 10 numbers that are at least 0": {"class_weights": [1.0, 2.0]},
-    "mixup_alpha and cutmix_alpha need task=classes, and the model has task=multilabel": {
+    "cutmix_alpha need task=classes, and the model has task=multilabel": {
         "task": "multilabel",
         "mixup_alpha": 0.1,
     },
