@@ -46,7 +46,7 @@ class Worker:
         id: This worker's id in the views.
         incarnation: This worker's incarnation in the views.
         keys: CURVE keys; None for no encryption.
-        came: Called with the index of each parameter that has arrived, and its value in the host's memory.
+        on_arrival: Called with the index of each parameter that has arrived, and its value in the host's memory.
 
     Attributes:
         leader: Rank of the worker that pushes for this worker's node; None here, because this worker pushes itself.
@@ -67,7 +67,7 @@ class Worker:
         id: int,
         incarnation: int = 0,
         keys: KeyPair | None = None,
-        came: Callable[[int, Tensor], None] | None = None,
+        on_arrival: Callable[[int, Tensor], None] | None = None,
     ) -> None:
         actual = [(tuple(parameter.shape), parameter.dtype) for parameter in parameters]
         expected = [(parameter.shape, getattr(torch, parameter.dtype)) for parameter in specification.parameters]
@@ -81,7 +81,7 @@ class Worker:
         self._specification = specification
         self._parameters = parameters
         slices = cut(specification)
-        self._on_arrival = came
+        self._on_arrival = on_arrival
         # In mode local, the worker's own steps change the parameters on the device while values are on their way, and
         # arriving values are combined with these changes on the device. Without staging this waits for two copies of
         # each parameter, but only once in `sync_every` steps, in which the worker waits for the servers anyway.

@@ -114,13 +114,13 @@ class Line:
     Args:
         address: Address of the coordinator, and the time-out.
         peer: This process.
-        own: The process's own keys; None without encryption.
-        run: The run's keys; None without encryption.
+        keys: The process's own keys; None without encryption.
+        run_keys: The run's keys; None without encryption.
     """
 
-    def __init__(self, address: Address, peer: Peer, own: KeyPair | None, run: KeyPair | None) -> None:
+    def __init__(self, address: Address, peer: Peer, keys: KeyPair | None, run_keys: KeyPair | None) -> None:
         self._peer = peer
-        self._proof = b"" if run is None or own is None else prove(run, own.public)
+        self._proof = b"" if run_keys is None or keys is None else prove(run_keys, keys.public)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
@@ -128,8 +128,8 @@ class Line:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         sockets.notice_silence(self._socket, address.timeout)
-        if run is not None:
-            sockets.secure(self._socket, own, run.public)
+        if run_keys is not None:
+            sockets.secure(self._socket, keys, run_keys.public)
         self._socket.connect(address.coordinator)
 
     def send(self, message: Message) -> None:

@@ -25,7 +25,7 @@ AT_ONCE = 200  # messages between two checks of the timers
 
 
 class CoordinatorService:
-    """Runs the role :class:`~cnnstrategies.paramserver.coordinator.coordinator.Coordinator` over a ROUTER socket.
+    """Driver of the role :class:`~cnnstrategies.paramserver.coordinator.coordinator.Coordinator`, with a ROUTER socket.
 
     Args:
         settings: Numbers of processes, time-outs and the endpoint.

@@ -48,7 +48,7 @@ WORK_SECONDS = 0.002  # seconds of work on slices between two checks for message
 
 
 class ServerService:
-    """Runs the role :class:`~cnnstrategies.paramserver.server.server.Server` over a ROUTER socket.
+    """Driver of the role :class:`~cnnstrategies.paramserver.server.server.Server`, with a ROUTER socket.
 
     The service is single-threaded and should have a process of its own; libzmq's threads move the bytes.
 
