@@ -84,7 +84,7 @@ MISTAKES = {
     "torchvision has no weights 'IMAGENET22K' of resnet18": ("resnet18", 7, "IMAGENET22K"),
     "other.pth has weights of another network than shufflenet_v2_x0_5": ("shufflenet_v2_x0_5", 7, "other.pth"),
     "text.pt is not a file of weights": ("shufflenet_v2_x0_5", 7, "text.pt"),
-    r"the weights of resnet18 cannot be downloaded \(no route to host\): .* copy the file, and give its path": ("resnet18", 7),
+    r"weights of resnet18 cannot be downloaded \(no route to host\): .* copy the file, and give": ("resnet18", 7),
 }
 
 

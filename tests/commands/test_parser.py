@@ -91,13 +91,13 @@ def test_what_yaml_cannot_hold_is_left_to_its_class(run_cli):
 
 def test_an_option_is_not_looked_for_again_and_again(monkeypatch):
     """A quarter of a start went into that; twice it may be, as options are added."""
-    looked, look = Counter(), _jsonargparse_private.look
+    looked, look = Counter(), _jsonargparse_private.find_option
 
     def noted(parser, dest, exclude):
         looked[parser, dest, exclude] += 1
         return look(parser, dest, exclude)
 
-    monkeypatch.setattr(_jsonargparse_private, "look", noted)
+    monkeypatch.setattr(_jsonargparse_private, "find_option", noted)
     monkeypatch.setattr(sys, "argv", ["", "fit", f"--config={ROOT / 'configs/quickstart.yaml'}", "--print_config"])
     with pytest.raises(SystemExit):
         CLI()
