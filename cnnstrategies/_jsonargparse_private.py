@@ -1,4 +1,4 @@
-"""Caches for private functions of jsonargparse, which repeats the same work thousands of times.
+"""The private names of jsonargparse that this package needs, and caches for functions that repeat their work.
 
 A start of the command line looks for an option by its name six thousand times, and each time walks through all options.
 It splits about twenty thousand keys, and looks up the import paths of Python's own types thousands of times. Together
@@ -6,19 +6,22 @@ this was more than a third of a start. jsonargparse has no public way to avoid i
 notices if the private names change.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from jsonargparse import Namespace, _core, _namespace, _subcommands, _util
+from jsonargparse import Namespace, _core, _namespace, _subcommands, _typehints, _util
 
 PYTHON_MODULES = ("abc", "builtins", "types", "typing")
-# jsonargparse's own functions.
+# jsonargparse's own names.
 find_option = _subcommands.find_action_and_subcommand
 split_key = Namespace._parse_key
-_import_path_of = _util.get_import_path
-_import_path_of_python_types = lru_cache(_import_path_of)
+import_path = _util.get_import_path  # as it stands in the configurations that jsonargparse writes
+NestedArg: Any = _util.NestedArg  # the value of --class.argument, with the argument's name as its key
+adapt: Any = _typehints.adapt_typehints
 
+_import_path_of_python_types = lru_cache(import_path)
 _options_by_parser: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
@@ -58,7 +61,7 @@ def parse_key(self: Namespace, key: str) -> tuple[str, Namespace | None, str]:
 
 def _import_path(value: Any) -> str | None:
     is_python_type = isinstance(value, type) and value.__module__ in PYTHON_MODULES
-    return _import_path_of_python_types(value) if is_python_type else _import_path_of(value)
+    return _import_path_of_python_types(value) if is_python_type else import_path(value)
 
 
 def remember() -> None:
@@ -67,3 +70,19 @@ def remember() -> None:
         module.find_action_and_subcommand = _find  # type: ignore[attr-defined]
     Namespace._parse_key = parse_key  # type: ignore[method-assign]
     _util.get_import_path = _import_path
+
+
+def pass_values_through(kind: type, change: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+    """Pass values of a class through a function before jsonargparse reads them.
+
+    Args:
+        kind: Annotation of the parameters, also as a part of a union.
+        change: Takes a value and the earlier value that it changes; returns both in the form for jsonargparse.
+    """
+
+    def changed(val: Any, typehint: Any, *, prev_val: Any = None, **kwargs: Any) -> Any:
+        if typehint is kind:
+            val, prev_val = change(val, prev_val)
+        return adapt(val, typehint, prev_val=prev_val, **kwargs)
+
+    _typehints.adapt_typehints = changed  # type: ignore[assignment]

@@ -1,6 +1,7 @@
 """The entry point of ``cnnstrategies``, ``python -m cnnstrategies`` and ``cli.py``.
 
-A signal ends the program without a traceback from the first line of :func:`main` on: what takes time is imported there.
+From the first line of :func:`main` on, a signal ends the program without a traceback. Imports that take time are
+therefore inside the functions.
 """
 
 import signal
@@ -17,16 +18,17 @@ if TYPE_CHECKING:
 def main(args: Sequence[str] | None = None) -> None:
     """Run a command.
 
-    Exits with 2 and one line for a mistake in the configuration, with 128 + the signal's number after a signal.
+    The exit code is 2 for a mistake in the configuration, which is reported in one line, and 128 + the signal's number
+    after a signal.
 
     Args:
-        args: The words after the program's name; by default those of this process.
+        args: Words after the program's name; by default the words of this process.
     """
     try:
         if args is not None:
             sys.argv[1:] = args
-        # As an exception it passes through `ends_together`, which ends the other processes; in training GracefulStop
-        # takes over.
+        # SIGTERM becomes an exception, because `ends_together` ends the other processes on exceptions. During training
+        # GracefulStop handles the signal.
         signal.signal(signal.SIGTERM, _exit_on_signal)
         from cnnstrategies.commands.arguments.refuse import write_anywhere
 
@@ -48,7 +50,7 @@ def _run(words: Sequence[str]) -> None:
     import os
 
     from cnnstrategies.commands.arguments import help
-    from cnnstrategies.commands.arguments.keys import accepted
+    from cnnstrategies.commands.arguments.keys import accepted, with_underscores
     from cnnstrategies.commands.arguments.options import COMMANDS
     from cnnstrategies.commands.arguments.refuse import show
     from cnnstrategies.runtime.processes import STARTER, end_with_parent, starter_variable
@@ -65,8 +67,8 @@ def _run(words: Sequence[str]) -> None:
         raise ConfigurationError(f"no command {name!r}{accepted(name, list(COMMANDS))}")
     elif any(word in help.HELP_WORDS for word in words):
         show(help.of_command(COMMANDS[name]))
-    elif help.FULL in words:
-        show(help.in_full(COMMANDS[name], "".join(words[words.index(help.FULL) + 1 :][:1])))
+    elif help.FULL in (options := with_underscores(words)):
+        show(help.in_full(COMMANDS[name], "".join(options[options.index(help.FULL) + 1 :][:1])))
     else:
         COMMANDS[name].run(words[1:])
 
@@ -76,7 +78,7 @@ def _exit_on_signal(signum: int, frame: "FrameType | None") -> None:
 
 
 def server() -> None:
-    """``cnnstrategies-server``; see :mod:`cnnstrategies.commands.server`."""
+    """Run ``cnnstrategies-server``; see :mod:`cnnstrategies.commands.server`."""
     try:
         from cnnstrategies.commands.server import main
 

@@ -1,7 +1,7 @@
-"""Values as bytes and back, without pickle: JSON for the structure, raw buffers for the tensors.
+"""Conversion of values to bytes and back without pickle: JSON for the structure, raw buffers for the tensors.
 
-Only data comes out of a message: nothing that is received is imported, and no method of a user's class runs. A message
-names the classes of records, and gets those alone that are loaded already: NamedTuples, dataclasses and what is
+A message contains only data: decoding does not import anything, and does not run a method of a user's class. A message
+may name classes of records, but only classes that are loaded already: NamedTuples, dataclasses and classes that are
 registered with torch's pytrees.
 """
 
@@ -49,67 +49,76 @@ DTYPES = {
         torch.complex128,
     )
 }
-# What torch has one of, by its name.
-CONSTANTS = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype | torch.memory_format)}
-CONTAINERS = (dict, list, tuple)  # What is based on these, and no record, arrives as one of them.
+# torch's data types and memory formats by name; there is one object of each.
+CONSTANTS = {
+    str(constant): constant
+    for constant in vars(torch).values()
+    if isinstance(constant, torch.dtype | torch.memory_format)
+}
+CONTAINERS = (dict, list, tuple)  # A value of a subclass that is not a record arrives as its base class.
 
 
 class CodecError(ConfigurationError):
-    """A value cannot be sent, or a message is not one that :func:`encode` made."""
+    """An error about a value that cannot be sent, or a message that :func:`encode` did not make."""
 
 
 def encode(value: Any) -> list[Buffer]:
     """Turn a value into message frames.
 
     Args:
-        value: None, bool, int, float, str, ``Path``, tensor, array of numbers, type or device of torch's, or list,
-            tuple, dict (keys: str, int, float, bool or None), NamedTuple, dataclass or registered node of a pytree of
-            them. Tensors are sent as contiguous CPU tensors, and those of the meta device by shape and type.
+        value: None, bool, int, float, str, ``Path``, tensor, array of numbers, torch data type or torch device; or a
+            list, tuple, dict (keys: str, int, float, bool or None), NamedTuple, dataclass or registered pytree node of
+            such values. Tensors are sent as contiguous CPU tensors; tensors on the meta device by shape and type.
 
     Returns:
         The structure as JSON, then one buffer per tensor.
 
     Raises:
-        CodecError: The value holds something else.
+        CodecError: The value contains something else.
     """
     buffers: list[Buffer] = []
     structure = json.dumps(_pack(value, buffers, 0), separators=(",", ":")).encode()
     if len(structure) > MAX_STRUCTURE:
-        raise CodecError(f"a value of {len(structure)} bytes without its tensors is over the limit of {MAX_STRUCTURE}")
+        raise CodecError(
+            f"a value of {len(structure)} bytes without its tensors cannot be sent, the limit is {MAX_STRUCTURE}: "
+            "send large numbers of values as tensors"
+        )
     return [structure, *buffers]
 
 
 def decode(frames: Sequence[Any]) -> Any:
-    """The value that :func:`encode` made frames of; tensors are copies on the CPU.
+    """Return the value from which :func:`encode` made frames; tensors are copies on the CPU.
 
     Args:
-        frames: Buffers; after the first also tensors of bytes, which become the value's without a copy.
+        frames: Buffers. All but the first may also be uint8 tensors, whose memory becomes the value's without a copy.
 
     Raises:
         CodecError: The frames do not fit together.
     """
     if not frames or len(frames[0]) > MAX_STRUCTURE:
-        raise CodecError(f"a message of {len(frames)} frames does not begin with a structure that is small enough")
+        raise CodecError(
+            f"a message of {len(frames)} frames does not begin with a structure of at most {MAX_STRUCTURE} bytes"
+        )
     try:
         packed = json.loads(bytes(frames[0]))
         return _unpack(packed, frames[1:], 0)
     except CodecError:
         raise
-    except Exception as error:  # What a registered node is made with may raise any.
+    except Exception as error:  # The function that makes a registered node may raise any error.
         raise CodecError(f"not a message of this codec: {type(error).__name__}: {error}") from error
 
 
 def to_bytes(value: Any) -> bytes:
-    """A value as one message, its frames with their lengths before them; see :func:`encode`."""
+    """Return a value as one message: the lengths of its frames, then the frames; see :func:`encode`."""
     frames = encode(value)
     return b"".join([struct.pack(f"<{1 + len(frames)}Q", len(frames), *map(len, frames)), *frames])
 
 
 def from_bytes(message: bytes) -> Any:
-    """The value that :func:`to_bytes` made a message of.
+    """Return the value from which :func:`to_bytes` made a message.
 
     Raises:
-        CodecError: It is none.
+        CodecError: The bytes are not such a message.
     """
     try:
         (count,) = struct.unpack_from("<Q", message)
@@ -129,7 +138,7 @@ def _pack(value: Any, buffers: list[Buffer], depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise CodecError(f"a value nested more than {MAX_DEPTH} deep cannot be sent")
     if value is None or isinstance(value, (bool, int, str)):
-        # Subclasses such as IntEnum or a string with methods arrive as what they are based on.
+        # Values of subclasses, such as IntEnum or a string with methods, arrive as values of the base class.
         return str(value) if isinstance(value, str) else value
     if isinstance(value, float):
         return value if math.isfinite(value) else ["f", repr(float(value))]
@@ -160,10 +169,10 @@ def _pack_special(value: Any, buffers: list[Buffer], depth: int) -> Any:
         return ["n", _pack_array(value, buffers)]
     if isinstance(value, np.generic):
         return _pack(value.item(), buffers, depth + 1)
-    if isinstance(value, TreeSpec):  # By an example.
+    if isinstance(value, TreeSpec):  # It is sent as an example of a tree with this structure.
         return ["g", _pack(tree_unflatten(range(value.num_leaves), value), buffers, depth + 1)]
     if (record := _record(type(value))) is not None:
-        return ["o", _name(type(value)), [_pack(part, buffers, depth + 1) for part in record.apart(value)]]
+        return ["o", _name(type(value)), [_pack(part, buffers, depth + 1) for part in record.to_parts(value)]]
     return None
 
 
@@ -179,7 +188,7 @@ def _pack_tensor(value: Tensor, buffers: list[Buffer]) -> Any:
     name = str(value.dtype).removeprefix("torch.")
     if name not in DTYPES or value.layout != torch.strided:
         raise CodecError(
-            f"a tensor of {value.dtype} and {value.layout} cannot be sent: make it dense and of a usual type"
+            f"a tensor of {value.dtype} and {value.layout} cannot be sent: make it dense and of a common type"
         )
     if value.is_meta:
         return ["m", name, list(value.shape)]
@@ -192,22 +201,22 @@ def _pack_array(value: np.ndarray[Any, Any], buffers: list[Buffer]) -> Any:
     try:
         return _pack_tensor(torch.from_numpy(np.array(value, order="C")), buffers)
     except TypeError as error:
-        raise CodecError(f"an array of {value.dtype} cannot be sent: make it one of numbers ({error})") from error
+        raise CodecError(f"an array of {value.dtype} cannot be sent: make it an array of numbers ({error})") from error
 
 
 @dataclass(frozen=True)
 class _Record:
-    """How a value of a class is taken apart, and made of its parts without a method of its own."""
+    """A conversion between values of a class and their parts, which does not call the class's own methods."""
 
-    apart: Callable[[Any], list[Any]]
-    whole: Callable[[list[Any]], Any]
+    to_parts: Callable[[Any], list[Any]]
+    from_parts: Callable[[list[Any]], Any]
 
 
 def _record(cls: type) -> _Record | None:
-    """None for a class that is none of those that a message may name."""
+    """Return the conversion of a class's values; None for a class that a message may not name."""
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return _Record(list, partial(_named_tuple, cls))
-    if cls in SUPPORTED_NODES and cls not in (*CONTAINERS, defaultdict):  # The last holds a function.
+    if cls in SUPPORTED_NODES and cls not in (*CONTAINERS, defaultdict):  # A defaultdict contains a function.
         node = SUPPORTED_NODES[cls]
         return _Record(lambda value: list(node.flatten_fn(value)), lambda parts: node.unflatten_fn(*parts))
     if is_dataclass(cls) and not issubclass(cls, CONTAINERS):
@@ -218,16 +227,16 @@ def _record(cls: type) -> _Record | None:
 
 def _named_tuple(cls: type[tuple[Any, ...]], parts: list[Any]) -> Any:
     if len(parts) != len(cls._fields):  # type: ignore[attr-defined]
-        raise CodecError(f"{len(parts)} fields for {_name(cls)}")
+        raise CodecError(f"a message with {len(parts)} fields for a {_name(cls)}, which has {len(cls._fields)}")  # type: ignore[attr-defined]
     return tuple.__new__(cls, parts)
 
 
 def with_fields(cls: type, names: Sequence[str], parts: list[Any]) -> Any:
-    """An instance of a dataclass, made without its own ``__init__``."""
-    made: Any = object.__new__(cls)
+    """Return an instance of a dataclass without calling its ``__init__``."""
+    instance: Any = object.__new__(cls)
     for name, part in zip(names, parts, strict=True):
-        object.__setattr__(made, name, part)
-    return made
+        object.__setattr__(instance, name, part)
+    return instance
 
 
 def _name(cls: type) -> str:
@@ -238,19 +247,19 @@ def _name(cls: type) -> str:
 
 
 def loaded_record(name: str) -> type | None:
-    """The class of a record that this process has loaded; nothing is imported, and no module's own code runs.
+    """Return the class of a record that this process has loaded; nothing is imported, and no module's code runs.
 
     Args:
-        name: As in ``module:Outer.Record``.
+        name: Module and qualified name, such as ``module:Outer.Record``.
 
     Returns:
-        None where there is no such class, or it is none of a NamedTuple, a dataclass and a registered node.
+        The class; None if it is not loaded, or is not a NamedTuple, a dataclass or a registered node.
     """
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    member: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = vars(found).get(part) if isinstance(found, type | ModuleType) else None
-    return found if isinstance(found, type) and _record(found) is not None else None
+        member = vars(member).get(part) if isinstance(member, type | ModuleType) else None
+    return member if isinstance(member, type) and _record(member) is not None else None
 
 
 def _unpack(packed: Any, buffers: Sequence[Any], depth: int) -> Any:
@@ -264,10 +273,10 @@ def _unpack(packed: Any, buffers: Sequence[Any], depth: int) -> Any:
         record = None if cls is None else _record(cls)
         if record is None:
             raise CodecError(
-                f"a value of {rest[0]!r} has come, and no NamedTuple or dataclass of that name is loaded here: import "
-                "its module on every rank"
+                f"a message contains a {rest[0]!r}, and no NamedTuple or dataclass of that name is loaded in this "
+                "process: import its module on every rank"
             )
-        return record.whole([_unpack(part, buffers, depth + 1) for part in rest[1]])
+        return record.from_parts([_unpack(part, buffers, depth + 1) for part in rest[1]])
     if kind == "c":
         return CONSTANTS[rest[0]]
     if kind == "v":
@@ -289,18 +298,18 @@ def _unpack(packed: Any, buffers: Sequence[Any], depth: int) -> Any:
         return items if kind == "l" else tuple(items)
     if kind == "x":
         return _unpack_tensor(buffers, *rest)
-    raise CodecError(f"unknown kind of value {kind!r}")
+    raise CodecError(f"a message contains an unknown kind of value: {kind!r}")
 
 
 def _unpack_tensor(buffers: Sequence[Any], index: Any, name: Any, shape: Any) -> Tensor:
     if type(index) is not int or not 0 <= index < len(buffers) or name not in DTYPES:
-        raise CodecError(f"tensor {index!r} of type {name!r} in a message with {len(buffers)} buffers")
+        raise CodecError(f"a message with {len(buffers)} buffers names tensor {index!r} of type {name!r}")
     if not all(type(size) is int and size >= 0 for size in shape):
-        raise CodecError(f"a tensor of shape {shape!r}")
+        raise CodecError(f"a message contains a tensor of shape {shape!r}")
     dtype = DTYPES[name]
     count, buffer = math.prod(shape), buffers[index]
     if len(buffer) != count * dtype.itemsize:
-        raise CodecError(f"a tensor of shape {shape} and type {name} in {len(buffer)} bytes")
+        raise CodecError(f"a message contains a tensor of shape {shape} and type {name} in {len(buffer)} bytes")
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     raw = buffer if isinstance(buffer, Tensor) else torch.frombuffer(bytearray(buffer), dtype=torch.uint8)

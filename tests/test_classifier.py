@@ -192,8 +192,11 @@ MISTAKES = {
     "num_classes=1: at least 2": {"num_classes": 1, "task": "multilabel"},
     r"label_smoothing=1.0 is outside \[0, 1\)": {"label_smoothing": 1.0},
     "cutmix_alpha=-0.5 is negative; use 0": {"cutmix_alpha": -0.5},
-    r"class_weights=\[1.0, 2.0\]: a number from 0 on for each of the 10": {"class_weights": [1.0, 2.0]},
-    "mixup and cutmix are for task=classes, and task=multilabel": {"task": "multilabel", "mixup_alpha": 0.1},
+    r"class_weights=\[1.0, 2.0\]: give 10 numbers that are at least 0": {"class_weights": [1.0, 2.0]},
+    "cutmix_alpha need task=classes, and the model has task=multilabel": {
+        "task": "multilabel",
+        "mixup_alpha": 0.1,
+    },
     "class_weights with task=regression": {"task": "regression", "class_weights": [1.0] * 10},
 }
 

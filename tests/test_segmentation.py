@@ -105,7 +105,7 @@ def test_the_loss_is_the_mean_of_images_over_counted_pixels():
     torch.testing.assert_close(model.loss(logits, masks), sum(each) / 3)
     outputs = OrderedDict(out=logits, aux=auxiliary)
     torch.testing.assert_close(model.loss(outputs, masks), sum(each) / 3 + 0.3 * model.loss(auxiliary, masks))
-    with pytest.raises(ConfigurationError, match=r"returned shape \(3, 3, 4, 5\), and \(3, 4, 4, 5\) is needed"):
+    with pytest.raises(ConfigurationError, match=r"returned shape \(3, 3, 4, 5\), and shape \(3, 4, 4, 5\) is needed"):
         ImageSegmenter(nn.Identity(), num_classes=4).loss(logits, masks)
     assert UNet(3, widths=(4, 8, 16))(torch.zeros(2, 3, 16, 24)).shape == (2, 3, 16, 24)
 
@@ -233,7 +233,7 @@ def test_data_that_does_not_go_with_the_module_is_refused():
         ),
         (
             lambda: ImageSegmenter(network, 2, ignore_index=9).check_data(data),
-            "ignore_index=9, but SegmentationFolderDataModule has 255",
+            "ignore_index=9, but SegmentationFolderDataModule has ignore_index=255",
         ),
         (
             lambda: ImageSegmenter(network, 2).check_data(SyntheticDataModule(num_classes=2)),

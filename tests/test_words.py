@@ -61,6 +61,8 @@ def package(folder: Path, **files: str) -> Path:
         ("def f(self):\n    self._came = 1\n", '2: name "came"'),
         ("match x:\n    case [1, *met]:\n        pass\n", '2: name "met"'),
         ("import numpy as they\n", '1: name "they"'),
+        ("x = isinstance(trainer.strategy, DDPStrategy)\n", "1: strategy asked without facts_of"),
+        ("x = getattr(strategy, 'traffic', None)\n", "1: strategy asked without facts_of"),
     ],
 )
 def test_a_fault_is_found(tmp_path: Path, text: str, fault: str) -> None:
@@ -83,6 +85,13 @@ def test_a_clean_file_has_no_faults(tmp_path: Path) -> None:
         0,
         "Words: no faults in 1 files (0 exceptions).\n",
     )
+
+
+def test_a_configurations_strategy_and_the_interface_itself_may_be_looked_at(tmp_path: Path) -> None:
+    folder = package(tmp_path, clean="x = isinstance(config.strategy, str) or getattr(strategy, 'init_args', None)\n")
+    (folder / "cnnstrategies/strategies").mkdir()
+    (folder / "cnnstrategies/strategies/protocol.py").write_text("x = isinstance(strategy, DDPStrategy)\n")
+    assert run(CHECK, folder, "--exceptions", "none")[0] == 0
 
 
 def test_exceptions_only_shrink(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def work(specification: Specification, folder: Path, id: int, steps: int, batch_
 
     views = unchanging(members(folder))
     worker = Worker(
-        specification, [p.data for p in parameters], views, id, came=lambda number, _: note("arrived", number)
+        specification, [p.data for p in parameters], views, id, on_arrival=lambda number, _: note("arrived", number)
     )
     worker.initialise()
     worker.join()

@@ -1,4 +1,4 @@
-"""`best.ckpt`: the best epoch by what the module logs."""
+"""`best.ckpt`: the checkpoint of the best epoch, by a metric that the module logs."""
 
 from typing import Any, Literal
 
@@ -15,16 +15,17 @@ AUTO = "auto"
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Lightning's ModelCheckpoint, which need not be told what the module logs.
+    """Lightning's ModelCheckpoint, which can choose the metric by what the module logs.
 
     Args:
-        dirpath: Where; by default ``checkpoints`` in the log directory.
-        filename: The file's name, which may hold metrics, as in ``{epoch}-{val_loss:.2f}``.
-        monitor: The metric; ``auto`` is ``val_acc`` where the module logs it, else ``val_loss``, else the last epoch
-            is the best; null is the last epoch.
-        mode: Whether the least or the greatest value is best; ``auto`` is the least where the metric's name speaks of
-            a loss or an error.
-        **kwargs: Those of :class:`~lightning.pytorch.callbacks.ModelCheckpoint`.
+        dirpath: Folder of the checkpoints; by default ``checkpoints`` in the log directory.
+        filename: Name of the file; it may contain metrics, as in ``{epoch}-{val_loss:.2f}``.
+        monitor: The metric. ``auto`` takes the first of ``val_acc``, ``val_miou``, ``val_map``, ``val_mae`` and
+            ``val_loss`` that the module logs; if it logs none of them, the last epoch is the best. With null the last
+            epoch is the best.
+        mode: Whether the smallest (``min``) or the largest (``max``) value is the best. ``auto`` takes the smallest if
+            the metric's name contains ``loss``, ``error`` or the name of an error, such as ``mae``.
+        **kwargs: Further arguments of :class:`~lightning.pytorch.callbacks.ModelCheckpoint`.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class BestCheckpoint(ModelCheckpoint):
     ) -> None:
         self._asked = monitor
         self._asked_mode = mode
-        # Without a name, ModelCheckpoint would refuse to keep the best few.
+        # Without a metric, ModelCheckpoint would refuse a `save_top_k` above 1.
         name = USUAL[0] if monitor == AUTO else monitor
         super().__init__(dirpath, filename, name, mode=self._mode_of(name), **kwargs)
         if monitor == AUTO:
@@ -46,7 +47,7 @@ class BestCheckpoint(ModelCheckpoint):
     @property
     @override
     def state_key(self) -> str:
-        # Lightning's names what is monitored, which is not known yet when a run is resumed.
+        # Lightning's key contains the monitored metric, which with `auto` is not yet known when a run is resumed.
         return f"{type(self).__qualname__}{{'monitor': {self._asked!r}, 'filename': {self.filename!r}}}"
 
     @override
@@ -91,5 +92,5 @@ class BestCheckpoint(ModelCheckpoint):
         return "min" if name is None or less_is_better(name) else "max"
 
     def _unknown(self, trainer: Trainer) -> ConfigurationError:
-        said = not_logged("checkpoint.monitor", self.monitor, trainer.callback_metrics)
-        return ConfigurationError(f"{said}; or leave it out")
+        message = not_logged("checkpoint.monitor", self.monitor, trainer.callback_metrics)
+        return ConfigurationError(f"{message}; or leave checkpoint.monitor out")

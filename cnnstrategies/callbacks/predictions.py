@@ -22,27 +22,26 @@ from cnnstrategies.runtime.whole_file import whole_file
 
 
 class PredictionWriter(Callback):
-    """Writes what ``predict_step`` returns: probabilities as CSV, masks as pictures.
+    """Writes the results of ``predict_step``: probabilities or values as a CSV file, masks as pictures.
 
-    The CSV file has one row per sample, in dataset order, whatever the world size.
+    The CSV file has one row for each sample, in the order of the dataset, for any number of processes. Its columns are
+    ``sample`` (the data module's ``sample_name(index)``, or the index), ``class`` (the name of the most probable class,
+    or its number), ``probability``, and the probability of each class. For ``values`` instead of probabilities, as of a
+    regression, the columns are ``sample`` and one column for each value.
 
-    For a dict with ``masks`` each process writes those of its samples: PNG files under the samples' names, whose pixels
-    are the classes, with a palette that shows them as colours.
-
-    Columns: ``sample`` (the data module's ``sample_name(index)``, else the index), ``class`` (the name of the most
-    probable class, else its number), ``probability``, then one column of probability per class. Of ``values`` in place
-    of probabilities, as of a regression, one column each.
+    Each process writes the masks of its own samples as PNG files, named after the samples. The value of a pixel is its
+    class, and a palette shows the classes as colours.
 
     Args:
-        output: The file; ``predictions.csv`` in the log directory when left out. For masks the folder, ``predictions``
-            when left out.
-        images: A folder of images of one's own, at any depth, to predict in place of the data module's. They are
-            prepared as its validation images are, and named by their paths.
+        output: The CSV file, by default ``predictions.csv`` in the log directory. For masks the folder, by default
+            ``predictions`` in the log directory.
+        images: A folder with other images, at any depth, to predict instead of the data module's images. They are
+            prepared like the data module's validation images and named by their paths.
 
     Raises:
-        ConfigurationError: ``predict_step`` returned something else than a dict with ``index`` (N,) and
-            ``probabilities`` (N, classes), or ``masks`` (N, H, W), the folder has no images, or the
-            disk does not take the file: what was there before stays.
+        ConfigurationError: ``predict_step`` did not return a dict with ``index`` (N,) and ``probabilities``
+            (N, classes), ``values`` (N, numbers) or ``masks`` (N, H, W); the folder has no images; or the file cannot
+            be written, in which case an earlier file is kept.
     """
 
     def __init__(self, output: Path | None = None, images: Path | None = None) -> None:
@@ -51,7 +50,7 @@ class PredictionWriter(Callback):
         self._indices: list[Tensor] = []
         self._probabilities: list[Tensor] = []
         self._folder = Path()
-        self._masks: int | None = None
+        self._masks: int | None = None  # number of masks that this process has written; None without masks
         self._are_values = False
 
     @override
@@ -96,11 +95,13 @@ class PredictionWriter(Callback):
 
     @override
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._masks is not None:  # 0 in the later stages of a pipeline.
+        if self._masks is not None:  # The number is 0 in a pipeline's later stages.
             rank_zero_info(f"{self._masks} masks of this process: {self.output or self._folder / 'predictions'}")
             self._masks = None
             return
-        indices, probabilities = (gather_rows(trainer, torch.cat(own)) for own in (self._indices, self._probabilities))
+        indices, probabilities = (
+            gather_rows(trainer, torch.cat(rows)) for rows in (self._indices, self._probabilities)
+        )
         self._indices.clear()
         self._probabilities.clear()
         if not trainer.is_global_zero:
@@ -129,9 +130,11 @@ class PredictionWriter(Callback):
 
 
 def gather_rows(trainer: Trainer, rows: Tensor) -> Tensor:
-    """The rows (M, ...) of all ranks, on every rank and on the CPU; in an order that depends on their numbers alone.
+    """Return the rows (M, ...) of all ranks in rank order, on every rank and on the CPU; a collective.
 
-    Ranks may hold different numbers of rows.
+    Args:
+        trainer: The trainer.
+        rows: This rank's rows; ranks may have different numbers of rows.
     """
     world = trainer.world_size
     if world == 1:
@@ -148,10 +151,14 @@ def gather_rows(trainer: Trainer, rows: Tensor) -> Tensor:
 
 
 def write_masks(folder: Path, datamodule: Any, indices: Sequence[int], masks: Tensor) -> None:
-    """Write masks (N, H, W) as PNG files whose pixels are classes and look like colours, under their samples' names.
+    """Write masks as PNG files whose pixels are classes, shown as colours, named after the samples.
 
-    The data module's ``sample_name(index)`` and ``mask_of_image(index, mask)``, which gives the mask the size of its
-    image, are used if it has them.
+    Args:
+        folder: The folder, which is created.
+        datamodule: The data module. If it has ``sample_name(index)`` and ``mask_of_image(index, mask)``, which gives a
+            mask the size of its image, these are used.
+        indices: Index of each sample.
+        masks: Classes of the pixels (N, H, W).
     """
     sample_name = getattr(datamodule, "sample_name", str)
     mask_of_image = getattr(datamodule, "mask_of_image", lambda index, mask: mask)
@@ -164,7 +171,7 @@ def write_masks(folder: Path, datamodule: Any, indices: Sequence[int], masks: Te
 
 
 def palette() -> list[int]:
-    """Red, green and blue of 256 classes, as in PASCAL VOC: each bit of a class's number is one of a colour."""
+    """Return red, green and blue of 256 classes as in PASCAL VOC: each bit of a class's number is a bit of a colour."""
     colours = np.zeros((256, 3), dtype=np.uint8)
     for bit in range(8):
         for channel in range(3):

@@ -1,4 +1,4 @@
-"""Pruning in the middle of a run."""
+"""Pruning of weights in the middle of a run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,22 +17,22 @@ AVERAGING = (WeightAveraging, StochasticWeightAveraging)
 
 
 class Pruning(ModelPruning):
-    """Sets the smallest weights to zero after one epoch and trains the rest on.
+    """Sets the smallest weights to zero after an epoch and continues to train the others.
 
-    Global magnitude pruning (Han et al., "Learning both Weights and Connections for Efficient Neural Networks",
-    NeurIPS 2015) of the weights of convolutions and linear layers, with Lightning's callback; biases and
-    normalisation stay. Checkpoints hold plain weights with real zeros under the network's own names, and a run that
-    is resumed from one keeps the zeros. Every rank takes rank 0's choice, so it is the same one even where the
-    ranks' weights differ.
+    This is global magnitude pruning (Han et al., "Learning both Weights and Connections for Efficient Neural Networks",
+    NeurIPS 2015) of the weights of convolutions and linear layers, with Lightning's callback. Biases and normalisations
+    are not pruned. Checkpoints contain plain weights with zeros under the network's own names, and a run that is
+    resumed from a checkpoint keeps the zeros. Every rank prunes the weights that rank 0 has chosen, even if the ranks'
+    weights differ.
 
     Args:
         amount: Share of the weights that is set to zero, in (0, 1).
-        epoch: Epoch after which they are; the dense network trains in epochs 0 to ``epoch``.
+        epoch: Epoch after which the weights are set to zero; the dense network trains in epochs 0 to ``epoch``.
 
     Raises:
-        ConfigurationError: ``amount`` is outside (0, 1), fit ends before ``epoch``, the network has no such weights,
-            or another part of the configuration cannot work with changing parameters: a strategy that shards them,
-            or weight averaging.
+        ConfigurationError: ``amount`` is outside (0, 1), fit ends before ``epoch``, the network has no convolution or
+            linear layer, or another part of the configuration does not allow parameters to change: a strategy that
+            shards them, or weight averaging.
     """
 
     def __init__(self, amount: float = 0.8, epoch: int = 9) -> None:
@@ -58,7 +58,7 @@ class Pruning(ModelPruning):
         parameters_to_prune: Sequence[tuple[nn.Module, str]] | None = None,
         parameter_names: Sequence[str] | None = None,
     ) -> Sequence[tuple[nn.Module, str]]:
-        """The weights of the convolutions and linear layers; Lightning would take normalisation as well."""
+        """Return the weights of the convolutions and linear layers; Lightning would also prune normalisations."""
         return [(module, "weight") for module in _layers(pl_module)]
 
     @override
@@ -85,7 +85,7 @@ class Pruning(ModelPruning):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.pruned:
-            # The checkpoint holds plain weights; what was pruned is what is zero.
+            # The checkpoint holds plain weights: the pruned weights are those that are zero.
             for layer in _layers(pl_module):
                 prune.custom_from_mask(layer, "weight", layer.weight != 0)  # type: ignore[no-untyped-call]
             return
@@ -93,7 +93,7 @@ class Pruning(ModelPruning):
         if not debugging and trainer.max_epochs is not None and 0 <= trainer.max_epochs <= self.epoch + 1:
             raise ConfigurationError(
                 f"Pruning(epoch={self.epoch}) comes after the last of {trainer.max_epochs} epochs: raise "
-                "trainer.max_epochs or lower epoch, so that the pruned network is trained too"
+                "trainer.max_epochs or lower epoch, so that the pruned network is also trained"
             )
 
     @override
@@ -103,7 +103,8 @@ class Pruning(ModelPruning):
         super().on_train_epoch_end(trainer, pl_module)
         for layer in _layers(pl_module):
             mask = layer.get_buffer("weight_mask")
-            # In mode local the workers' weights, and so their choices, may differ; not every strategy sends buffers.
+            # In mode `local` the workers' weights may differ, and with them the masks. Not every strategy synchronises
+            # buffers.
             mask.copy_(trainer.strategy.broadcast(mask.bool()))
         self.pruned = True
 

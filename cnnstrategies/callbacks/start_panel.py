@@ -1,4 +1,4 @@
-"""What a run is about to do, in a few lines."""
+"""A panel that shows in a few lines what a run is about to do."""
 
 import math
 from typing import Any
@@ -25,21 +25,22 @@ Row = tuple[str, str]
 
 
 class StartPanel(Callback):
-    """Prints on rank 0 how the work is divided, when everything is set up and before the first batch.
+    """Prints on rank 0 how the work is divided, after the set-up and before the first batch.
 
-    Strategy, devices and nodes; the images and their classes; the global batch and what it is made of; the stages of a
-    pipeline, or the servers; the parameters of the whole network and of each device; precision and memory format; where
-    the results go; and what is different from a run on one device. Validation, test and prediction get fewer lines.
+    The panel shows the strategy, devices and nodes; the images and their classes; the global batch and its factors; the
+    stages of a pipeline, or the servers; the number of parameters of the whole network and of each device; precision
+    and memory format; the folder of the results; and the differences from a run on one device. The panels of
+    validation, test and prediction have fewer lines.
 
     The texts about the strategy come from its :class:`~cnnstrategies.strategies.protocol.StrategyFacts`.
     """
 
     def __init__(self) -> None:
-        self._before = (0, 0)
+        self._before = (0, 0)  # parameters before the strategy's set-up; see `count_parameters`
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # The whole network is here only before the strategy divides it.
+        # After this hook the strategy may divide the network.
         self._before = count_parameters(pl_module)
 
     @override
@@ -86,15 +87,19 @@ class StartPanel(Callback):
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:
-    """Number of parameters, and of those that are trained; lazy ones have no number yet."""
+    """Return the number of all parameters and of the trained parameters; lazy parameters do not count yet."""
     known = [p for p in module.parameters() if not isinstance(p, nn.UninitializedParameter)]
     return sum(p.numel() for p in known), sum(p.numel() for p in known if p.requires_grad)
 
 
 def whole_network(trainer: Trainer, module: LightningModule, before: tuple[int, int]) -> tuple[int, int] | None:
-    """What :func:`count_parameters` gives for the whole network; None where it was never together in one process.
+    """Return :func:`count_parameters` of the whole network; None if no process has ever held the whole network.
 
-    ``before`` is the same before the strategy was set up: 0 where the module makes its network in ``configure_model``.
+    Args:
+        trainer: The trainer.
+        module: The module after the strategy's set-up.
+        before: :func:`count_parameters` of the module before the strategy's set-up; 0 if the module makes its network
+            in ``configure_model``.
     """
     if before[0]:
         return before
@@ -102,19 +107,19 @@ def whole_network(trainer: Trainer, module: LightningModule, before: tuple[int, 
 
 
 def devices(trainer: Trainer) -> str:
-    """How many processes of which kind, and on how many nodes."""
+    """Return a text with the number and kind of the processes and the number of nodes."""
     kind = trainer.strategy.root_device.type
     world, nodes = trainer.world_size, trainer.num_nodes
     if kind == "cpu":
-        what = "CPU process" if world == 1 else "CPU processes"
+        name = "CPU process" if world == 1 else "CPU processes"
     else:
-        what = {"cuda": "GPU"}.get(kind, kind.upper()) + ("" if world == 1 else "s")
+        name = {"cuda": "GPU"}.get(kind, kind.upper()) + ("" if world == 1 else "s")
     model = f" ({torch.cuda.get_device_name(trainer.strategy.root_device)})" if kind == "cuda" else ""
-    return f"{world} {what}{model} on {nodes} node{'' if nodes == 1 else 's'}"
+    return f"{world} {name}{model} on {nodes} node{'' if nodes == 1 else 's'}"
 
 
 def training_batch(trainer: Trainer, size: int | None) -> Row:
-    """The global batch and what it is made of, and the optimizer's steps in an epoch."""
+    """Return the panel's row on the global batch, its factors and the optimizer's steps in an epoch."""
     accumulated, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
     count = loading(trainer)
     each = "one batch of each" if size is None else str(size)
@@ -130,8 +135,8 @@ def training_batch(trainer: Trainer, size: int | None) -> Row:
     ]
     text = "".join(factors)
     if samples is not None:
-        whole = f"{samples} images"
-        text = f"{whole} = {text}" if count * accumulated > 1 else whole
+        total = f"{samples} images"
+        text = f"{total} = {text}" if count * accumulated > 1 else total
     if count == 1 < trainer.world_size:
         text += ", loaded by one process"
     if batches != float("inf"):
@@ -140,14 +145,14 @@ def training_batch(trainer: Trainer, size: int | None) -> Row:
 
 
 def evaluation_batch(trainer: Trainer, size: int | None) -> Row:
-    """The batches that are evaluated at once."""
+    """Return the panel's row on the batches that are evaluated at the same time."""
     count = loading(trainer)
-    of = f"{count} {_processes(trainer)} x " if count > 1 else ""
-    return "batch", f"{of}{'one batch' if size is None else f'{size} images'}"
+    processes = f"{count} {_processes(trainer)} x " if count > 1 else ""
+    return "batch", f"{processes}{'one batch' if size is None else f'{size} images'}"
 
 
 def images(trainer: Trainer) -> list[Row]:
-    """How many images of how many classes there are, where, and what is left out."""
+    """Return the panel's rows on the images: their number, classes, places, files left out and preprocessing."""
     data = getattr(trainer, "datamodule", None)
     if not isinstance(data, ImageDataModule):
         return []
@@ -160,13 +165,13 @@ def images(trainer: Trainer) -> list[Row]:
         resized = f"{getattr(data, 'resize', None)} to {data.image_shape[1]} pixels"
         rows.append(("preprocessing", f"{resized}, {data.preprocessing}"))
     elif data.not_prepared_as is not None:
-        own = f"that of {type(data).__name__}; the network's weights were trained with"
-        rows.append(("preprocessing", f"{own} {data.not_prepared_as.image_size} pixels, {data.not_prepared_as}"))
+        text = f"that of {type(data).__name__}; the network's weights were trained with"
+        rows.append(("preprocessing", f"{text} {data.not_prepared_as.image_size} pixels, {data.not_prepared_as}"))
     return rows
 
 
 def loading(trainer: Trainer) -> int:
-    """Processes that load: with pipeline stages, those of the first one."""
+    """Return the number of processes that load data; in a pipeline, those of the first stage."""
     sampling = trainer.distributed_sampler_kwargs
     return 1 if sampling is None else int(sampling["num_replicas"])
 
@@ -176,7 +181,12 @@ def _processes(trainer: Trainer) -> str:
 
 
 def parameters(trainer: Trainer, whole: tuple[int, int] | None) -> str:
-    """The parameters of the whole network, if known (all, and those that are trained), and of each device."""
+    """Return a text with the parameters of the whole network, if known, and of each device.
+
+    Args:
+        trainer: The trainer.
+        whole: :func:`count_parameters` of the whole network, or None.
+    """
     if whole is None:
         text = "not counted"
     else:
@@ -193,13 +203,18 @@ def parameters(trainer: Trainer, whole: tuple[int, int] | None) -> str:
 
 
 def precision(trainer: Trainer, module: nn.Module) -> str:
-    """Precision, and how images and weights are laid out in memory."""
+    """Return a text with the precision and the memory format of the weights."""
     last = any(p.ndim == 4 and not p.is_contiguous() and _channels_last(p) for p in module.parameters())
     return f"{trainer.precision}, {'channels_last' if last else 'contiguous'}"
 
 
 def differences(trainer: Trainer, size: int | None) -> list[str]:
-    """What is different from one device, a line each."""
+    """Return a line for each difference from a run on one device.
+
+    Args:
+        trainer: The trainer.
+        size: Samples of a batch of one process, or None if not known.
+    """
     sampler = dealt(trainer)
     if sampler is not None and len(set(sampler.counts(0))) > 1:
         size = None

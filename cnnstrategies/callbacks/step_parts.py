@@ -16,8 +16,8 @@ from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.strategies.protocol import StepKind, facts_of
 
 TOTAL = "step"
-# The part that an action stands for which Lightning announces to the profiler, by the end of the action's name.
-# The closure of `optimizer_step` contains `training_step` and `backward`; each moment counts for the innermost.
+# Part of the step for each action that Lightning announces to the profiler, by the end of the action's name. The
+# closure of `optimizer_step` contains `training_step` and `backward`: each moment counts for the innermost action.
 ACTIONS = {
     "train_dataloader_next": "data",
     "batch_to_device": "transfer",
@@ -29,39 +29,45 @@ ACTIONS = {
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a step: what each is, in their order, by which actions they are known, and which wait for others."""
+    """The parts of a step under one kind of strategy.
+
+    Attributes:
+        explained: Short description of each part, in the order of the table.
+        actions: Part for each of the profiler's actions, by the end of the action's name.
+        waiting: Parts in which a rank waits for other ranks.
+    """
 
     explained: Mapping[str, str]
     actions: Mapping[str, str]
     waiting: tuple[str, ...] = ("communication",)
 
     def of(self, action: str) -> str | None:
-        """The part that an action stands for, if any."""
+        """Return the part for one of the profiler's actions, or None if the action is not a part."""
         return self.actions.get(action.rpartition(".")[2])
 
 
 BEFORE = {"data": "waiting for the loader", "transfer": "copy, batch hooks"}
 NETWORK = {"forward": "network, loss, metrics", "backward": "gradients"}
 AFTER = {"optimizer": "clipping, update", "other": "callbacks, logging", TOTAL: "end to end"}
-WHOLE_NETWORK = Parts({**BEFORE, **NETWORK, "communication": "all-reduce in the open", **AFTER}, ACTIONS)
-# The whole schedule runs within `training_step`; the engine tells it apart.
+WHOLE_NETWORK = Parts({**BEFORE, **NETWORK, "communication": "all-reduce not hidden", **AFTER}, ACTIONS)
+# The whole schedule of a pipeline runs within `training_step`; the engine reports the time of its tasks.
 STAGES = Parts(
     {
         **BEFORE,
-        "share": "the batch to all ranks",
+        "share": "sending the batch to all ranks",
         "receive": "waiting for other stages",
         "forward": "the stage, loss",
         "backward": "gradients",
-        "send": "waiting until it is sent",
-        "reduce": "all-reduce in the open",
-        "gather": "outputs to all ranks",
+        "send": "waiting for sends to end",
+        "reduce": "all-reduce not hidden",
+        "gather": "sending outputs to all ranks",
         "metrics": "training_step, metrics",
         **AFTER,
     },
     {**ACTIONS, "share_batch": "share", "gather_outputs": "gather", "training_step": "metrics"},
     ("share", "receive", "send", "reduce", "gather"),
 )
-# A worker waits for parameters in the middle of its forward; its pushes are part of backward and update.
+# A worker of a parameter server waits for parameters within its forward; its pushes are part of backward and update.
 WORKER = Parts({**BEFORE, "wait": "waiting for the servers", **NETWORK, **AFTER}, ACTIONS, ("wait",))
 
 
@@ -69,14 +75,24 @@ PARTS: Mapping[StepKind, Parts] = {"replica": WHOLE_NETWORK, "stages": STAGES, "
 
 
 class PartClock(Profiler):
-    """The Trainer's profiler for a while: splits the time among parts that may lie within each other.
+    """A profiler that divides the time of steps among parts, which may be nested.
 
-    Each moment counts once: for the innermost part that is open, or for ``other`` where none is. What ``inner`` says
-    that the strategy has measured so far (seconds, by names of its own) counts for these instead of the part in which
-    it passed. Lightning's actions are passed on to the user's profiler, in whose place it is. On an accelerator every
-    reading waits until the device's queue is empty, so that a kernel counts for the part that launched it.
+    The clock temporarily replaces the trainer's profiler, and passes Lightning's actions on to it. Each moment counts
+    once: for the innermost open part, or for ``other`` if no part is open. Time that the strategy measures by itself
+    counts for the strategy's own parts and not for the part in which it passed. On an accelerator every reading waits
+    until the device's queue is empty, so that a kernel counts for the part that launched it.
 
-    ``wanted`` has the next batch that is loaded start it; ``open_parts`` has the innermost last.
+    Args:
+        user: The trainer's profiler.
+        device: The rank's device.
+        part_of: Gives the part for an action's name, or None.
+        inner: Gives the seconds that the strategy has measured so far for each of its own parts.
+
+    Attributes:
+        seconds: Time of each part so far.
+        running: Whether time counts at present.
+        wanted: Whether the clock starts when the next batch is loaded.
+        open_parts: The open parts, innermost last.
     """
 
     def __init__(
@@ -110,18 +126,18 @@ class PartClock(Profiler):
         self.user.stop(action_name)
 
     def run(self) -> None:
-        """Count from now on. Call it outside all parts."""
+        """Start to count; must be called outside all parts."""
         self.running = True
         self.open_parts.clear()
         self._mark = self._now()
         self._inner_before = dict(self._inner())
 
     def pause(self) -> None:
-        """Count no longer; the time since the last reading counts for no part."""
+        """Stop counting; the time since the last reading does not count for any part."""
         self.running = False
 
     def read(self) -> None:
-        """Count what has passed since the last reading."""
+        """Count the time that has passed since the last reading."""
         if self.running:
             now = self._now()
             passed = now - self._mark
@@ -155,12 +171,17 @@ class PartClock(Profiler):
 
 
 class StepMeter:
-    """Measures where a trainer's steps spend their time, under a strategy that has been set up.
-
-    ``clock`` is in the place of the trainer's profiler until :meth:`remove`; ``steps`` are those that were measured.
+    """Measures how a trainer's steps spend their time, under a strategy that has been set up.
 
     Args:
-        part_of: The part that an action stands for; by default that of the strategy's parts.
+        trainer: The trainer; ``clock`` replaces its profiler until :meth:`remove`.
+        part_of: Gives the part for an action's name; by default the part under the trainer's strategy.
+
+    Attributes:
+        parts: The parts of a step under the trainer's strategy.
+        steps: Number of measured steps.
+        pipeline: The strategy's pipeline, or None.
+        clock: The clock that counts the time.
     """
 
     def __init__(self, trainer: Trainer, part_of: Callable[[str], str | None] | None = None) -> None:
@@ -170,9 +191,9 @@ class StepMeter:
         self.steps = 0
         self.pipeline = facts.pipeline
         self._ddp = strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
-        self._engine: dict[str, float] = {}  # Seconds of each kind of the pipeline's tasks so far.
-        self._all_reduces: list[tuple[float, float]] = []  # Seconds in the open, and in total.
-        self._synchronised = 0  # Measured steps that end with an all-reduce.
+        self._engine: dict[str, float] = {}  # seconds of each kind of the pipeline's tasks so far
+        self._all_reduces: list[tuple[float, float]] = []  # seconds that backward does not hide, and seconds in total
+        self._synchronised = 0  # number of measured steps that end with an all-reduce
 
         def inner() -> Mapping[str, float]:
             traffic = facts.traffic
@@ -183,19 +204,19 @@ class StepMeter:
         trainer.profiler = self.clock  # type: ignore[attr-defined]
 
     def prepare(self) -> None:
-        """A step ends, and the next one or a later one will be measured."""
+        """Prepare to measure one of the next steps; called at the end of a step."""
         if self._ddp is not None:
             measure_every_step(self._ddp)
 
     def run(self) -> None:
-        """Measure from now on. Call it outside all parts."""
+        """Start to measure; must be called outside all parts."""
         if self.pipeline is not None and self._note not in self.pipeline.watchers:
             self.pipeline.watchers.append(self._note)
         self.clock.wanted = True
         self.clock.run()
 
     def before_backward(self) -> None:
-        """Take what DDP publishes of an all-reduce in the forward before the next one."""
+        """Note the time of DDP's last all-reduce, which DDP publishes in the forward before the next all-reduce."""
         if self.clock.running and self._ddp is not None and self._ddp.require_backward_grad_sync:
             if self._synchronised:
                 total, hidden = communication_seconds(self._ddp)
@@ -203,13 +224,13 @@ class StepMeter:
             self._synchronised += 1
 
     def end_step(self) -> None:
-        """A step is over."""
+        """Note the end of a step."""
         if self.clock.running:
             self.clock.read()
             self.steps += 1
 
     def remove(self, trainer: Trainer) -> None:
-        """Leave the trainer as it was; what was measured stays."""
+        """Restore the trainer; the measurements are kept."""
         if trainer.profiler is self.clock:  # type: ignore[attr-defined]
             self.clock.pause()
             self.clock.wanted = False
@@ -220,14 +241,17 @@ class StepMeter:
                 measure_rarely(self._ddp)
 
     def means(self) -> dict[str, float]:
-        """Seconds of each part by step, and of it all as ``TOTAL``; under DDP of all communication, hidden or not."""
+        """Return the seconds per step of each part and, as ``TOTAL``, of the whole step.
+
+        Under DDP the result also has ``communication_total``, the time of the whole all-reduce, hidden or not.
+        """
         steps = max(1, self.steps)
         times = {part: seconds / steps for part, seconds in self.clock.seconds.items()}
         times[TOTAL] = sum(times.values())
         if self._all_reduces:
             share = self._synchronised / steps
-            open_, total = (share * sum(one) / len(one) for one in zip(*self._all_reduces, strict=True))
-            times |= {"communication": open_, "communication_total": total, "backward": times["backward"] - open_}
+            visible, total = (share * sum(each) / len(each) for each in zip(*self._all_reduces, strict=True))
+            times |= {"communication": visible, "communication_total": total, "backward": times["backward"] - visible}
         return times
 
     def _note(self, span: Span) -> None:

@@ -1,4 +1,4 @@
-"""Where a training step's time goes."""
+"""A table of how the time of training steps divides among their parts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,37 +17,37 @@ from cnnstrategies.errors import ConfigurationError
 class StepProfile(Callback):
     """Times the parts of some training steps and prints a table when fit ends.
 
-    For each part: the mean over the profiled steps and the ranks, the least and the greatest mean of a rank, and the
-    share of the step. The means are logged as ``profile/<part>_ms`` too. A step is one batch, from the end of the
-    batch before to its own end; with gradient accumulation several batches share one optimizer update. Validation,
-    checkpoints and what else happens between epochs are left out.
+    The table gives for each part the mean over the profiled steps and the ranks, the smallest and the largest mean of
+    a rank, and the share of the step. The means are also logged as ``profile/<part>_ms``. A step is one batch, from the
+    end of the previous batch to its own end; with gradient accumulation several batches share one optimizer update.
+    Validation, checkpoints and other work between epochs do not count.
 
-    Under a pipeline each stage has a column, and ``profile/stage_<s>/<part>_ms`` in the log; the schedule, which runs
-    within ``training_step``, is told apart into what the engine does: receive, forward, backward, send, reduce. Under
-    a parameter server the wait for parameters is told from the forward in which it falls.
+    Under a pipeline each stage has a column in the table, and ``profile/stage_<s>/<part>_ms`` in the log. The schedule
+    runs within ``training_step``; its time is divided into the engine's tasks: receive, forward, backward, send and
+    reduce. Under a parameter server the wait for parameters falls within the forward, but is counted separately.
 
-    Under DDP, communication is the part of the gradients' all-reduce that backward does not hide, measured by DDP
-    itself under any communication hook; it contains the wait for slower ranks, so the rank with the *least*
-    communication is the slowest one. How much was hidden stands below the table. DDP's broadcast of buffers, such as
-    those of batch normalisation, is part of forward, and Lightning's broadcast of the signal to stop part of other.
-    Under FSDP all communication is part of forward and backward. Time that ``training_step`` spends on gradients or
-    updates itself counts for the parts that Lightning announces within it.
+    Under DDP, communication is the part of the gradients' all-reduce that backward does not hide. DDP itself measures
+    it, with any communication hook. It contains the wait for slower ranks, so the rank with the *least* communication
+    is the slowest rank. A line below the table says how much was hidden. DDP's broadcast of buffers, such as the
+    buffers of batch normalisation, counts as forward, and Lightning's broadcast of the signal to stop counts as other.
+    Under FSDP all communication counts as forward and backward. Time that ``training_step`` itself spends on gradients
+    or updates counts for the parts that Lightning announces within it.
 
-    On an accelerator the profiled steps are synchronised at each boundary, so that kernels are counted where they
-    run; steps are slower for it, because the CPU no longer queues work ahead. Outside the profiled steps nothing is
-    timed.
+    On an accelerator the profiled steps are synchronised at each boundary, so that a kernel counts for the part that
+    launched it. Profiled steps are therefore slower: the CPU no longer queues work ahead. Nothing is timed outside the
+    profiled steps.
 
     Args:
-        skip_first: Steps that are not profiled: caches, connections and workers warm up.
-        steps: Steps that are profiled; all that follow when left out.
+        skip_first: Number of steps before the first profiled step, in which caches, connections and workers warm up.
+        steps: Number of profiled steps; when left out, all steps after ``skip_first``.
 
     Attributes:
-        milliseconds: After fit: mean over the ranks of each part's time per step, and ``communication_total``,
-            hidden or not, where it is measured. Empty when fit ended before ``skip_first``.
-        stages: After fit under a pipeline: the same for each stage.
+        milliseconds: After fit: each part's time per step, as a mean over the ranks, and ``communication_total``, the
+            time of the whole all-reduce, if it is measured. Empty when fit ended before ``skip_first``.
+        stages: After fit under a pipeline: each part's time per step, as a mean over the ranks of each stage.
 
     Raises:
-        ConfigurationError: A number is out of its range.
+        ConfigurationError: A number is out of range.
     """
 
     def __init__(self, skip_first: int = 10, steps: int | None = 50) -> None:
@@ -61,11 +61,11 @@ class StepProfile(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        """Be as before the first fit."""
+        """Reset the results to those before the first fit."""
         self.milliseconds: dict[str, float] = {}
         self.stages: list[Mapping[str, float]] = []
         self._seen = 0
-        self._opening = False  # Between the start of an epoch and its first batch.
+        self._opening = False  # whether an epoch has started and its first batch has not
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -75,7 +75,7 @@ class StepProfile(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._meter is not None and self._profiling():
-            # Before an epoch's first batch the loader starts its workers.
+            # The loader starts its workers before an epoch's first batch.
             self._meter.run()
             self._meter.clock.begin("data")
             self._opening = True
@@ -126,7 +126,10 @@ class StepProfile(Callback):
         names, times = self._everyone(trainer, self._meter)
         if self._meter.steps == 0:
             if trainer.is_global_zero:
-                print(f"StepProfile: fit ended after {self._seen} steps; skip_first={self.skip_first} left none")
+                print(
+                    f"StepProfile: fit ended after {self._seen} steps, and skip_first={self.skip_first} left no step "
+                    "to profile; lower skip_first"
+                )
             return
         self.milliseconds = dict(zip(names, times.mean(0).tolist(), strict=True))
         pipeline = self._meter.pipeline
@@ -149,7 +152,7 @@ class StepProfile(Callback):
         return self._seen >= self.skip_first and (self.steps is None or self._seen < self.skip_first + self.steps)
 
     def _everyone(self, trainer: Trainer, meter: StepMeter) -> tuple[list[str], Tensor]:
-        """The parts that were measured, and each rank's milliseconds (ranks, parts); a collective."""
+        """Return the names of the measured parts, and each rank's milliseconds (ranks, parts); a collective."""
         times = meter.means()
         names = [name for name in meter.parts.explained if name in times or name != "communication"]
         names += [name for name in ("communication_total",) if name in times]
@@ -157,7 +160,7 @@ class StepProfile(Callback):
         return names, trainer.strategy.all_gather(mine).reshape(-1, len(names)).cpu()
 
     def _table(self, meter: StepMeter, names: Sequence[str], times: Tensor) -> Table:
-        """A row for each part: mean, those of the stages or else the least and greatest of a rank, and share."""
+        """Return a table with a row for each part: mean, stages or else smallest and largest rank, and share."""
         stages, means, explained = self.stages, self.milliseconds, meter.parts.explained
         spreads = [f"stage {stage}" for stage in range(len(stages))] or ["min", "max"]
         title = f"Where {meter.steps} training steps spent"

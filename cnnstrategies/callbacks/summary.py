@@ -1,4 +1,4 @@
-"""A short summary and the curves of loss and accuracy at the end of fit."""
+"""A short summary at the end of fit, with the curves of loss and accuracy."""
 
 import resource
 import sys
@@ -22,10 +22,10 @@ PANELS = {"loss": "Loss", "acc": "Accuracy"}  # A word in a metric's name, and t
 
 
 class TrainingSummary(Callback):
-    """Keeps every epoch's metrics; when fit ends, rank 0 prints a summary and draws ``curves.png``.
+    """Keeps the metrics of every epoch; when fit ends, rank 0 prints a summary and draws ``curves.png``.
 
-    The figure lies in the log directory; without a logger none is drawn. The history is part of the checkpoint, so
-    that the curves of a resumed run start at its first epoch.
+    The figure is saved in the log directory; without a logger it is not drawn. The metrics are part of the checkpoint,
+    so that the curves of a resumed run start at its first epoch.
     """
 
     def __init__(self) -> None:
@@ -39,15 +39,16 @@ class TrainingSummary(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        log_dir = trainer.log_dir if trainer.loggers else None  # A broadcast: every rank asks.
-        held = peak_bytes(trainer)  # And so it is here.
+        # Both are collectives, so every rank must take part.
+        log_dir = trainer.log_dir if trainer.loggers else None
+        peaks = peak_bytes(trainer)
         debugging = trainer.fast_dev_run  # type: ignore[attr-defined]  # set outside the class
         if not trainer.is_global_zero or debugging or not self.history:
             return
         if (bar := trainer.progress_bar_callback) is not None:
-            bar.teardown(trainer, pl_module, "fit")  # Else the terminal shows its last state once more, below.
+            bar.teardown(trainer, pl_module, "fit")  # Otherwise the terminal shows the bar again below the summary.
         rows = self._rows(trainer)
-        rows.append(("peak memory", memory_in_words(held, trainer.strategy.root_device.type == "cuda")))
+        rows.append(("peak memory", memory_in_words(peaks, trainer.strategy.root_device.type == "cuda")))
         if log_dir is not None and choose_panels(self.history):
             path = Path(log_dir) / "curves.png"
             draw_curves(self.history, path)
@@ -81,29 +82,29 @@ class TrainingSummary(Callback):
 
 
 def peak_bytes(trainer: Trainer) -> list[int]:
-    """Of each rank, in their order; a collective.
+    """Return the peak memory of each rank in bytes, in rank order; a collective.
 
-    On a GPU what torch has allocated there, else what the process has held.
+    On a GPU this is the memory that torch has allocated, otherwise the resident memory of the process.
     """
     device = trainer.strategy.root_device
     if device.type == "cuda":
-        held = torch.cuda.max_memory_allocated(device)
+        peak = torch.cuda.max_memory_allocated(device)
     else:
-        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    of_all: list[int] = trainer.strategy.all_gather(torch.tensor([held], device=device)).flatten().tolist()
-    return of_all
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peaks: list[int] = trainer.strategy.all_gather(torch.tensor([peak], device=device)).flatten().tolist()
+    return peaks
 
 
-def memory_in_words(held: Sequence[int], gpus: bool) -> str:
-    """What :func:`peak_bytes` gives, in a line."""
-    least, most = f"{min(held) / 1e6:,.0f}", f"{max(held) / 1e6:,.0f}"
-    if len(held) == 1:
+def memory_in_words(peaks: Sequence[int], gpus: bool) -> str:
+    """Return a text of the ranks' peak memory, from :func:`peak_bytes`."""
+    least, most = f"{min(peaks) / 1e6:,.0f}", f"{max(peaks) / 1e6:,.0f}"
+    if len(peaks) == 1:
         return f"{most} MB of the {'GPU' if gpus else 'process'}"
-    return f"{least} to {most} MB of {len(held)} {'GPUs' if gpus else 'processes'}"
+    return f"{least} to {most} MB of {len(peaks)} {'GPUs' if gpus else 'processes'}"
 
 
 def draw_curves(history: History, path: Path) -> None:
-    """Draw losses on the left, accuracies on the right; where there are neither, whatever there is."""
+    """Draw losses on the left and accuracies on the right; if neither was logged, draw all metrics in one panel."""
     panels = choose_panels(history)
     figure = Figure(figsize=(4.5 * len(panels), 3.6), layout="constrained")
     for axes, (title, names) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
@@ -119,7 +120,7 @@ def draw_curves(history: History, path: Path) -> None:
 
 
 def choose_panels(history: History) -> dict[str, list[str]]:
-    """The titles of the panels, and the metrics that each shows; none where nothing was logged."""
+    """Return the metrics of each panel by the panel's title; empty if nothing was logged."""
     logged = list(dict.fromkeys(name for metrics in history.values() for name in metrics if is_of_epochs(name)))
     panels = {}
     for word, title in PANELS.items():

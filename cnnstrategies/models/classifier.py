@@ -22,32 +22,32 @@ class ImageClassifier(NetworkModule):
     Its steps call ``self.network(images)`` once, and :meth:`loss` is the mean loss over a batch. Batches are
     ``(images, targets)`` with images (N, C, H, W) and targets (N,), or ``(images, indices)`` for predict.
 
-    Logged, over all samples of all ranks, each counted once: ``train_loss``, ``train_acc``, ``val_loss``,
-    ``val_acc``, and with more than five classes ``val_acc_top5``; ``test_...`` likewise. ``train_loss_step`` is
-    the last batch of rank 0 alone.
+    The module logs ``train_loss``, ``train_acc``, ``val_loss``, ``val_acc``, with more than five classes
+    ``val_acc_top5``, and the same metrics as ``test_...``. Each sample of each rank counts once. ``train_loss_step`` is
+    the loss of rank 0's last batch.
 
     Args:
         network: Any module that maps images to logits (N, num_classes): a torchvision builder,
             ``timm.create_model``, a class or function of your own, or one of :mod:`cnnstrategies.networks`.
-            Auxiliary logits, as GoogLeNet and Inception return them in training, are understood.
-        num_classes: Number of classes, of labels or of numbers.
+            It may also return auxiliary logits, as GoogLeNet and Inception do in training.
+        num_classes: Number of the network's outputs for an image: classes, labels or numbers, depending on ``task``.
         optimizer: Builds the optimizer from the parameters; AdamW with its defaults when left out.
         lr_scheduler: Builds the learning-rate scheduler from the optimizer; none when left out.
         lr_interval: Whether the scheduler advances after each epoch or after each optimizer step.
-        task: ``classes``: each image has one class. ``multilabel``: it has any number of labels; targets are zeros and
-            ones (N, num_classes), the loss is the binary cross-entropy, and ``val_map`` and ``val_f1`` are logged, the
-            means over the labels of average precision and F1. ``regression``: targets are numbers (N, num_classes), the
-            loss is the mean squared error, and ``val_mae`` and ``val_rmse`` are logged.
-        class_weights: How much an image of each class counts in the loss, which is the mean over a batch's images and
-            not over their weights. With ``multilabel`` how much it counts that an image has a label, in proportion to
-            that it has not.
-        label_smoothing: Share of the target mass spread over all classes, in [0, 1).
-        mixup_alpha: Mixes pairs of training images (Zhang et al. 2018) with a weight from Beta(alpha, alpha);
-            0 turns it off.
-        cutmix_alpha: Pastes a rectangle of one training image into another (Yun et al. 2019); 0 turns it off.
-            With both on, each batch draws one of the two.
-        decay_norms_and_biases: Whether the optimizer's weight decay is that of normalisations and biases, which are the
-            parameters of one dimension, too.
+        task: With ``classes`` each image has one class. With ``multilabel`` an image has any number of labels; targets
+            are zeros and ones (N, num_classes), the loss is the binary cross-entropy, and the means over the labels of
+            average precision and F1 are logged as ``val_map`` and ``val_f1``. With ``regression`` targets are numbers
+            (N, num_classes), the loss is the mean squared error, and ``val_mae`` and ``val_rmse`` are logged.
+        class_weights: Weight of each class in the loss. The loss is the sum of the weighted losses of a batch's images,
+            divided by the number of images and not by the sum of the weights. With ``multilabel`` the weight of images
+            that have a label, relative to images that do not have it.
+        label_smoothing: Share of the target mass that is spread over all classes, in [0, 1).
+        mixup_alpha: Mix pairs of training images (Zhang et al. 2018) with a weight from Beta(alpha, alpha); 0 turns
+            mixup off.
+        cutmix_alpha: Paste a rectangle of one training image into another (Yun et al. 2019); 0 turns CutMix off. If
+            both are on, one of the two is drawn for each batch.
+        decay_norms_and_biases: Whether the optimizer's weight decay also applies to normalisations and biases, which
+            are the parameters of one dimension.
         aux_weight: Weight of the loss of each auxiliary classifier.
         channels_last: Store images and weights with the channels innermost, which is faster on GPUs with tensor
             cores and on recent CPUs.
@@ -55,7 +55,7 @@ class ImageClassifier(NetworkModule):
             compiled when left out.
 
     Raises:
-        ConfigurationError: A number is out of its range, or the data or the network has another number of classes.
+        ConfigurationError: A number is out of range, or the data or the network has another number of classes.
     """
 
     def __init__(
@@ -82,10 +82,11 @@ class ImageClassifier(NetworkModule):
         )
         if task != "classes" and (label_smoothing or mixup_alpha or cutmix_alpha):
             raise ConfigurationError(
-                f"label_smoothing, mixup and cutmix are for task=classes, and task={task}: set them to 0"
+                f"label_smoothing, mixup_alpha and cutmix_alpha need task=classes, and the model has task={task}: set "
+                "them to 0"
             )
         if task == "regression" and class_weights is not None:
-            raise ConfigurationError("class_weights with task=regression: numbers have no classes; leave them out")
+            raise ConfigurationError("class_weights with task=regression: a regression has no classes; leave them out")
         if not 0 <= label_smoothing < 1:
             raise ConfigurationError(f"label_smoothing={label_smoothing} is outside [0, 1); 0.1 is usual")
         for name, value in (
@@ -97,7 +98,7 @@ class ImageClassifier(NetworkModule):
                 raise ConfigurationError(f"{name}={value} is negative; use 0 to turn it off")
         if class_weights is not None and (len(class_weights) != num_classes or min(class_weights) < 0):
             raise ConfigurationError(
-                f"class_weights={class_weights}: a number from 0 on for each of the {num_classes} classes is needed"
+                f"class_weights={class_weights}: give {num_classes} numbers that are at least 0, one for each class"
             )
         # Objects cannot be stored in a checkpoint that loads with weights_only=True; a configuration can.
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
@@ -105,7 +106,7 @@ class ImageClassifier(NetworkModule):
         self.learns = TASKS[task]
         self.quality = self.learns.quality
         self.label_smoothing = label_smoothing
-        # Of the configuration, and so of no checkpoint.
+        # Not persistent: the weights come from the configuration and are not part of a checkpoint.
         weights = None if class_weights is None else torch.tensor(class_weights)
         self.register_buffer("class_weights", weights, persistent=False)
         self.class_weights: Tensor | None
@@ -122,27 +123,27 @@ class ImageClassifier(NetworkModule):
         )
 
     def check_data(self, datamodule: LightningDataModule | None) -> None:
-        """Refuse data with another number of classes, for another task, or with masks."""
+        """Refuse data with another number of classes, data for another task, and data with masks."""
         super().check_data(datamodule)
         if isinstance(datamodule, ImageDataModule) and datamodule.task != self.task:
             raise ConfigurationError(
                 f"the model has task={self.task}, and {type(datamodule).__name__} has targets for {datamodule.task}: "
-                f"set model.init_args.task={datamodule.task}, or take ImageTableDataModule with task={self.task}"
+                f"set model.init_args.task={datamodule.task}, or use ImageTableDataModule with task={self.task}"
             )
         if getattr(datamodule, "ignore_index", None) is not None:
             raise ConfigurationError(
-                f"{type(datamodule).__name__} has masks, and ImageClassifier learns classes of whole images: take "
+                f"{type(datamodule).__name__} has masks, and ImageClassifier learns classes of whole images: use "
                 "ImageSegmenter, or data without masks"
             )
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """The mean over the images of a batch of what the task says, for classes their cross-entropy.
+        """Return the mean over a batch's images of the task's loss; for ``task=classes`` this is the cross-entropy.
 
         Args:
-            outputs: What the network returned: logits (N, num_classes), or a tuple of the main logits followed by
-                those of auxiliary classifiers.
-            targets: Class indices (N,) or class probabilities (N, num_classes); for other tasks numbers (N,
-                num_classes).
+            outputs: The network's outputs: logits (N, num_classes), or a tuple of the main logits followed by the
+                logits of auxiliary classifiers.
+            targets: Class indices (N,) or class probabilities (N, num_classes); for other tasks numbers
+                (N, num_classes).
 
         Returns:
             A scalar.
@@ -152,7 +153,7 @@ class ImageClassifier(NetworkModule):
         """
         check_logits(outputs, len(targets), self.num_classes)
         main, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
-        # On the device of the stage that computes the loss, where that is not the module's.
+        # In a pipeline the stage that computes the loss may be on another device than the module.
         weights = None if self.class_weights is None else self.class_weights.to(main)
         loss = self.learns.loss(main, targets, weights, self.label_smoothing)
         for logits in auxiliary:
@@ -161,23 +162,24 @@ class ImageClassifier(NetworkModule):
         return loss
 
     def loss_weight(self, targets: Tensor) -> int:
-        """How much the mean :meth:`loss` of a batch of such targets counts in that of several: its samples.
+        """Return the weight of this batch's :meth:`loss` in a mean over several batches: its number of samples.
 
-        It belongs to :meth:`loss`: a subclass with another one has another weight, or none.
+        A subclass that overrides :meth:`loss` must also override this method if its loss has another weight.
         """
         return len(targets)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Mix training images and choose the memory format, on the device."""
+        """Mix training images and set the memory format, on the device."""
         if self.mix is not None and self.trainer.training:
             batch = self.mix(*batch)
         return super().on_after_batch_transfer(batch, dataloader_idx)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Classify a batch of ``(images, indices)``.
+        """Predict a batch of ``(images, indices)``.
 
-        ``index`` (N,) are the positions in the predict dataset, ``probabilities`` (N, num_classes) those of the
-        classes, of labels each by itself; a regression has ``values``.
+        Returns:
+            ``index`` (N,), the positions in the predict dataset, and ``probabilities`` (N, num_classes) of the classes
+            or of each label; for a regression ``values`` (N, num_classes) instead of probabilities.
         """
         images, indices = batch
         outputs = self.network(images)
@@ -191,5 +193,5 @@ class ImageClassifier(NetworkModule):
         super().log_step(stage, logits, targets, loss)
 
     def compared(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """What the metrics take."""
+        """Return outputs and targets in the form that the task's metrics take."""
         return self.learns.compared(logits, targets)

@@ -1,4 +1,4 @@
-"""What the modules of this package share: a network, its optimizer and its schedule."""
+"""The base class of this package's modules: a network with its optimizer and schedule."""
 
 import os
 from typing import Any, Literal
@@ -22,9 +22,9 @@ ON_BAR = ("train_loss", "val_acc", "test_acc", "val_miou", "test_miou", "val_map
 
 
 class MeanOverSamples(Metric):
-    """The mean over the samples of batches, from each batch's mean.
+    """Mean over the samples of all batches, computed from the mean of each batch.
 
-    torchmetrics' ``MeanMetric`` has the host wait for the device three times in each step.
+    With torchmetrics' ``MeanMetric`` the host would wait for the device three times in each step.
     """
 
     total: Tensor
@@ -36,17 +36,17 @@ class MeanOverSamples(Metric):
             self.add_state(name, torch.zeros(()), dist_reduce_fx="sum")
 
     def update(self, mean: Tensor, samples: int) -> None:
-        """Add a batch of so many samples."""
+        """Add a batch with its mean and its number of samples."""
         self.total += mean.to(self.total.dtype) * samples
         self.samples += samples
 
     def compute(self) -> Tensor:
-        """The mean so far; not a number where that of a batch is none."""
+        """Return the mean so far; NaN if the mean of a batch was NaN."""
         return self.total / self.samples
 
 
 class NetworkModule(LightningModule):
-    """Base of the modules that train one network on ``(images, targets)``; their arguments are explained there."""
+    """Base class of the modules that train one network on ``(images, targets)``; see the subclasses' arguments."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class NetworkModule(LightningModule):
             raise ConfigurationError(f"num_classes={num_classes}: at least {least} is needed")
         self.network = network.to(memory_format=torch.channels_last) if channels_last else network
         self.num_classes = num_classes
-        # Not the argument's default: jsonargparse would pass AdamW's weight decay on to the optimizer chosen instead.
+        # AdamW is not the argument's default because jsonargparse would pass its weight decay on to another optimizer.
         self.optimizer_factory = torch.optim.AdamW if optimizer is None else optimizer
         self.lr_scheduler_factory = lr_scheduler
         self.lr_interval = lr_interval
@@ -73,10 +73,14 @@ class NetworkModule(LightningModule):
         self.channels_last = channels_last
         self.compile_backend = compile_backend
 
-    quality: str = "acc"  # The metric by which networks are compared.
+    quality: str = "acc"  # name of the metric by which networks are compared
 
     def check_data(self, datamodule: LightningDataModule | None) -> None:
-        """Refuse data with another number of classes."""
+        """Refuse data with another number of classes, and warn of data that are prepared for other weights.
+
+        Raises:
+            ConfigurationError: The data module has another number of classes.
+        """
         classes = getattr(datamodule, "num_classes", self.num_classes)
         if classes != self.num_classes:
             raise ConfigurationError(
@@ -91,14 +95,14 @@ class NetworkModule(LightningModule):
         ):
             rank_zero_warn(
                 f"the network's weights were trained with {trained}, and {type(datamodule).__name__} gives {prepared}: "
-                "call prepare_as(cnnstrategies.pretrained.trained_with(network)) of the data module"
+                "call the data module's prepare_as(cnnstrategies.pretrained.trained_with(network))"
             )
 
     def setup(self, stage: str) -> None:
-        """Check the data against the model, start the metrics anew and compile the network.
+        """Check the data against the model, reset the metrics and compile the network.
 
-        `validate` leaves metrics with tensors that only inference mode may update, and ranks that are spawned get the
-        tensors of one and the same metric in shared memory.
+        The metrics are reset for two reasons: `validate` leaves tensors in them that can only be updated in inference
+        mode, and spawned ranks would share their tensors in shared memory.
         """
         self.check_data(getattr(self.trainer, "datamodule", None))
         for module in self.modules():
@@ -110,7 +114,7 @@ class NetworkModule(LightningModule):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Seed the random numbers of this training step (dropout, mixup) from (seed, step, rank).
 
-        A resumed run so draws what the uninterrupted one would have drawn, without states in the checkpoint.
+        A resumed run therefore draws the same numbers as an uninterrupted run, without random states in the checkpoint.
         """
         seed = os.environ.get("PL_GLOBAL_SEED")
         if self.trainer.training and seed is not None:
@@ -119,26 +123,32 @@ class NetworkModule(LightningModule):
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Choose the memory format, on the device."""
+        """Set the memory format of the images, on the device."""
         images, targets = batch
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         return images, targets
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """The mean loss of a batch; every subclass has its own.
+        """Return the mean loss of a batch; every subclass implements its own.
 
         Args:
-            outputs: What the network returned.
-            targets: What the batch has beside the images.
+            outputs: The network's outputs.
+            targets: The batch's targets.
         """
         raise NotImplementedError
 
     def log_step(self, stage: Literal["train", "val", "test"], outputs: Any, targets: Tensor, loss: Tensor) -> None:
-        """Add a batch to a stage's metrics, of which ``loss`` is the mean loss, and log them.
+        """Add a batch to a stage's metrics and log them.
 
-        A call of ``log`` takes Lightning longer than the metric's update. So those of training, which it reads at the
-        epoch's end, are logged with its first batch.
+        A call of Lightning's ``log`` takes longer than the update of a metric. Lightning reads the metrics of training
+        only at the end of the epoch, so they are logged only with the epoch's first batch.
+
+        Args:
+            stage: The stage.
+            outputs: The network's outputs.
+            targets: The batch's targets.
+            loss: Mean loss of the batch.
         """
         compared = self.compared(main_logits(outputs).detach(), targets)
         metrics = getattr(self, f"{stage}_metrics")
@@ -154,7 +164,7 @@ class NetworkModule(LightningModule):
             self.log("train_loss_step", loss.detach(), on_step=True, on_epoch=False)
 
     def compared(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """What the metrics take."""
+        """Return logits and targets in the form that the metrics take."""
         return logits, targets
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -180,15 +190,15 @@ class NetworkModule(LightningModule):
         return {"logits": main_logits(outputs), "targets": targets}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Build the optimizer and the scheduler over the parameters that are trained."""
+        """Build the optimizer of the trained parameters, and the scheduler."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        undecayed = [] if self.decay_norms_and_biases else [one for one in trained if one.ndim < 2]
+        undecayed = [] if self.decay_norms_and_biases else [parameter for parameter in trained if parameter.ndim < 2]
         if undecayed:
-            decayed = [one for one in trained if one.ndim > 1]
+            decayed = [parameter for parameter in trained if parameter.ndim > 1]
             groups: list[dict[str, Any]] = [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}]
             optimizer = self.optimizer_factory(groups if decayed else groups[1:])
         else:
-            optimizer = self.optimizer_factory(trained)  # A factory of one's own may take nothing but parameters.
+            optimizer = self.optimizer_factory(trained)  # A user's factory may accept only parameters, and no groups.
         if self.lr_scheduler_factory is None:
             return optimizer
         scheduler = self.lr_scheduler_factory(optimizer)
@@ -204,7 +214,10 @@ class NetworkModule(LightningModule):
 
 
 def _seed_draws(seed: int, device: torch.device) -> None:
-    """As ``torch.manual_seed``, which asks for every kind of accelerator, and formats a traceback for each it lacks."""
+    """Seed the generators of the CPU and of one device.
+
+    ``torch.manual_seed`` tries every kind of accelerator, and formats a traceback for each kind that is missing.
+    """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)

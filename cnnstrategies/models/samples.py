@@ -1,4 +1,4 @@
-"""How many samples a batch has."""
+"""The number of samples of a batch."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ from torch.utils._pytree import tree_leaves
 
 
 def count_samples(batch: Any) -> int:
-    """By its first tensor with rows; 0 where there is none, as in a batch of a class of the user's own.
+    """Return the number of rows of the batch's first tensor; 0 without a tensor, as in a batch of a user's own class.
 
-    Lightning's ``extract_batch_size`` takes the first thing that has a length, such as the name of a file.
+    Lightning's ``extract_batch_size`` takes the first object that has a length, which may be the name of a file.
     """
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 0)
 
 
 def samples_of(loader: Any, datamodule: Any) -> int | None:
-    """Samples of a batch of one process, as its loader or else the data module says; None if neither does."""
+    """Return the ``batch_size`` of one process, from its loader or else the data module; None if neither has one."""
     for holder in (loader, getattr(loader, "batch_sampler", None), datamodule):
         size = getattr(holder, "batch_size", None)
         if isinstance(size, int):

@@ -1,4 +1,4 @@
-"""`ImageSegmenter`, the LightningModule that says of each pixel what it shows."""
+"""`ImageSegmenter`, the LightningModule that assigns a class to each pixel."""
 
 from typing import Any, Literal
 
@@ -19,31 +19,31 @@ class ImageSegmenter(NetworkModule):
     """Trains any network to segment images.
 
     Its steps call ``self.network(images)`` once. Batches are ``(images, masks)`` with images (N, C, H, W) and masks
-    (N, H, W) of classes, or ``(images, indices)`` for predict. :meth:`loss` is the mean over a batch's images of each
-    one's mean over its pixels, so it does not depend on how the images are divided over devices.
+    (N, H, W) of classes, or ``(images, indices)`` for predict. :meth:`loss` is the mean of the images' losses, and an
+    image's loss is the mean over its pixels, so the loss does not depend on how the images are divided over devices.
 
-    Logged, over all samples of all ranks, each counted once: ``train_loss``, ``val_loss``, ``val_miou``, the mean over
-    the classes of the intersection of prediction and truth over their union, and ``val_pixel_acc``; ``test_...``
-    likewise.
+    The module logs ``train_loss``, ``val_loss``, ``val_miou`` (intersection of prediction and truth divided by their
+    union, as a mean over the classes) and ``val_pixel_acc``, and the same metrics as ``test_...``. Each sample of each
+    rank counts once.
 
     Args:
-        network: Any module that maps images to logits (N, num_classes, H, W), or to a dict with those in ``out`` and
-            auxiliary ones in ``aux``, as torchvision's FCN and DeepLab do.
+        network: Any module that maps images to logits (N, num_classes, H, W), or to a dict with these logits in ``out``
+            and auxiliary logits in ``aux``, as torchvision's FCN and DeepLab do.
         num_classes: Number of classes, background included.
         optimizer: Builds the optimizer from the parameters; AdamW with its defaults when left out.
         lr_scheduler: Builds the learning-rate scheduler from the optimizer; none when left out.
         lr_interval: Whether the scheduler advances after each epoch or after each optimizer step.
-        ignore_index: Pixels of this value in a mask count nowhere.
+        ignore_index: Pixels with this value in a mask do not count, neither in the loss nor in the metrics.
         aux_weight: Weight of the loss of the auxiliary logits.
-        decay_norms_and_biases: Whether the optimizer's weight decay is that of normalisations and biases, which are the
-            parameters of one dimension, too.
+        decay_norms_and_biases: Whether the optimizer's weight decay also applies to normalisations and biases, which
+            are the parameters of one dimension.
         channels_last: Store images and weights with the channels innermost, which is faster on GPUs with tensor
             cores and on recent CPUs.
         compile_backend: Compile the network with this ``torch.compile`` backend, for example ``inductor``; not
             compiled when left out.
 
     Raises:
-        ConfigurationError: A number is out of its range, or the data or the network has another number of classes.
+        ConfigurationError: A number is out of range, or the data or the network has another number of classes.
     """
 
     def __init__(
@@ -76,27 +76,27 @@ class ImageSegmenter(NetworkModule):
     quality = "miou"
 
     def check_data(self, datamodule: LightningDataModule | None) -> None:
-        """Refuse data with another number of classes, without masks, or whose masks have another ``ignore_index``."""
+        """Refuse data with another number of classes, without masks, or with another ``ignore_index``."""
         super().check_data(datamodule)
         if not isinstance(datamodule, ImageDataModule) or datamodule.ignore_index == self.ignore_index:
             return
-        name, given = type(datamodule).__name__, datamodule.ignore_index
-        if given is None:
+        name, ignore_index = type(datamodule).__name__, datamodule.ignore_index
+        if ignore_index is None:
             raise ConfigurationError(
-                f"{name} has no masks, and ImageSegmenter learns from them: take SegmentationFolderDataModule; "
-                "for classes of images take ImageClassifier"
+                f"{name} has no masks, which ImageSegmenter needs: use SegmentationFolderDataModule; for classes of "
+                "whole images use ImageClassifier"
             )
         raise ConfigurationError(
-            f"the model has ignore_index={self.ignore_index}, but {name} has {given}: set "
-            f"model.init_args.ignore_index={given}"
+            f"the model has ignore_index={self.ignore_index}, but {name} has ignore_index={ignore_index}: set "
+            f"model.init_args.ignore_index={ignore_index}"
         )
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """The mean over a batch's images of the cross-entropy of their pixels.
+        """Return the mean over a batch's images of the cross-entropy, which is itself a mean over an image's pixels.
 
         Args:
-            outputs: What the network returned: logits (N, num_classes, H, W), or a dict with those in ``out``.
-            targets: Classes (N, H, W). An image without any that count has the loss 0.
+            outputs: The network's outputs: logits (N, num_classes, H, W), or a dict with these logits in ``out``.
+            targets: Classes (N, H, W). An image in which no pixel counts has the loss 0.
 
         Returns:
             A scalar.
@@ -110,11 +110,11 @@ class ImageSegmenter(NetworkModule):
         return total
 
     def loss_weight(self, targets: Tensor) -> int:
-        """How much the mean :meth:`loss` of a batch of such targets counts in that of several: its images."""
+        """Return the weight of this batch's :meth:`loss` in a mean over several batches: its number of images."""
         return len(targets)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """The ``index`` (N,) of each image in the predict dataset, and ``masks`` (N, H, W), the classes."""
+        """Return the ``index`` (N,) of each image in the predict dataset, and ``masks`` (N, H, W) of classes."""
         images, indices = batch
         logits = main_logits(self.network(images))
         check_map(logits, (len(images), self.num_classes, *images.shape[2:]))
@@ -138,11 +138,11 @@ class ImageSegmenter(NetworkModule):
 
 
 def check_map(logits: Any, expected: tuple[int, ...]) -> None:
-    """Refuse logits of another shape; some of them would train, and mean something else."""
+    """Refuse logits of another shape: some shapes would train without an error, with another meaning."""
     if isinstance(logits, Tensor) and tuple(logits.shape) == expected:
         return
     returned = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
     raise ConfigurationError(
-        f"the network returned {returned}, and {expected} is needed: logits for num_classes={expected[1]} classes, of "
+        f"the network returned {returned}, and shape {expected} is needed: logits for num_classes={expected[1]}, with "
         "the height and width of the images"
     )

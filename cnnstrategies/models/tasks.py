@@ -1,4 +1,4 @@
-"""What a classifier's outputs mean: one class of several, several labels at once, or numbers."""
+"""The meanings of a classifier's outputs: one class of several, any number of labels, or numbers."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,49 +9,56 @@ from typing_extensions import override
 from cnnstrategies.data.module import TaskName
 from cnnstrategies.errors import ConfigurationError
 
-THRESHOLDS = 200  # At which precision and recall are known, in memory that does not grow with the data.
+# Number of thresholds at which precision and recall are computed: with a fixed number, memory does not grow with the
+# data.
+THRESHOLDS = 200
 
 
 class LearningTask:
-    """What a network learns; here one class of several: cross-entropy, accuracy.
+    """A task that a network learns; the base class is the task ``classes``, one class of several.
 
-    It has at least ``least`` outputs, networks are compared by the metric ``quality``, and ``predicted`` is what
-    :meth:`values` are called. A loss is the mean over a batch's images, which does not depend on how they are divided.
+    A loss is the mean over a batch's images, so that it does not depend on how the images are divided over devices.
+
+    Attributes:
+        least: Smallest number of outputs.
+        quality: Name of the metric by which networks are compared.
+        predicted: Name of :meth:`values` in the results of ``predict_step``.
     """
 
     least, quality, predicted = 2, "acc", "probabilities"
 
     def loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None, label_smoothing: float) -> Tensor:
-        """The cross-entropy of class indices (N,) or probabilities (N, outputs), times the classes' weights."""
+        """Return the cross-entropy of class indices (N,) or probabilities (N, outputs), times the classes' weights."""
         if weights is None:
             return F.cross_entropy(outputs, targets, label_smoothing=label_smoothing)
-        # torch's own mean divides by the batch's weights, and so depends on which images are in a process's batch.
+        # torch's own mean divides by the sum of the batch's weights, which depends on how images are divided over
+        # processes.
         return F.cross_entropy(outputs, targets, weights, reduction="none", label_smoothing=label_smoothing).mean()
 
     def values(self, outputs: Tensor) -> Tensor:
-        """What is predicted (N, outputs): the classes' probabilities."""
+        """Return the predictions (N, outputs); for classes their probabilities."""
         return outputs.softmax(dim=1)
 
     def compared(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """What the metrics take: logits, and class indices, of mixed images that of the larger share."""
+        """Return logits and class indices for the metrics; a mixed image has the class of its larger share."""
         return outputs, targets.argmax(dim=1) if targets.ndim == 2 else targets
 
     def metrics(self, outputs: int, training: bool) -> dict[str, Metric]:
-        """New ones by name: accuracy, and with more than five classes that of the five most probable."""
-        found: dict[str, Metric] = {"acc": MulticlassAccuracy(outputs, average="micro", validate_args=False)}
+        """Return new metrics by name; for classes accuracy, and top-5 accuracy if there are more than five classes."""
+        metrics: dict[str, Metric] = {"acc": MulticlassAccuracy(outputs, average="micro", validate_args=False)}
         if outputs > 5 and not training:
-            found["acc_top5"] = MulticlassAccuracy(outputs, top_k=5, average="micro", validate_args=False)
-        return found
+            metrics["acc_top5"] = MulticlassAccuracy(outputs, top_k=5, average="micro", validate_args=False)
+        return metrics
 
 
 class Multilabel(LearningTask):
-    """Several labels at once: binary cross-entropy, mean average precision and F1."""
+    """The task ``multilabel``, any number of labels: binary cross-entropy, mean average precision and F1."""
 
     quality = "map"
 
     @override
     def loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None, label_smoothing: float) -> Tensor:
-        check_targets(outputs, targets, "multilabel")  # Zeros and ones; weights are those of ones.
+        check_targets(outputs, targets, "multilabel")  # Targets are zeros and ones; the weights are those of the ones.
         return F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), pos_weight=weights)
 
     @override
@@ -60,19 +67,19 @@ class Multilabel(LearningTask):
 
     @override
     def compared(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # The metrics would take logits that happen to be in [0, 1] for probabilities.
+        # The metrics would mistake logits in [0, 1] for probabilities.
         return outputs.sigmoid(), targets.long()
 
     @override
     def metrics(self, outputs: int, training: bool) -> dict[str, Metric]:
-        return {  # Means over the labels.
+        return {  # Both are means over the labels.
             "map": MultilabelAveragePrecision(outputs, thresholds=THRESHOLDS, validate_args=False),
             "f1": MultilabelF1Score(outputs, validate_args=False),
         }
 
 
 class Regression(LearningTask):
-    """Numbers: mean squared error, mean absolute error and the root of the former."""
+    """The task ``regression``, numbers: mean squared error, its root and the mean absolute error."""
 
     least, quality, predicted = 1, "mae", "values"
 
@@ -102,9 +109,9 @@ TASKS: dict[TaskName, LearningTask] = {
 
 
 def check_targets(outputs: Tensor, targets: Tensor, task: str) -> None:
-    """Refuse targets that are not a number for each output."""
+    """Refuse targets that do not have a number for each output."""
     if targets.shape != outputs.shape:
         raise ConfigurationError(
             f"task={task} needs targets of shape {tuple(outputs.shape)}, a number for each output, and the data gives "
-            f"{tuple(targets.shape)}: take ImageTableDataModule, or task=classes for class indices"
+            f"{tuple(targets.shape)}: use ImageTableDataModule, or task=classes for class indices"
         )

@@ -1,4 +1,4 @@
-"""Barrier, broadcast, all-gather and reductions among the workers of a run, through its coordinator."""
+"""Barrier, broadcast, all-gather and reductions among the workers of a run, through the run's coordinator."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,12 +23,14 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Gathered:
-    """What a collective brought together: the value of each worker that took part, by its number.
+    """Result of a collective.
 
     Attributes:
-        joined: Whether this worker has just been let into a group that is already training.
-        admitted: The workers that have just been let in.
-        midway: Whether this worker was let in after the others had met, who do not wait for it.
+        values: By id, the value of each worker that took part.
+        joined: Whether this worker has just been admitted to a group that is already training.
+        admitted: Ids of the workers that have just been admitted.
+        midway: Whether this worker was admitted after the boundary at which the other workers met. They do not wait for
+            it.
     """
 
     values: dict[int, Any]
@@ -38,18 +40,22 @@ class Gathered:
 
     @property
     def leader(self) -> int:
-        """The lowest number that took part."""
+        """Lowest id among the workers that took part."""
         return min(self.values)
 
 
 class Collectives:
     """A worker's side of the coordinator's collectives. Used by one thread.
 
-    Every worker of the group calls the same ones in the same order. One that dies is no longer waited for, so the
-    results are those of the workers that are there.
+    Every worker of the group calls the same collectives in the same order. The group does not wait for a worker that
+    has died, so that a result contains the values of the live workers only.
+
+    Args:
+        membership: Connection to the coordinator.
 
     Attributes:
-        present: Numbers of the workers that took part in the last one; None before the first.
+        membership: Connection to the coordinator.
+        present: Ids of the workers that took part in the last collective; None before the first.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -58,19 +64,19 @@ class Collectives:
         self.present: Sequence[int] | None = None
 
     def gather(self, value: Any, operation: str = "gather") -> Gathered:
-        """Bring the values of all workers together; those that meet under different names are told so."""
+        """Return the values of all workers. If workers call different operations, all of them get an error."""
         return self._collect(value, operation)
 
     def start(self, midway: bool = False) -> Gathered:
-        """The end of the set-up: training begins when all are here.
+        """Wait until the set-up of all workers is finished and training begins.
 
-        A worker that is started later is let in at a :meth:`boundary`, whose values it then gets; or, if it comes
-        `midway`, after one, while the others take chunks of the epoch that began there.
+        A worker that is started later is admitted at a :meth:`boundary` and gets the boundary's values; or, with
+        `midway`, after a boundary, while the other workers take chunks of the epoch that began there.
         """
         return self._collect(None, "start", seal=True, **({MIDWAY: True} if midway else {}))
 
     def boundary(self, value: Any) -> Gathered:
-        """Stand still together for a moment in which workers that were started later are let in, with these values."""
+        """Meet at a boundary, at which workers that were started later are admitted and get these values."""
         return self._collect(value, "boundary", boundary=True)
 
     def barrier(self, name: str = "barrier") -> None:
@@ -78,43 +84,60 @@ class Collectives:
         self._collect(None, name)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The value of one worker, on all; if it died, that of the lowest number."""
+        """Return the value of one worker on all workers; if the worker has died, that of the lowest live id."""
         while True:
-            mine = source == self.membership.address.id
-            gathered = self._collect(value if mine else None, f"broadcast from {source}")
+            is_source = source == self.membership.address.id
+            gathered = self._collect(value if is_source else None, f"broadcast from {source}")
             if source in gathered.values:
                 return gathered.values[source]
             source = gathered.leader
 
     def reduce(self, tensor: Tensor, how: str) -> Tensor:
-        """Combine tensors of the same shape, in one of the :data:`REDUCTIONS`; the same on every worker."""
+        """Combine the workers' tensors, which have the same shape; return the same result on every worker.
+
+        Args:
+            tensor: This worker's tensor.
+            how: Name of one of the :data:`REDUCTIONS`.
+        """
         values = self._collect(tensor, f"reduce {how}").values
         stacked = torch.stack([values[number] for number in sorted(values)])
         return REDUCTIONS[how](stacked).to(tensor)
 
     def put(self, specification: str) -> None:
-        """Tell all the run's specification; the first to do so decides."""
+        """Publish the run's specification; the first one that is published counts."""
         self.membership.ask("put", {}, [specification.encode()])
 
     def get(self) -> str:
-        """The run's specification; waits until it is told."""
+        """Return the run's specification; wait until it is published."""
         (text,) = self.membership.ask("get", {}).frames
         return bytes(text).decode()
 
     def begin_epoch(self, number: int, samples: int, chunk: int, done: str = "") -> int:
-        """Have the coordinator cut an epoch into chunks, as the first who asks says; how many samples that has said.
+        """Have the coordinator cut an epoch into chunks.
 
-        What is `done`, as :meth:`progress` has told a run before, is not given out.
+        The first worker that asks decides about the epoch; the arguments of later ones are ignored.
+
+        Args:
+            number: Number of the epoch.
+            samples: Samples of the epoch.
+            chunk: Samples of a chunk.
+            done: Chunks that an earlier run has processed, as :meth:`progress` returned them; nobody gets them again.
+
+        Returns:
+            Samples of the epoch, as the first worker gave them.
         """
         more = {"done": done} if done else {}
         answer = self.membership.ask("epoch", {"epoch": number, "samples": samples, "chunk": chunk, **more})
         return answer.integer("samples")
 
     def progress(self, epoch: int, processed: int) -> str:
-        """What all have worked on of an epoch; every worker says how many positions it has processed.
+        """Report to the coordinator how many positions of an epoch this worker has processed.
+
+        Every worker must call this method.
 
         Returns:
-            For worker 0 a bit for each chunk, in hexadecimal digits; else nothing.
+            For worker 0 one bit for each chunk, set if the chunk is processed, in hexadecimal digits; for other workers
+            an empty string.
         """
         fields = {"epoch": epoch, "processed": processed}
         self.membership.ask("progress", {**fields, "tell": False})
@@ -124,15 +147,20 @@ class Collectives:
         return self.membership.ask("progress", {**fields, "tell": True}).string("done")
 
     def take(self, epoch: int, processed: int) -> Chunk:
-        """The next chunk of an epoch for this worker, of which it has processed so many positions.
+        """Return the next chunk of an epoch for this worker; an empty chunk if none is left.
 
-        An empty one when there are no more.
+        Args:
+            epoch: Number of the epoch.
+            processed: Positions of the epoch that this worker has processed.
         """
         message = self.membership.ask("take", {"epoch": epoch, "processed": processed})
         return Chunk(message.integer("epoch"), message.integer("start"), message.integer("stop"))
 
     def give_back(self, epoch: int) -> None:
-        """Begin with an epoch, and leave to others what was taken of earlier ones before that was known."""
+        """Begin an epoch, and give back the chunks of earlier epochs.
+
+        For a worker that was started again: it took such chunks before it knew the epoch of the other workers.
+        """
         self.membership.ask("give_back", {"epoch": epoch})
 
     def _collect(

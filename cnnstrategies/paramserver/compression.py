@@ -9,18 +9,23 @@ Stochastic Gradient Descent" (Interspeech 2014), for one bit, here with one mean
 other elements; Vogels et al., "PowerSGD" (NeurIPS 2019).
 """
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError, add_encoding
+
+# The planner asks this registry and runs without torch, so methods import torch themselves.
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn.parallel import DistributedDataParallel
 
 AUTO = "auto"  # The option value with which workers choose a compression themselves.
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)).reshape(256, 8)  # The bits of each byte value.
@@ -187,7 +192,7 @@ def payload_compression(name: str) -> PayloadCompression:
 
 
 def may_be_lossy(name: str) -> bool:
-    """Return whether numbers may be left out and sent later with an option: for ``auto`` if one of its ladder does."""
+    """Return whether an option's value stands for a lossy compression, or for ``auto``, whose ladder contains one."""
     if name != AUTO:
         return COMPRESSIONS[name].lossy
     return any(compression.lossy for compression in PAYLOADS.values() if compression.push_level is not None)
@@ -216,6 +221,8 @@ def auto_ladder(itemsize: int, pulls: bool = False, lossy: bool = True) -> list[
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor; the view keeps the memory alive."""
+    import torch
+
     if tensor.dtype == torch.bfloat16:  # NumPy does not have this type.
         tensor = tensor.view(-1).view(torch.uint8)
     return memoryview(tensor.detach().reshape(-1).numpy()).cast("B")  # type: ignore[arg-type]
@@ -223,6 +230,8 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 def from_bytes(payload: memoryview, dtype: torch.dtype) -> Tensor:
     """Return a one-dimensional tensor in the memory of a payload."""
+    import torch
+
     if len(payload) == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(payload, dtype=dtype)
@@ -272,6 +281,8 @@ class Encoder:
 
     def encode(self, gradient: Tensor) -> Any:
         """Return the payload of a flat, contiguous gradient; without compression the gradient's own memory."""
+        import torch
+
         if not self.compression.lossy:
             if self.left_out is not None:
                 gradient, self.left_out = gradient + self.left_out.to(gradient.dtype), None
@@ -334,12 +345,20 @@ class Rounded(PayloadCompression):
     """Rounding to a data type of 16 bits.
 
     Attributes:
-        dtype: The data type.
+        dtype_name: Name of the data type in torch.
     """
 
     lossy = False
     bytes_per_element = 2
-    dtype: ClassVar[torch.dtype]
+    dtype_name: ClassVar[str]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The data type."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype_name)
+        return dtype
 
     @override
     def encode(self, numbers: Tensor, density: float) -> Any:
@@ -360,8 +379,8 @@ class FP16(Rounded):
 
     name = "fp16"
     encoding = 2
-    dtype = torch.float16
-    largest = torch.finfo(torch.float16).max
+    dtype_name = "float16"
+    largest = 65504.0  # torch.finfo(torch.float16).max
     pull_level = 10
 
     @override
@@ -377,7 +396,7 @@ class BF16(Rounded):
 
     name = "bf16"
     encoding = 3
-    dtype = torch.bfloat16
+    dtype_name = "bfloat16"
     push_level = 10
 
     @override
@@ -413,6 +432,8 @@ class TopK(PayloadCompression):
 
     @override
     def decode(self, payload: memoryview, numel: int, dtype: torch.dtype) -> Tensor:
+        import torch
+
         indices = self._indices(payload, numel)
         values = np.frombuffer(payload[4 * len(indices) :], "<f4")
         numbers = torch.zeros(numel, dtype=dtype)
@@ -458,6 +479,8 @@ class OneBit(PayloadCompression):
 
     @override
     def decode(self, payload: memoryview, numel: int, dtype: torch.dtype) -> Tensor:
+        import torch
+
         # The eight numbers of each byte value are looked up: 30 times as fast as going bit by bit.
         eights = np.frombuffer(payload[:8], "<f4")[BITS]
         return torch.from_numpy(eights.take(np.frombuffer(payload[8:], np.uint8), axis=0).reshape(-1)[:numel]).to(dtype)

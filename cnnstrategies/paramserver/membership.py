@@ -1,4 +1,4 @@
-"""A process's membership in a run: heartbeats from a thread of its own, and the views that come back."""
+"""A process's membership in a run: heartbeats from a separate thread, and the views that come back."""
 
 import contextlib
 import itertools
@@ -19,38 +19,45 @@ from cnnstrategies.paramserver.core.view import RunEnded, View
 from cnnstrategies.paramserver.drivers.control import Line, Loop
 from cnnstrategies.paramserver.security import KeyPair, process_number
 
-WARN_SECONDS = 60.0  # between two lines about a wait
+WARN_SECONDS = 60.0  # seconds between two lines about the same wait
 
 
 class Bell:
-    """A descriptor that any thread can make readable."""
+    """A file descriptor that any thread can make readable."""
 
     def __init__(self) -> None:
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """Return the file descriptor."""
         return self._descriptor
 
     def ring(self) -> None:
-        """Make it readable."""
+        """Make the descriptor readable."""
         os.eventfd_write(self._descriptor, 1)
 
-    def hush(self) -> None:
-        """Make it unreadable."""
+    def clear(self) -> None:
+        """Make the descriptor unreadable."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._descriptor)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the descriptor."""
         os.close(self._descriptor)
 
 
 class Views(Bell):
-    """One user's view of the membership: a :class:`~cnnstrategies.paramserver.core.view.ViewSource`.
+    """Views of the membership for one user: a :class:`~cnnstrategies.paramserver.core.view.ViewSource`.
 
-    Each user has its own, since to have returned a view once is to have told that user, which calls `on_news`. It rings
-    when there is a view that :meth:`current` has not returned, or the run has ended.
+    Every user has its own object, because a view counts as seen by the user to which :meth:`current` has returned it.
+    The descriptor is readable when there is a view that :meth:`current` has not returned, or the run has ended.
+
+    Args:
+        newest: Function that returns the newest view, and the run's end if it has ended.
+        on_news: Function to call when the user has received a newer view.
+
+    Attributes:
+        seen: Number of the newest view that the user has received.
     """
 
     def __init__(self, newest: Callable[[], tuple[View, RunEnded | None]], on_news: Callable[[], None]) -> None:
@@ -61,11 +68,15 @@ class Views(Bell):
         self.ring()
 
     def current(self) -> View:
-        """The newest view."""
-        self.hush()
+        """Return the newest view.
+
+        Raises:
+            RunEnded: The run is over.
+        """
+        self.clear()
         view, ended = self._newest()
         if ended is not None:
-            self.ring()  # It stays readable: the next to wait must not sleep.
+            self.ring()  # The descriptor stays readable, so that a later wait does not block.
             raise RunEnded(str(ended), ended.clean)
         if view.number > self.seen:
             self.seen = view.number
@@ -76,34 +87,40 @@ class Views(Bell):
         """Wait for a view with a higher number.
 
         Raises:
-            TimeoutError: None came.
+            TimeoutError: No newer view arrived in time.
         """
         deadline = time.monotonic() + timeout
         while (view := self.current()).number <= number:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 raise TimeoutError(f"no view newer than {number} within {timeout:g} s")
-            waiting = select.poll()  # Unlike `select` it takes descriptors of any number.
-            waiting.register(self, select.POLLIN)
-            waiting.poll(1000 * left)
+            poll = select.poll()  # Unlike `select`, `poll` takes descriptors of any number.
+            poll.register(self, select.POLLIN)
+            poll.poll(1000 * remaining)
         return view
 
 
 def unchanging(view: View) -> Views:
-    """One view for ever, for scripts without a coordinator."""
+    """Return views that never change, for scripts without a coordinator."""
     return Views(lambda: (view, None), lambda: None)
 
 
 class Membership:
-    """Runs a :class:`Participant` in a thread, and keeps the newest view.
+    """A :class:`Participant` that runs in a thread, and its newest view.
 
-    The thread has its own socket, so a long computation or a blocked step is not taken for a death; a stopped or
-    killed process is. A server has an `endpoint` where it can be reached; `keys` are the run's, if any.
+    The thread has its own socket, so a long computation or a blocked step does not look like a death. A stopped or
+    killed process does.
+
+    Args:
+        address: This process's place and the coordinator's endpoint.
+        endpoint: Where a server can be reached.
+        keys: The run's CURVE keys; None without encryption.
 
     Attributes:
-        keys: This process's own CURVE keys: with them it speaks, and the views tell the others of them. None without
-            encryption.
-        views: Its own; see :meth:`source` for those of others.
+        keys: This process's own CURVE keys, which it uses for its connections and which the views show to the others;
+            None without encryption.
+        participant: The role.
+        views: Views for the collectives; see :meth:`source` for other users.
     """
 
     def __init__(self, address: Address, endpoint: str = "", keys: KeyPair | None = None) -> None:
@@ -132,9 +149,9 @@ class Membership:
     # Views
 
     def source(self) -> Views:
-        """Views for another user than the collectives: a worker or a server of the data plane.
+        """Return views for another user than the collectives: a worker or a server of the data plane.
 
-        From then on it is this user that must have seen a view before the coordinator counts it as seen.
+        From then on the coordinator counts a view as seen once this user has seen it.
         """
         with self._changed:
             self._sources.append(Views(self._newest, lambda: self._call(None)))
@@ -150,15 +167,15 @@ class Membership:
         """Wait until the coordinator knows this process.
 
         Raises:
-            RunEnded: It does not answer, or expects no such process.
+            RunEnded: The coordinator does not answer, or does not expect this process.
         """
         self.views.wait_newer(-1, self.address.appear + self.address.timeout)
 
     def ask(self, kind: str, fields: Mapping[str, object], frames: Sequence[Buffer] = ()) -> Message:
-        """Ask the coordinator, and wait for its answer.
+        """Send a request to the coordinator, and return its answer.
 
         Raises:
-            RunEnded: The run is over.
+            RunEnded: The run is over, or the coordinator has refused the request.
         """
         number = next(self._numbers)
         self._call(Call(number, kind, fields, frames))
@@ -166,8 +183,8 @@ class Membership:
             waited = 0.0
             while not self._changed.wait_for(lambda: number in self._results or self._ended, WARN_SECONDS):
                 waited += WARN_SECONDS
-                what = fields.get("operation", kind)
-                print(f"{self._name} has waited in `{what}` for {waited:.0f} s", file=sys.stderr, flush=True)
+                operation = fields.get("operation", kind)
+                print(f"{self._name} has waited in `{operation}` for {waited:.0f} s", file=sys.stderr, flush=True)
             result = self._results.pop(number, None)
             if isinstance(result, Message):
                 return result
@@ -177,37 +194,39 @@ class Membership:
         raise RunEnded(f"{self._name}: the coordinator has refused `{kind}`: {result}")
 
     def end(self, message: str, clean: bool = False) -> None:
-        """Have every process of the run end, with a message."""
+        """Let every process of the run end, with a message."""
         self._call(Call(0, "end", {"message": message, "clean": clean}))
 
     def stop_all(self, signal: int) -> None:
-        """Tell every process of the run that this one has received a signal to end, without waiting for any."""
+        """Tell every process of the run that this one has received a signal to end, without waiting for answers."""
         self._call(Call(0, "signal", {"signal": signal}))
 
     @property
     def stop_signal(self) -> int | None:
-        """The first signal to end that some process has received and told all."""
+        """The first signal to end that a process has received and passed on; None if there is none."""
         return self.participant.signal or None
 
-    def tell(self, figures: Callable[[], Mapping[str, float]]) -> None:
-        """Say with each heartbeat how this process does; called in another thread. See :data:`.status.FIGURES`."""
+    def report_figures(self, figures: Callable[[], Mapping[str, float]]) -> None:
+        """Send the results of a function with each heartbeat; see :data:`.status.FIGURES`. Another thread calls it."""
         self.participant.figures = figures
 
     @property
     def members(self) -> tuple[int, int]:
-        """How many workers and servers the newest view has."""
+        """The numbers of workers and servers in the newest view."""
         view, _ = self._newest()
         return len(view.workers), len(view.servers)
 
     @property
     def losses(self) -> int:
-        """How many processes the run has lost, as far as is known here."""
+        """The number of processes that the run has lost, as far as is known here."""
         return self.participant.losses
 
     def close(self, leave: bool = True, done: Mapping[str, object] | None = None) -> None:
-        """Stop the thread; tell the coordinator before that this process goes on purpose (`leave`).
+        """Stop the thread.
 
-        And how far it has come (`done`): ``epoch``, and positions ``processed`` in it.
+        Args:
+            leave: Whether to tell the coordinator before that this process leaves on purpose.
+            done: This process's progress: ``epoch``, and the number of positions ``processed`` in it.
         """
         if self._closing:
             return
@@ -226,18 +245,18 @@ class Membership:
         return f"{self.address.role} {self.address.id}"
 
     def _call(self, call: Call | None) -> None:
-        """Have the thread call the role; None tells it which view was taken up."""
+        """Let the thread call the role; None stands for a report of the view that this process follows."""
         self._calls.put(call)
         self._wake.ring()
 
     # The thread
 
     def run(self) -> None:
-        """Serve until this process leaves: what the thread does."""
+        """Serve until this process leaves; the thread runs this method."""
         with Line(self.address, self.participant.peer, self.keys, self._run_keys) as line:
             try:
                 self._serve(line)
-            except Exception as error:  # The main thread must hear of it, whatever it is.
+            except Exception as error:  # The main thread must hear of any failure.
                 traceback.print_exc()
                 reason = f"{self._name}: the heartbeat thread failed: {type(error).__name__}: {error}"
                 self._set_ended(End(reason, clean=False))
@@ -258,7 +277,7 @@ class Membership:
                 if self.participant.idle or now > closing_until:
                     return
             received = line.receive(loop.until_next(0.05 if closing else 1.0), self._wake.fileno())
-            self._wake.hush()
+            self._wake.clear()
             loop.hear(received)
 
     @property

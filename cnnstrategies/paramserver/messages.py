@@ -54,7 +54,7 @@ class Kind(IntEnum):
     RELAY = 18  # primary to backup: an applied update, with its hyper-parameters or the decision that it belongs to
     ACKNOWLEDGE = 19  # backup to primary: the version of a slice that the backup has
     COPY = 21  # primary to backup: a whole slice: its first values, or for a backup that is new or missed messages
-    PING = 22  # server to server: the number of gaps in the receiver's messages; server to worker: a sign of life
+    PING = 22  # server to server: the number of gaps in the receiver's messages; server to worker: a heartbeat
 
 
 class Encoding(IntEnum):

@@ -1,4 +1,4 @@
-"""An optimizer's state over slices, as bytes, and as one process would have it."""
+"""An optimizer's state by slices, as bytes, and as the state dict of a single process."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from cnnstrategies.paramserver.slicing import Part, Slice
 from cnnstrategies.paramserver.specification import Specification
 
 SliceState = list[dict[str, StateValue]]
-"""Of each part of a slice."""
+"""The optimizer state of each part of a slice, by name."""
 
 
 def join_state(
@@ -23,21 +23,25 @@ def join_state(
     states: Mapping[int, SliceState],
     options: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The state dict over whole parameters, as the optimizer of one process would save it.
+    """Return the state dict over whole parameters, as the optimizer of a single process would save it.
 
-    `states` has that of each slice by key, and `options` each parameter group's hyper-parameters.
+    Args:
+        specification: The run's specification.
+        slices: All slices.
+        states: The state of each slice, by key.
+        options: Each parameter group's hyper-parameters.
     """
-    found: dict[int, list[tuple[Part, dict[str, StateValue]]]] = {}
+    parts: dict[int, list[tuple[Part, dict[str, StateValue]]]] = {}
     for slice_ in slices:
-        for part, own in zip(slice_.parts, states[slice_.key], strict=True):
-            found.setdefault(part.parameter, []).append((part, own))
+        for part, part_state in zip(slice_.parts, states[slice_.key], strict=True):
+            parts.setdefault(part.parameter, []).append((part, part_state))
     state: dict[int, dict[str, StateValue]] = {}
     groups = []
     position = 0
     for group, values in zip(specification.groups, options, strict=True):
         members = []
         for index in group.parameters:
-            joined = _join(specification.parameters[index].shape, found.get(index, []))
+            joined = _join_parts(specification.parameters[index].shape, parts.get(index, []))
             if joined:
                 state[position] = joined
             members.append(position)
@@ -46,7 +50,9 @@ def join_state(
     return {"state": state, "param_groups": groups}
 
 
-def _join(shape: tuple[int, ...], parts: Sequence[tuple[Part, Mapping[str, StateValue]]]) -> dict[str, StateValue]:
+def _join_parts(
+    shape: tuple[int, ...], parts: Sequence[tuple[Part, Mapping[str, StateValue]]]
+) -> dict[str, StateValue]:
     joined: dict[str, StateValue] = {}
     for name, first in (parts[0][1] if parts else {}).items():
         if isinstance(first, Tensor) and first.shape == parts[0][0].shape:
@@ -59,10 +65,10 @@ def _join(shape: tuple[int, ...], parts: Sequence[tuple[Part, Mapping[str, State
 def cut_state(
     specification: Specification, slices: Sequence[Slice], state_dict: Mapping[str, Any]
 ) -> dict[int, SliceState]:
-    """Each slice's part of a plain state dict: the inverse of :func:`join_state`.
+    """Return each slice's part of a plain state dict: the inverse of :func:`join_state`.
 
     Raises:
-        ConfigurationError: It is of an optimizer with other parameter groups.
+        ConfigurationError: The state belongs to an optimizer with other parameter groups.
     """
     sizes = [len(group["params"]) for group in state_dict["param_groups"]]
     if sizes != [len(group.parameters) for group in specification.groups]:
@@ -70,16 +76,16 @@ def cut_state(
             f"the optimizer's state has parameter groups of sizes {sizes}, the specification's are "
             f"{[len(group.parameters) for group in specification.groups]}: load the state of the same model"
         )
-    at = {
-        index: place
-        for group, saved in zip(specification.groups, state_dict["param_groups"], strict=True)
-        for index, place in zip(group.parameters, saved["params"], strict=True)
+    position_of = {
+        index: position
+        for group, saved_group in zip(specification.groups, state_dict["param_groups"], strict=True)
+        for index, position in zip(group.parameters, saved_group["params"], strict=True)
     }
     return {
         slice_.key: [
             {
-                name: _cut(name, value, part, specification.parameters[part.parameter].shape)
-                for name, value in state_dict["state"].get(at[part.parameter], {}).items()
+                name: _cut_value(name, value, part, specification.parameters[part.parameter].shape)
+                for name, value in state_dict["state"].get(position_of[part.parameter], {}).items()
             }
             for part in slice_.parts
         ]
@@ -87,7 +93,7 @@ def cut_state(
     }
 
 
-def _cut(name: str, value: StateValue, part: Part, shape: tuple[int, ...]) -> StateValue:
+def _cut_value(name: str, value: StateValue, part: Part, shape: tuple[int, ...]) -> StateValue:
     if not isinstance(value, Tensor):
         return value
     if value.shape != shape or name == "step":
@@ -96,36 +102,44 @@ def _cut(name: str, value: StateValue, part: Part, shape: tuple[int, ...]) -> St
 
 
 def pack_state(state: SliceState) -> bytes:
-    """A slice's state as bytes; none where there is none."""
+    """Return a slice's state as bytes; an empty state takes no bytes."""
     return to_bytes(state) if any(state) else b""
 
 
 def unpack_state(raw: memoryview, slice_: Slice) -> SliceState:
-    """The inverse of :func:`pack_state`, on memory of its own."""
+    """Return the state that :func:`pack_state` packed, in new memory.
+
+    Raises:
+        InvalidMessageError: The bytes are not a state of this slice.
+    """
     if not raw:
         return [{} for _ in slice_.parts]
     try:
         state = from_bytes(bytes(raw))
     except CodecError:
-        raise InvalidMessageError("a state that is none") from None
+        raise InvalidMessageError("the optimizer's state cannot be decoded") from None
     if not isinstance(state, list) or len(state) != len(slice_.parts) or not all(map(_is_state, state)):
-        raise InvalidMessageError("a state of other parts than its slice has")
+        raise InvalidMessageError("the optimizer's state does not have the parts of its slice")
     return state
 
 
-def _is_state(own: Any) -> bool:
-    if not isinstance(own, dict):
+def _is_state(part_state: Any) -> bool:
+    if not isinstance(part_state, dict):
         return False
     return all(
         isinstance(name, str)
         and (value is None or isinstance(value, bool | int | float) or (isinstance(value, Tensor) and value.is_cpu))
-        for name, value in own.items()
+        for name, value in part_state.items()
     )
 
 
 def split_state(raw: memoryview, slice_: Slice, count: int = 1) -> tuple[SliceState, memoryview]:
-    """The state that stands before the elements of a slice, or of several like it, and the bytes of these."""
+    """Return the state at the start of a payload, and the bytes after it: a slice's elements, `count` times.
+
+    Raises:
+        InvalidMessageError: The payload is too short, or does not begin with a state of this slice.
+    """
     start = len(raw) - count * slice_.nbytes
     if start < 0:
-        raise InvalidMessageError("a payload of another size than its slice needs")
+        raise InvalidMessageError("the payload is too short for its slice")
     return unpack_state(raw[:start], slice_), raw[start:]

@@ -1,4 +1,4 @@
-"""CURVE keys, who may connect, and where encryption may be left out."""
+"""CURVE keys, admission of connections, and the endpoints where encryption may be left out."""
 
 import hashlib
 import hmac
@@ -28,7 +28,7 @@ class KeyPair:
 
     @classmethod
     def create(cls) -> "KeyPair":
-        """A new random pair."""
+        """Return a new random pair."""
         public, secret = zmq.curve_keypair()
         return cls(public.decode("ascii"), secret.decode("ascii"))
 
@@ -44,10 +44,10 @@ class KeyPair:
 
     @classmethod
     def load(cls, path: str | Path) -> "KeyPair":
-        """Read what :meth:`save` wrote.
+        """Return the pair that :meth:`save` wrote.
 
         Raises:
-            ConfigurationError: Others than the owner may read the file, or it does not hold a pair of keys.
+            ConfigurationError: Other users than the owner may read the file, or it does not hold a pair of keys.
         """
         mode = os.stat(path).st_mode & 0o777
         if mode & 0o077:
@@ -59,22 +59,29 @@ class KeyPair:
 
 
 def fingerprint(public_key: str) -> int:
-    """The number by which the coordinator knows the process that has a key: whoever lacks the key is not that one."""
+    """Return the number that identifies the process with a public key to the coordinator.
+
+    Only the process that has the secret key can send messages with this number.
+    """
     return int.from_bytes(hashlib.sha256(public_key.encode()).digest()[:8], "big") >> (64 - SECRET_BITS)
 
 
 def prove(run: KeyPair, public_key: str) -> bytes:
-    """What only who has a run's keys can say of a key: with it, whoever has that key takes part."""
+    """Return the proof that the process with a public key takes part; only a holder of the run's keys can make it."""
     return hmac.digest(run.secret.encode(), public_key.encode(), "sha256")
 
 
 def process_number(keys: KeyPair | None) -> int:
-    """That of this process: of its own keys, or without encryption one that nobody can guess."""
+    """Return the number that identifies this process: from its keys, or random without encryption."""
     return secrets.randbits(SECRET_BITS) if keys is None else fingerprint(keys.public)
 
 
 def is_local(endpoint: str) -> bool:
-    """Whether only processes of this machine reach an endpoint: ipc, inproc, or a loopback address."""
+    """Whether only processes of this machine can reach an endpoint: ipc, inproc, or a loopback address.
+
+    Raises:
+        ConfigurationError: The endpoint is not valid.
+    """
     if endpoint.startswith(("ipc://", "inproc://")):
         return True
     match = re.fullmatch(r"tcp://\[?([^\]]+?)\]?:(\d+|\*)", endpoint)
@@ -96,28 +103,33 @@ def is_local(endpoint: str) -> bool:
 
 
 def check_endpoint(endpoint: str, encrypted: bool, insecure: bool = False) -> None:
-    """Refuse TCP without encryption: any user of this machine reaches the loopback.
+    """Check that TCP is encrypted: any user of this machine can reach the loopback.
 
     Raises:
-        ConfigurationError: It is not encrypted, and the user has not said (`insecure`) that it need not be.
+        ConfigurationError: The endpoint is not encrypted, and the user has not allowed this with `insecure`.
     """
     if not (encrypted or insecure) and (endpoint.startswith("tcp://") or not is_local(endpoint)):
         raise ConfigurationError(
-            f"endpoint {endpoint} is reached by other users, and without keys any of them can change the parameters: "
-            "use ipc:// in a directory of your own or security='curve', or say insecure=True on a network of your own"
+            f"other users can reach endpoint {endpoint}, and without keys any of them can change the parameters: use "
+            "ipc:// in a directory of your own or security='curve', or set insecure=True on a network of your own"
         )
 
 
-# Of every socket that listens, with keys or without: libzmq ends the process by an assertion (zmtp_engine.cpp:422 of
-# 4.3.5) where a peer speaks its protocol's first version and goes at once. Where there is a domain it refuses that one.
+# The ZAP domain of every listening socket, with or without keys. Without a domain libzmq ends the process with an
+# assertion (zmtp_engine.cpp:422 of 4.3.5) if a peer speaks the first version of the protocol and disconnects at once.
+# With a domain libzmq refuses such a peer.
 ZAP_DOMAIN = b"cnnstrategies"
 
 
 class Gatekeeper:
-    """Admits connections by their CURVE key, in the thread that polls :attr:`socket` (ZAP, zeromq RFC 27).
+    """Admission of connections by their CURVE key, in the thread that polls :attr:`socket` (ZAP, ZeroMQ RFC 27).
 
-    An unknown key is refused for the moment (status 300): the peer tries again, and may have become a member. A context
-    can have one gatekeeper; `admitted` says whether a public key in Z85 form may connect.
+    An unknown key is refused temporarily (status 300): the peer tries again, and may have become a member by then. A
+    context can have one gatekeeper.
+
+    Args:
+        context: The context of the sockets.
+        admitted: Function that says whether a public key in Z85 form may connect.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admitted: Callable[[str], bool]) -> None:
@@ -127,7 +139,7 @@ class Gatekeeper:
         self._admitted = admitted
 
     def answer(self) -> None:
-        """Answer the request that is waiting."""
+        """Answer the waiting request."""
         version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
         key = z85.encode(credentials[0]).decode("ascii") if mechanism == b"CURVE" and credentials else ""
         if key and self._admitted(key):
@@ -136,5 +148,5 @@ class Gatekeeper:
             self.socket.send_multipart([version, request, b"300", b"unknown key", b"", b""])
 
     def close(self) -> None:
-        """Close its socket."""
+        """Close the socket."""
         self.socket.close()

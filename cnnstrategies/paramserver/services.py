@@ -1,7 +1,7 @@
 """The processes beside the workers: the coordinator and the servers, forked or started as programs.
 
-A program reads its settings as JSON from its standard input, so that they appear neither in the list of processes nor
-in the environment.
+A program reads its settings as JSON from its standard input, so that the settings appear neither in the list of
+processes nor in the environment.
 """
 
 import json
@@ -31,17 +31,17 @@ StartMethod = Literal["fork", "program"]
 
 
 class Handle(Protocol):
-    """What the supervision needs of a child process; ``subprocess.Popen`` has it."""
+    """A child process, as the supervision needs it; ``subprocess.Popen`` has this interface."""
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process id."""
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal, or None while it runs."""
+        """Return the exit code, negative for a signal, or None while the process runs."""
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal, if the process still runs."""
 
 
 class Forked:
@@ -53,17 +53,17 @@ class Forked:
         self.pid = process.pid
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal, or None while it runs."""
+        """Return the exit code, negative for a signal, or None while the process runs."""
         return self.process.exitcode
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal, if the process still runs."""
         if self.poll() is None:
             os.kill(self.pid, sig)
 
 
 def ending(code: int) -> str:
-    """How a process ended, in words."""
+    """Describe in words how a process ended."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -74,17 +74,26 @@ def ending(code: int) -> str:
 
 @dataclass(frozen=True)
 class CoordinatorProcess:
-    """A coordinator to start."""
+    """A coordinator to start.
+
+    Attributes:
+        settings: The coordinator's settings.
+        key_file: File with the run's CURVE keys; None for no encryption.
+        directory: The run's directory, to be removed if the process that started the coordinator is killed.
+        journal: The journal's file; None if the coordinator is not started again after it was killed.
+        follows: Whether the coordinator continues from the journal of its process that was killed.
+        starter: Id of the process that starts the coordinator.
+    """
 
     settings: CoordinatorSettings
-    key_file: str | None = None  # with the run's CURVE keys; None for no encryption
-    directory: str | None = None  # the run's, which is removed when the process that started this one is killed
-    journal: str | None = None  # its file; None if the coordinator is not started again when it is killed
-    follows: bool = False  # it goes on with the journal of one that was killed
+    key_file: str | None = None
+    directory: str | None = None
+    journal: str | None = None
+    follows: bool = False
     starter: int = field(default_factory=os.getpid)
 
     def run(self) -> None:
-        """Serve until told to stop, or until the one that has started it is gone."""
+        """Serve until told to stop, or until the process that started this one is gone."""
         journal = None if self.journal is None else JournalFile(Path(self.journal))
         with CoordinatorService(self.settings, load_keys(self.key_file), journal, self.follows) as coordinator:
             coordinator.run(lambda: os.getppid() != self.starter)
@@ -94,25 +103,35 @@ class CoordinatorProcess:
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A server to start."""
+    """A server to start.
+
+    Attributes:
+        address: The server's place and the coordinator's endpoint.
+        endpoint: Where the server listens.
+        key_file: File with the run's CURVE keys; None for no encryption.
+        insecure: Whether encryption may be left out although other machines reach the endpoint.
+        known_as: This machine's name for other machines, where the endpoint does not contain it.
+        starter: Id of the process that starts the server, which ends with it; None if a shell starts the server.
+    """
 
     address: Address
     endpoint: str
-    key_file: str | None = None  # with the run's CURVE keys; None for no encryption
-    insecure: bool = False  # no encryption although other machines reach the endpoint
-    known_as: str | None = None  # name of this machine for the others, where the endpoint does not have it
-    starter: int | None = None  # process id of the one that starts this one, which ends with it; None if a shell does
+    key_file: str | None = None
+    insecure: bool = False
+    known_as: str | None = None
+    starter: int | None = None
 
     def run(self) -> None:
         """Serve one run.
 
         Raises:
-            RunEnded: The run cannot go on; the message says why.
-            ConfigurationError: It cannot serve this run. As of any other error, all processes of the run are told.
+            RunEnded: The run cannot go on; the message gives the reason.
+            ConfigurationError: The server cannot serve this run. All processes of the run are told of this error, as of
+                any other one.
         """
         if self.starter is not None:
             end_with_parent(self.starter)
-        # Here: torch makes up most of a program's start, and the coordinator needs none of it.
+        # Imported here, because torch takes most of a program's start, and the coordinator does not need it.
         import torch
 
         from cnnstrategies.paramserver.drivers.server import ServerService
@@ -122,10 +141,10 @@ class ServerProcess:
         torch.set_num_threads(1)
         run_keys = load_keys(self.key_file)
         listener = Listener(self.endpoint, encrypted=run_keys is not None, insecure=self.insecure)
-        reached = listener.endpoint
+        endpoint = listener.endpoint
         if self.known_as is not None:
-            reached = f"tcp://{self.known_as}:{reached.rpartition(':')[2]}"
-        membership = Membership(self.address, reached, run_keys)
+            endpoint = f"tcp://{self.known_as}:{endpoint.rpartition(':')[2]}"
+        membership = Membership(self.address, endpoint, run_keys)
         views = membership.source()
         pass_on_termination(membership)
         try:
@@ -133,13 +152,14 @@ class ServerProcess:
             (text,) = membership.ask("get", {}).frames
             specification = Specification.from_json(bytes(text).decode())
             server = ServerService(specification, views, self.address.id, listener, membership.keys, self.insecure)
-            membership.tell(server.figures)
+            membership.report_figures(server.figures)
             server.run()
         except RunEnded as ended:
             if not ended.clean:
                 raise
         except Exception as error:
-            # From here, for nobody may watch this process: and to leave without a word is to have done one's part.
+            # Report the failure here, because this process may have no supervision, and a server that leaves without a
+            # report counts as finished.
             reason = str(error) if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {error}"
             membership.end(f"server {self.address.id} failed: {reason}")
             raise
@@ -149,7 +169,7 @@ class ServerProcess:
 
 
 def load_keys(path: str | None) -> KeyPair | None:
-    """The run's keys; None for no encryption."""
+    """Return the run's keys from a file; None for no encryption."""
     return None if path is None else KeyPair.load(path)
 
 
@@ -157,7 +177,7 @@ Service = CoordinatorProcess | ServerProcess
 
 
 def _from_json(text: str) -> Service:
-    """The service that :func:`start` has described."""
+    """Return the service that :func:`start` has described."""
     values: dict[str, Any] = json.loads(text)
     if values.pop("kind") == CoordinatorProcess.__name__:
         return CoordinatorProcess(CoordinatorSettings(**values.pop("settings")), **values)
@@ -171,7 +191,7 @@ def start(service: Service, method: StartMethod) -> Handle:
         process = context.Process(target=lambda: sys.exit(serve(service)), daemon=True)
         process.start()
         return Forked(process)
-    # -u: what it prints last must not be lost when it is killed.
+    # With -u the last lines that the program prints are not lost when it is killed.
     command = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
     program = subprocess.Popen([sys.executable, "-u", "-c", command], stdin=subprocess.PIPE)
     assert program.stdin is not None
@@ -181,11 +201,12 @@ def start(service: Service, method: StartMethod) -> Handle:
 
 
 def serve(service: Service, dedicated: bool = False) -> int:
-    """Run a service in this process until it ends; its exit code.
+    """Run a service in this process until it ends. Return the exit code.
 
-    One that is `dedicated` says how the run ended: nobody else on its machine does.
+    A `dedicated` server prints how the run ended, because no other process on its machine does.
     """
-    # Terminals and job managers signal all processes: the workers stop after their step, and need this one till then.
+    # Terminals and job managers signal all processes. The workers stop after their step, and need this process until
+    # then.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     name_process(f"ps-server-{service.address.id}" if isinstance(service, ServerProcess) else "ps-coordinator")
@@ -199,27 +220,28 @@ def serve(service: Service, dedicated: bool = False) -> int:
     except (ConfigurationError, OSError, zmq.ZMQError) as error:
         print(f"{type(service).__name__} cannot start: {error}", file=sys.stderr, flush=True)
         return 1
-    except Exception:  # Here, too: at a regular end sockets that are left open could be waited for.
+    except Exception:  # Handled here, because a regular interpreter exit could wait for sockets that are still open.
         traceback.print_exc()
         return 1
     return 0
 
 
 def main() -> None:
-    """Serve what the standard input describes."""
-    if text := sys.stdin.read():  # Else whoever started this was killed meanwhile.
+    """Serve the service that the standard input describes."""
+    if text := sys.stdin.read():  # The text is empty if the starting process was killed meanwhile.
         serve_and_exit(_from_json(text))
 
 
 def pass_on_termination(membership: Membership) -> None:
-    """Have the run stop with a checkpoint on SIGTERM: this may be the only machine that ends."""
+    """Stop the whole run with a checkpoint on SIGTERM, because this may be the only machine that ends."""
     signal.signal(signal.SIGTERM, lambda signum, frame: membership.stop_all(signum))
 
 
 def serve_and_exit(service: Service, dedicated: bool = False) -> NoReturn:
     """Run a service, and end the process; see :func:`serve`."""
     code = serve(service, dedicated)
-    # Nothing is left to clean up, and at a regular end torch's libraries print what they have not freed.
+    # Nothing is left to clean up, and in a regular exit torch's libraries print warnings about memory that they have
+    # not freed.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

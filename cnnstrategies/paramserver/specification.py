@@ -1,4 +1,4 @@
-"""What workers and servers of one run agree on, as JSON."""
+"""The settings that all workers and servers of a run share, and their form as JSON."""
 
 import json
 import math
@@ -15,12 +15,12 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import AUTO, may_be_lossy, payload_names
 from cnnstrategies.paramserver.messages import InvalidMessageError
 
-Options = list[dict[str, Any]]  # of each parameter group
+Options = list[dict[str, Any]]  # hyper-parameters by name, for each parameter group
 Mode = Literal["sync", "async", "ssp", "local"]
 if TYPE_CHECKING:
     PushCompression = str
     PullCompression = str
-else:  # The command line's help lists these names, and its parser refuses others.
+else:  # The command line's help lists these names, and its parser refuses other names.
     PushCompression = Literal[(*payload_names(), AUTO)]
     PullCompression = Literal[(*payload_names(pulls=True), AUTO)]
 
@@ -56,24 +56,24 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What a user asks of workers and servers, whatever they train.
+    """A user's options for workers and servers, whatever they train.
 
     Attributes:
-        mode: ``sync``: one step on the mean gradient of all workers. ``async``: each gradient is applied as it
-            comes. ``ssp``: as async, but no worker runs further ahead of the slowest than `staleness` steps.
-            ``local``: workers make their own steps, and what they push is the difference to what they began with; the
-            servers make the outer step on its mean.
-        staleness: For ssp; 0 is sync.
-        compression: How pushed gradients are encoded; ``auto``: workers measure and choose.
+        mode: ``sync``: all workers make a step together, on their mean gradient. ``async``: each gradient is applied
+            when it arrives. ``ssp``: as async, but no worker may be more than `staleness` steps ahead of the slowest.
+            ``local``: workers make their own steps and push the difference to the parameters with which they began; the
+            servers make the outer step on the mean difference.
+        staleness: For ssp; 0 is the same as sync.
+        compression: Encoding of pushed gradients; with ``auto`` the workers measure and choose.
         topk_density: Share of a slice's elements that ``topk`` sends.
-        pull_compression: How pulled parameters are encoded, or ``auto``; with ``topk`` and ``onebit`` the changes of
-            each common step. The servers' own keep their precision.
-        replication: Servers that hold each slice.
+        pull_compression: Encoding of pulled parameters; with ``auto`` the workers choose. With ``topk`` and ``onebit``
+            workers pull the changes of each common step. The servers keep the parameters in full precision.
+        replication: Number of servers that hold each slice.
         timeout: Seconds of silence after which a worker gives up a server.
-        max_joiners: Workers that may join beside these.
+        max_joiners: Number of workers that may join in addition.
 
     Raises:
-        ConfigurationError: They contradict each other or are out of range.
+        ConfigurationError: Options contradict each other or are out of range.
     """
 
     mode: Mode = "sync"
@@ -86,23 +86,23 @@ class RunOptions:
     max_joiners: int = 0
 
     def __post_init__(self) -> None:
-        for wrong in self._mistakes():
-            raise ConfigurationError(wrong)
+        for mistake in self._mistakes():
+            raise ConfigurationError(mistake)
 
     @property
     def aggregates(self) -> bool:
-        """Whether a step waits for all workers: sync, local, and ssp that allows no staleness."""
+        """Whether a step waits for all workers: sync, local, and ssp with staleness 0."""
         return self.mode in ("sync", "local") or (self.mode == "ssp" and self.staleness == 0)
 
     @property
     def pulls_changes(self) -> bool:
-        """Whether workers pull compressed changes of the parameters and not the parameters, or may, with ``auto``."""
+        """Whether workers pull compressed changes of the parameters; with ``auto``, whether they may do so."""
         if self.pull_compression == AUTO:
             return self.aggregates
         return may_be_lossy(self.pull_compression)
 
     def _mistakes(self) -> Iterator[str]:
-        """Each that there is, with the remedy."""
+        """Yield a message for each mistake, with the remedy."""
         yield from unknown_choices(
             self, {"mode": Mode, "compression": PushCompression, "pull_compression": PullCompression}
         )
@@ -122,22 +122,23 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Specification(RunOptions):
-    """What workers and servers of one run agree on; the same object everywhere.
+    """The settings that all workers and servers of a run share; every process has the same.
 
     Attributes:
         parameters: The trained parameters, in the order of their first use as far as it is known.
-        optimizer: Class path of the user's optimizer, such as ``torch.optim.sgd.SGD``; in mode ``local`` the
-            outer one.
+        optimizer: Class path of the user's optimizer, such as ``torch.optim.sgd.SGD``; in mode ``local`` of the outer
+            optimizer.
         groups: The optimizer's parameter groups.
-        workers: Workers that the first step waits for.
+        workers: Number of workers that the first step waits for.
         servers: Number of servers; their ids are 0 to `servers` - 1.
-        pipelined: For sync: a slice's step is made as soon as its own pushes are there, and each push asks for its
-            answer, so that values come while gradients leave. A worker that dies may be in a part of its last step.
-        clip_norm: Largest global L2 norm of a gradient: of the mean gradient in sync, else of each worker's own.
-        clip_value: Largest absolute value of a gradient's elements, likewise.
+        pipelined: For sync: a slice is updated as soon as its own pushes have arrived, and each push is also a pull, so
+            that values arrive while gradients are still sent. The last step of a worker that dies may contain only a
+            part of its gradients.
+        clip_norm: Largest global L2 norm of a gradient: of the mean gradient in sync, otherwise of each worker's own.
+        clip_value: Largest absolute value of a gradient's elements, of the same gradients.
         slice_bytes: Largest slice of a parameter, except for optimizers that need whole tensors.
         session: Random number of this run: messages of another run are dropped.
-        per_node: How many are one worker together, as those of a node that push as one.
+        per_node: Number of processes that count as one worker, because they push once for all, as those of a node may.
     """
 
     parameters: tuple[ParameterInfo, ...]
@@ -154,43 +155,43 @@ class Specification(RunOptions):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of the parameters' largest data type."""
+        """Number of bytes of an element in the parameters' largest data type."""
         return max((DTYPES[parameter.dtype].itemsize for parameter in self.parameters), default=1)
 
     @property
     def most_workers(self) -> int:
-        """How many there may be at a time."""
+        """Largest number of workers at a time."""
         return self.workers + self.max_joiners
 
     @property
     def patience(self) -> float:
         """Seconds of silence after which a worker gives up a server.
 
-        The coordinator speaks before: after the time-out it knows who has died, or is silent itself. One with copies is
-        out of the view some time after that.
+        The coordinator acts earlier: after the time-out it removes dead members, or is silent itself. A server whose
+        slices have copies leaves the view some time later.
         """
         return self.timeout * (2 if self.replication > 1 else 1.25)
 
     @property
     def deaf_after(self) -> float:
-        """Seconds of silence between two servers after which the connection is at fault."""
+        """Seconds of silence between two servers after which their connection counts as broken."""
         return 2 * self.timeout
 
     @classmethod
     def of(
         cls, named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer, workers: int, **options: Any
     ) -> "Specification":
-        """The specification for an optimizer as it is now.
+        """Return the specification for an optimizer in its present state.
 
         Args:
-            named_parameters: The trained parameters by name, as ``network.named_parameters()`` gives them; those that
-                the optimizer does not hold are left out.
+            named_parameters: The trained parameters by name, as ``network.named_parameters()`` returns them; parameters
+                that the optimizer does not hold are left out.
             optimizer: The user's optimizer.
-            workers: Workers that the first step waits for.
+            workers: Number of workers that the first step waits for.
             options: Further attributes.
 
         Raises:
-            ConfigurationError: An option of the optimizer cannot travel, a parameter has no name, or an attribute is
+            ConfigurationError: An option of the optimizer cannot be sent, a parameter has no name, or an attribute is
                 out of range.
         """
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -210,12 +211,12 @@ class Specification(RunOptions):
         return cls(infos, f"{kind.__module__}.{kind.__qualname__}", tuple(groups), workers, **options)
 
     def to_json(self) -> str:
-        """This specification as text for :meth:`from_json`."""
+        """Return this specification as text for :meth:`from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Specification":
-        """The specification that :meth:`to_json` wrote.
+        """Return the specification that :meth:`to_json` wrote.
 
         Raises:
             ConfigurationError: A field is unknown or out of range.
@@ -237,7 +238,7 @@ class Specification(RunOptions):
             yield f"replication={self.replication} needs as many servers, but servers={self.servers}: change one"
         if self.pipelined and (self.mode != "sync" or self.clip_norm is not None):
             yield (
-                "pipelined=True is for mode='sync' without clip_norm: else something of all slices decides each step; "
+                "pipelined=True is for mode='sync' without clip_norm, because otherwise a step depends on all slices: "
                 "leave it out"
             )
         if self.pipelined and may_be_lossy(self.pull_compression):
@@ -262,24 +263,24 @@ class Specification(RunOptions):
 
 
 def unknown_choices(options: object, choices: Mapping[str, Any]) -> Iterator[str]:
-    """Mistakes of options that are one of several words."""
+    """Yield a message for each option that does not have one of its allowed values."""
     for name, choice in choices.items():
         if getattr(options, name) not in get_args(choice):
             yield f"{name}={getattr(options, name)!r}: use one of {', '.join(get_args(choice))}"
 
 
 def too_small(options: object, least: Mapping[str, int]) -> Iterator[str]:
-    """Mistakes of options that are numbers."""
+    """Yield a message for each number that is below its least value."""
     for name, value in least.items():
         if getattr(options, name) < value:
             yield f"{name}={getattr(options, name)}: use at least {value}"
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of each parameter group as what JSON can hold: learning rate, momentum and so on.
+    """Return the options of each parameter group as values that JSON can hold: learning rate, momentum and so on.
 
     Raises:
-        ConfigurationError: An option is neither a number, text, None nor a list of those.
+        ConfigurationError: An option is not a number, a text, None or a list of these.
     """
     return [
         {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
@@ -303,37 +304,41 @@ LARGEST_OPTION = 1e30
 
 
 def check_options(options: Any, groups: Sequence[Group]) -> Options:
-    """The hyper-parameters of each parameter group that a message brings, if they are of the groups' form."""
-    if not _alike(options, [group.options for group in groups]):
+    """Return the hyper-parameters in a message, after a check that they have the form of the groups' options.
+
+    Raises:
+        InvalidMessageError: They do not.
+    """
+    if not _can_replace(options, [group.options for group in groups]):
         raise InvalidMessageError("hyper-parameters of other parameter groups")
     checked: Options = options
     return checked
 
 
 def check_before_sending(options: Sequence[Mapping[str, Any]], groups: Sequence[Group], step: int) -> None:
-    """Refuse at its worker, in a step, what the servers would drop: the step would never end.
+    """Check a worker's hyper-parameters in a step: servers would drop wrong ones, and the step would never end.
 
     Raises:
-        ConfigurationError: An option cannot replace that of the start of the run; it is named.
+        ConfigurationError: An option cannot replace its value at the start of the run; the message names the option.
     """
-    for number, (given, group) in enumerate(zip(options, groups, strict=True)):
+    for number, (values, group) in enumerate(zip(options, groups, strict=True)):
         for name, first in group.options.items():
-            option = list(given[name]) if isinstance(given[name], tuple) else given[name]
-            if not _alike(option, first):
+            option = list(values[name]) if isinstance(values[name], tuple) else values[name]
+            if not _can_replace(option, first):
                 raise ConfigurationError(
-                    f"step {step}: {name}={given[name]} of parameter group {number} was {first} at the start, and the "
-                    "servers take only other finite numbers: look at its schedule, or leave it as it was"
+                    f"step {step}: {name}={values[name]} of parameter group {number} was {first} at the start, and the "
+                    "servers accept only finite numbers in its place: check its schedule, or do not change it"
                 )
 
 
-def _alike(value: Any, given: Any) -> bool:
-    """Whether an option may replace another: numbers for numbers, and lists and objects of the same size."""
-    if isinstance(given, dict):
-        return (
-            isinstance(value, dict) and value.keys() == given.keys() and all(_alike(value[k], given[k]) for k in given)
-        )
-    if isinstance(given, list | tuple):
-        return isinstance(value, list) and len(value) == len(given) and all(map(_alike, value, given))
-    if isinstance(given, bool | str) or given is None:
-        return bool(value == given)
+def _can_replace(value: Any, first: Any) -> bool:
+    """Whether an option may replace its first value: numbers for numbers, and lists and objects of the same size."""
+    if isinstance(first, dict):
+        if not isinstance(value, dict) or value.keys() != first.keys():
+            return False
+        return all(_can_replace(value[name], first[name]) for name in first)
+    if isinstance(first, list | tuple):
+        return isinstance(value, list) and len(value) == len(first) and all(map(_can_replace, value, first))
+    if isinstance(first, bool | str) or first is None:
+        return bool(value == first)
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_OPTION

@@ -1,4 +1,4 @@
-"""Watches the processes of one node: restarts those that die, tells the coordinator, and leaves nothing behind."""
+"""Supervision of one node's processes: it restarts dead ones, informs the coordinator, and ends all of them."""
 
 import contextlib
 import itertools
@@ -28,18 +28,31 @@ GRACE = 5.0  # seconds
 
 @dataclass
 class Watched:
-    """A process that is watched."""
+    """A process under supervision.
 
-    role: str  # worker, server or coordinator
+    Attributes:
+        role: ``worker``, ``server`` or ``coordinator``.
+        id: Number among the processes of its role.
+        start: Function that starts the process, given its incarnation.
+        restarts: How many more times the process may be started again after it was killed.
+        incarnation: Number of processes that were started for this place before.
+        handle: The running process.
+        code: Exit code; None as long as the process runs or is started again.
+        stopped: Seconds for which the process has been stopped, as by SIGSTOP.
+        reason: Why the supervision has ended the process; empty if it has not.
+        ended: When the process ended by itself while the coordinator could not be reached.
+    """
+
+    role: str
     id: int
-    start: Callable[[int], Handle]  # takes the incarnation
-    restarts: int = 0  # how often it may be started again when it is killed
+    start: Callable[[int], Handle]
+    restarts: int = 0
     incarnation: int = 0
     handle: Handle = field(init=False)
-    code: int | None = None  # None as long as it runs, or is started again
-    stopped: float = 0.0  # for how many seconds it has been
-    why: str = ""  # it was ended from here
-    ended: float | None = None  # when it has ended by itself while the coordinator was not reached
+    code: int | None = None
+    stopped: float = 0.0
+    reason: str = ""
+    ended: float | None = None
 
     def __str__(self) -> str:
         number = "" if self.role == COORDINATOR else f" {self.id}"
@@ -47,32 +60,34 @@ class Watched:
 
     @property
     def member(self) -> tuple[str, int, int]:
-        """Who it is to the coordinator."""
+        """The process as the coordinator knows it: role, id and incarnation."""
         return self.role, self.id, self.incarnation
 
     def end_silent(self) -> None:
-        """End it, and keep why: not whoever stopped or silenced it has killed it."""
-        silent = f"was stopped, as by SIGSTOP, for {self.stopped:.0f} s" if self.stopped else "gave no sign of life"
-        self.why = self.why or f"{silent}, and is ended"
+        """Kill a silent process, and keep the reason for the report on its end."""
+        silence = f"was stopped, as by SIGSTOP, for {self.stopped:.0f} s" if self.stopped else "sent no heartbeat"
+        self.reason = self.reason or f"{silence}, and is ended"
         self.stopped = 0.0
         self.handle.send_signal(signal.SIGKILL)
 
 
 class Supervision:
-    """Starts this node's processes and watches them until its workers have ended.
+    """Supervision of this node's processes: it starts them and watches them until the workers have ended.
 
-    Killed processes (by a signal: a fault) are started again as often as they may be. So are those that end because
-    they were cut off from the coordinator, which has missed them; while it is not reached, they are waited with for as
-    long as a process may take to appear. One that ends with another error ends the run: it would fail again. The
-    coordinator learns of a death at once, and of what follows.
+    A process that was killed by a signal counts as faulty and is started again, as often as it may be. The same holds
+    for a process that ended because it was cut off from the coordinator and the coordinator has missed it. While the
+    coordinator cannot be reached, the supervision waits before it decides, for as long as a process may take to appear.
+    A process that ends with another error ends the run, because it would fail again. The coordinator is told of a death
+    at once, and of the decision.
 
     Services end by themselves when every worker has left their session. Workers that open further sessions start the
-    services of these themselves; no worker is started again from then on.
+    services of these sessions themselves; from then on no worker is started again.
 
-    It holds no socket and no thread while it starts processes, so they may be forked.
+    The supervision holds no socket and no thread while it starts processes, so they may be forked.
 
     Attributes:
-        deaths: What has become of those that have not ended as they should.
+        watched: The processes.
+        deaths: Descriptions of the processes that have not ended as planned.
     """
 
     def __init__(self, coordinator: Address, keys: KeyPair | None = None) -> None:
@@ -82,11 +97,11 @@ class Supervision:
         self.deaths: list[str] = []
         self._asked_at = self._heard_at = self._looked_at = time.monotonic()
         self._ended_at: float | None = None
-        self._over = False  # the session of this coordinator
-        self._missed: set[tuple[str, int, int]] = set()  # lives of those that it has heard too long ago
+        self._over = False  # whether the coordinator's session is over
+        self._missed: set[tuple[str, int, int]] = set()  # members that the coordinator has missed
         self._stopping = False
-        self._own = None if keys is None else KeyPair.create()
-        self._peer = Peer(coordinator.role, coordinator.id, 0, process_number(self._own))
+        self._own_keys = None if keys is None else KeyPair.create()
+        self._peer = Peer(coordinator.role, coordinator.id, 0, process_number(self._own_keys))
         self._reporter = Reporter(coordinator.session)
         self._numbers = itertools.count(1)
 
@@ -97,16 +112,16 @@ class Supervision:
 
     @property
     def process(self) -> int:
-        """By which the coordinator that this one starts knows it."""
+        """The number that identifies this supervision to the coordinator that it starts."""
         return self._peer.process
 
     @property
     def workers(self) -> list[Watched]:
         """The workers among the processes."""
-        return [one for one in self.watched if one.role == WORKER]
+        return [child for child in self.watched if child.role == WORKER]
 
     def _running(self, *roles: str) -> list[Watched]:
-        return [one for one in self.watched if one.code is None and one.role in (roles or (one.role,))]
+        return [child for child in self.watched if child.code is None and child.role in (roles or (child.role,))]
 
     def watch(self, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until every worker has ended."""
@@ -116,42 +131,46 @@ class Supervision:
             time.sleep(POLL)
 
     def look(self) -> None:
-        """Look once at every process, and now and then ask the coordinator who has gone silent."""
-        for one in self._running():
-            code = one.handle.poll()
+        """Check every process once, and about once a second ask the coordinator for silent members."""
+        for child in self._running():
+            code = child.handle.poll()
             if code is not None:
-                self._on_end(one, code)
+                self._on_end(child, code)
         now = time.monotonic()
         self.end_the_stopped(now)
         if now - self._asked_at > ASK_EVERY and not (self._stopping or self._over):
             self.ask()
             self._asked_at = time.monotonic()
         if self._ended_at is not None and now - self._ended_at > self.coordinator.timeout + GRACE:
-            for one in self._running(WORKER):
-                self.deaths.append(f"{one} did not end by itself")
-                one.handle.send_signal(signal.SIGKILL)
+            for child in self._running(WORKER):
+                self.deaths.append(f"{child} did not end by itself")
+                child.handle.send_signal(signal.SIGKILL)
             self._ended_at = now
 
     def send_signal(self, signum: int) -> None:
-        """Send a signal to every worker that runs; after one that ends them, none is started again."""
+        """Send a signal to every running worker. After a signal that ends workers, no worker is started again."""
         if signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
             self._run_ends()
-        for one in self._running(WORKER):
-            one.handle.send_signal(signum)
+        for child in self._running(WORKER):
+            child.handle.send_signal(signum)
 
     def stop(self, at_once: bool = False) -> None:
-        """End the servers and the coordinator, and whatever still runs; `at_once` also if workers still need them."""
+        """End the servers, the coordinator and any other running process.
+
+        Args:
+            at_once: Whether to end them even if workers still need them.
+        """
         self._stopping = True
-        for one in self._running():
-            if one.why or is_stopped(one.handle.pid):
-                one.end_silent()  # The workers have not waited for it as long as this process.
-                self.deaths.append(f"{one} {one.why}")
+        for child in self._running():
+            if child.reason or is_stopped(child.handle.pid):
+                child.end_silent()  # The workers have not waited for it as long as this process has.
+                self.deaths.append(f"{child} {child.reason}")
                 print(self.deaths[-1], file=sys.stderr, flush=True)
         heard = time.monotonic()
         while not (at_once or self._over or self._ended_at is not None):
             if self.ask():
                 heard = time.monotonic()
-            # Its own coordinator lives, and may be short of a processor.
+            # A coordinator on this node lives, and may only be slow.
             elif not self._coordinator_lives() or time.monotonic() - heard > self.coordinator.timeout:
                 break
             time.sleep(POLL)
@@ -160,7 +179,7 @@ class Supervision:
             self.send("end", {"message": "the run is over", "clean": True})
         self._end(SERVER, GRACE)
         if coordinates:
-            self.send("stop", {"members": [[one.role, one.id] for one in self.watched]})
+            self.send("stop", {"members": [[child.role, child.id] for child in self.watched]})
         self._end(COORDINATOR, GRACE)
         self._end(WORKER, 0.0)
 
@@ -172,100 +191,103 @@ class Supervision:
 
     # Ends
 
-    def _on_end(self, one: Watched, code: int) -> None:
+    def _on_end(self, child: Watched, code: int) -> None:
         if self._stopping or code == 0:
-            one.code = code
-            if one.role == WORKER and not self._stopping:
-                self.send("left", {"role": one.role, "id": one.id, "incarnation": one.incarnation})
+            child.code = code
+            if child.role == WORKER and not self._stopping:
+                self.send("left", {"role": child.role, "id": child.id, "incarnation": child.incarnation})
             return
-        cut_off = self._was_cut_off(one, code)
+        cut_off = self._was_cut_off(child, code)
         if cut_off is None:
-            return  # It is looked at again.
+            return  # The decision follows at a later check.
         killed = code < 0 or cut_off
-        if code < 0 and one.role == WORKER and not self._over:
+        if code < 0 and child.role == WORKER and not self._over:
             self.ask()
-        # Once a worker has finished, the others let no new one in.
+        # Once a worker has finished, the others admit no new one.
         finished = any(worker.code == 0 for worker in self.workers)
-        over = (one.role == WORKER and (self._over or finished)) or (one.role == COORDINATOR and self._over)
-        replaced = killed and one.restarts > 0 and self._ended_at is None and not over
-        how = one.why or ending(code)
-        what = f"{one} {how}"
-        if killed or one.role != WORKER:
-            self.deaths.append(what)
-        if killed:  # Whoever ends by itself has said why.
-            follows = "it is started again" if replaced else "it is not replaced"
-            if one.restarts and self._over:
-                follows += ": only the first session of a run has restarts"
-            print(f"{what}; {follows}", file=sys.stderr, flush=True)
-        if one.role == COORDINATOR:
-            if not (replaced or self._over):  # One that is replaced goes on with its journal.
+        over = (child.role == WORKER and (self._over or finished)) or (child.role == COORDINATOR and self._over)
+        replaced = killed and child.restarts > 0 and self._ended_at is None and not over
+        how = child.reason or ending(code)
+        death = f"{child} {how}"
+        if killed or child.role != WORKER:
+            self.deaths.append(death)
+        if killed:  # A process that ends by itself has printed the reason.
+            consequence = "it is started again" if replaced else "it is not replaced"
+            if child.restarts and self._over:
+                consequence += ": only the first session of a run has restarts"
+            print(f"{death}; {consequence}", file=sys.stderr, flush=True)
+        if child.role == COORDINATOR:
+            if not (replaced or self._over):  # A replaced coordinator continues from its journal.
                 self._run_ends()
         elif self._over:
-            if one is self.workers[0]:
-                self._run_ends()  # It had started the services of the present session.
+            if child is self.workers[0]:
+                self._run_ends()  # The first worker had started the services of the present session.
         elif killed:
-            fields = {"role": one.role, "id": one.id, "incarnation": one.incarnation, "process": one.handle.pid}
+            fields = {"role": child.role, "id": child.id, "incarnation": child.incarnation, "process": child.handle.pid}
             self.send("died", {**fields, "how": how, "replaced": replaced})
-        elif code < 128:  # 128 + a signal's number: the user has stopped the run.
-            self.send("end", {"message": what, "clean": False})
+        elif code < 128:  # From 128 on the code is 128 + a signal's number: the user has stopped the run.
+            self.send("end", {"message": death, "clean": False})
         if replaced:
-            one.restarts -= 1
-            one.incarnation += 1
-            one.ended, one.why = None, ""
-            one.handle = one.start(one.incarnation)
+            child.restarts -= 1
+            child.incarnation += 1
+            child.ended, child.reason = None, ""
+            child.handle = child.start(child.incarnation)
             return
-        one.code = code
-        if one.role == WORKER and not killed:
+        child.code = code
+        if child.role == WORKER and not killed:
             self._run_ends()
 
-    def _was_cut_off(self, one: Watched, code: int) -> bool | None:
-        """Whether a process has ended by itself after the coordinator had missed it; None if that is to be seen."""
-        if not 0 < code < 128 or one.role == COORDINATOR or self._over or self._ended_at is not None:
+    def _was_cut_off(self, child: Watched, code: int) -> bool | None:
+        """Whether a process has ended by itself after the coordinator had missed it; None if this is not known yet."""
+        if not 0 < code < 128 or child.role == COORDINATOR or self._over or self._ended_at is not None:
             return False
         if self.ask():
-            return one.member in self._missed
+            return child.member in self._missed
         now = time.monotonic()
-        if one.ended is None:
-            if not one.restarts or now - self._heard_at < self.coordinator.timeout / 2:
-                return False  # Where the coordinator was heard until now, it has ended the run and itself.
-            one.ended = now
-        return None if now - one.ended < self.coordinator.appear else False
+        if child.ended is None:
+            if not child.restarts or now - self._heard_at < self.coordinator.timeout / 2:
+                return False  # The coordinator was reached until now, so it has ended the run and itself.
+            child.ended = now
+        return None if now - child.ended < self.coordinator.appear else False
 
     def _run_ends(self) -> None:
         if self._ended_at is None:
             self._ended_at = time.monotonic()
 
     def end_the_stopped(self, now: float) -> None:
-        """End those that are stopped: the coordinator cannot miss who has not registered yet, or has left."""
-        # At most a second: this process may have been stopped with them, as by Ctrl-Z.
+        """End stopped processes. The coordinator does not miss those that have not registered yet, or have left."""
+        # At most one second counts: this process may have been stopped with them, as by Ctrl-Z.
         passed, self._looked_at = min(now - self._looked_at, 1.0), now
-        for one in self._running():
-            one.stopped = one.stopped + passed if is_stopped(one.handle.pid) else 0.0
+        for child in self._running():
+            child.stopped = child.stopped + passed if is_stopped(child.handle.pid) else 0.0
             limit = self.coordinator.timeout
-            if one.role == COORDINATOR and one.restarts:
-                limit /= 2  # Its members wait for so long in all.
-            if one.stopped > limit:
-                one.end_silent()
+            if child.role == COORDINATOR and child.restarts:
+                limit /= 2  # The members wait for a coordinator only as long as the time-out, including its restart.
+            if child.stopped > limit:
+                child.end_silent()
 
     def _coordinator_lives(self) -> bool:
-        return any(one.handle.poll() is None for one in self._running(COORDINATOR))
+        return any(child.handle.poll() is None for child in self._running(COORDINATOR))
 
     def _end(self, role: str, grace: float) -> None:
         deadline = time.monotonic() + grace
-        for one in self._running(role):
-            while (code := one.handle.poll()) is None and time.monotonic() < deadline:
+        for child in self._running(role):
+            while (code := child.handle.poll()) is None and time.monotonic() < deadline:
                 time.sleep(POLL)
             if code is None:
                 with contextlib.suppress(ProcessLookupError):
-                    one.handle.send_signal(signal.SIGKILL)
-            while (code := one.handle.poll()) is None:
+                    child.handle.send_signal(signal.SIGKILL)
+            while (code := child.handle.poll()) is None:
                 time.sleep(POLL)
-            one.code = code
+            child.code = code
 
     # The coordinator
 
     def ask(self) -> bool:
-        """Ask the coordinator whether its session goes on and who is silent, and end these; whether it has answered."""
+        """Ask the coordinator whether its session goes on and which members are silent, and end the silent ones.
+
+        Returns whether the coordinator has answered.
+        """
         answer = self.send("status")
         if answer is None:
             return False
@@ -278,19 +300,22 @@ class Supervision:
         self._missed |= {
             (role, identity, incarnation) for role, identity, incarnation in answer.fields.get("silent", [])
         }
-        for one in self._running():
-            if one.member in self._missed and one.handle.poll() is None:
-                one.end_silent()
+        for child in self._running():
+            if child.member in self._missed and child.handle.poll() is None:
+                child.end_silent()
         return True
 
     def send(self, kind: str, fields: Mapping[str, object] | None = None) -> Message | None:
-        """Ask the coordinator over a connection of its own, for a moment; None if it has not answered by then.
+        """Send a request to the coordinator over a new connection, and wait briefly for the answer.
 
-        What it has not answered before, it is asked again at every occasion: no death is untold because it was busy.
+        Requests without an answer are sent again with every later request, so that a busy coordinator hears of every
+        death.
+
+        Returns the answer; None if it did not arrive in time.
         """
         number = next(self._numbers)
         answers: dict[int, Message | str] = {}
-        with Line(self.coordinator, self._peer, self._own, self.keys) as line:
+        with Line(self.coordinator, self._peer, self._own_keys, self.keys) as line:
             loop = Loop(
                 self._reporter,
                 lambda to, message: line.send(message),
@@ -299,7 +324,7 @@ class Supervision:
             loop.start()
             loop.act(self._reporter.on_call(time.monotonic(), Call(number, kind, fields or {})))
             until = time.monotonic() + ANSWER_SECONDS
-            while number not in answers and (left := until - time.monotonic()) > 0:
-                loop.hear(line.receive(loop.until_next(left)))
+            while number not in answers and (remaining := until - time.monotonic()) > 0:
+                loop.hear(line.receive(loop.until_next(remaining)))
         answer = answers.get(number)
         return answer if isinstance(answer, Message) and answer.kind == DONE else None

@@ -1,4 +1,4 @@
-"""What a stage's forwards change beside gradients: BatchNorm's running statistics, and other buffers."""
+"""Buffers that a stage's forwards change: BatchNorm's running statistics, and other buffers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,25 +16,29 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def has_batch_norm(network: nn.Module) -> bool:
-    """Whether a network, in the modes that its layers are in, normalises over the samples that it sees together."""
+    """Whether a network, in the present modes of its layers, normalises over the samples of a microbatch."""
     layers = (layer for layer in network.modules() if isinstance(layer, BATCH_NORMS))
     return any(layer.training or not layer.track_running_stats for layer in layers)
 
 
 class StageBuffers:
-    """Keeps the buffers of a stage, on all its replicas alike.
+    """Keeps the buffers of a stage equal on all of its replicas.
 
     BatchNorm layers normalise each microbatch by itself, as in GPipe. While a step runs, the moments of each microbatch
-    are noted; at its end the replicas combine them, and each makes one update by the mean and the unbiased variance of
-    the whole batch, as one full-batch pass does (what torchgpipe calls deferred batch normalization). So momentum keeps
-    its meaning, whatever the number of microbatches.
+    are recorded. At the end of the step the replicas combine the moments, and each replica makes one update by the mean
+    and the unbiased variance of the whole batch, as one full-batch pass does (torchgpipe calls this deferred batch
+    normalization). So momentum keeps its meaning, whatever the number of microbatches.
 
-    Of other buffers, such as the vectors of a spectral norm, all replicas go on with the first one's, as under DDP.
-    Which ones change shows in the first step; constants, however large, are not sent.
+    For other buffers, such as the vectors of a spectral norm, all replicas take over the buffers of the first replica
+    after each step, as under DDP. The first step shows which buffers change; constant buffers are not sent.
 
     Args:
-        group: The stage's replicas; None for one.
-        calls: How often the stage calls each of its modules in a forward, by name.
+        module: The stage.
+        group: Group of the stage's replicas; None for one replica.
+        calls: Number of calls of each module in a forward of the stage, by name.
+
+    Raises:
+        ConfigurationError: The stage contains a SyncBatchNorm layer.
     """
 
     def __init__(
@@ -45,27 +49,27 @@ class StageBuffers:
     ) -> None:
         self.group = group
         self._module = module
-        self._notes: list[Notes] = []
+        self._records: list[MomentRecorder] = []
         for name, layer in module.named_modules():
             if isinstance(layer, nn.SyncBatchNorm):
                 raise ConfigurationError(
-                    f"{name} is a SyncBatchNorm, whose replicas would wait for each other while they run different "
-                    "microbatches: use BatchNorm2d (trainer.sync_batchnorm: false)"
+                    f"{name} is a SyncBatchNorm, with which replicas would wait for each other while they run "
+                    "different microbatches: use BatchNorm2d (trainer.sync_batchnorm: false)"
                 )
             if isinstance(layer, BATCH_NORMS) and layer.track_running_stats:
                 count = sum(calls[path] for path in calls if name == path or name.startswith(path + "."))
-                if count:  # Some are for evaluation alone.
-                    self._notes.append(Notes(name, layer, count))
-        self._training: list[Notes] = []
+                if count:  # A layer without calls is used in evaluation only.
+                    self._records.append(MomentRecorder(name, layer, count))
+        self._training: list[MomentRecorder] = []
         self._moments: MomentTable | None = None
-        noted = {id(buffer) for notes in self._notes for buffer in notes.layer.buffers(recurse=False)}
-        self._others = [name for name, buffer in module.named_buffers() if id(buffer) not in noted]
+        recorded = {id(buffer) for record in self._records for buffer in record.layer.buffers(recurse=False)}
+        self._others = [name for name, buffer in module.named_buffers() if id(buffer) not in recorded]
         self._changing: list[str] | None = None
         self._before: list[tuple[int, int]] = []
 
     def begin(self, microbatches: int) -> None:
-        """Note what changes, and the moments of layers in training mode, until :meth:`finish` or :meth:`abandon`."""
-        training = [notes for notes in self._notes if notes.layer.training]
+        """Record changes of buffers and moments of layers in training mode, until :meth:`finish` or :meth:`abandon`."""
+        training = [record for record in self._records if record.layer.training]
         if not training:
             self._moments = None
         elif self._moments is None or self._training != training or self._moments.microbatches != microbatches:
@@ -73,23 +77,28 @@ class StageBuffers:
         self._training = training
         if self._moments is not None:
             self._moments.clear()
-        for notes in training:
-            notes.begin()
+        for record in training:
+            record.begin()
         if self.group is not None:
             self._before = self._states()
 
     @contextmanager
     def microbatch(self, microbatch: int, again: bool = False) -> Iterator[None]:
-        """Note the moments of the forward inside; one that runs ``again`` for its activations counts only once."""
-        for notes in self._training:
-            notes.counts.clear()
+        """Record the moments of a microbatch's forward, which runs inside the context.
+
+        Args:
+            microbatch: The microbatch.
+            again: Whether the forward recomputes activations; its moments are then not recorded a second time.
+        """
+        for record in self._training:
+            record.counts.clear()
         yield
         if self._moments is not None and not again:
-            self._moments.note(microbatch)
+            self._moments.record(microbatch)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Update the running statistics by those of the step, and share the other buffers; a collective of replicas."""
+        """Update the running statistics by the step's moments, and share other buffers; a collective of replicas."""
         self.abandon()
         if self._moments is not None:
             self._moments.update(self.group)
@@ -97,43 +106,48 @@ class StageBuffers:
             self._share_others()
 
     def abandon(self) -> None:
-        """Give the layers their running statistics back, as they were before the step."""
-        for notes in self._notes:
-            notes.restore()
+        """Restore the layers' running statistics as they were before the step."""
+        for record in self._records:
+            record.restore()
 
     def _share_others(self) -> None:
-        changed = [now != before for now, before in zip(self._states(), self._before, strict=True)]
+        changed = [state != before for state, before in zip(self._states(), self._before, strict=True)]
         if self._changing is None:
             device = self._module.get_buffer(self._others[0]).device
             flags = torch.tensor(changed, dtype=torch.int32, device=device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
             self._changing = [name for name, flag in zip(self._others, flags.tolist(), strict=True) if flag]
-        late = {name for name, one in zip(self._others, changed, strict=True) if one} - set(self._changing)
+        late = {name for name, is_changed in zip(self._others, changed, strict=True) if is_changed} - set(
+            self._changing
+        )
         if late:
             raise ConfigurationError(
-                f"the buffer {min(late)} has changed, and did not in the first step: the replicas of a stage would "
-                "part; change it in every step, or give the stage one replica"
+                f"the buffer {min(late)} has changed, but did not change in the first step: it would differ between "
+                "the replicas of a stage; change it in every step, or give the stage one replica"
             )
         for name in self._changing:
-            whole = self._module.get_buffer(name).contiguous()
-            dist.broadcast(whole, group=self.group, group_src=0)
-            self._module.get_buffer(name).copy_(whole)
+            values = self._module.get_buffer(name).contiguous()
+            dist.broadcast(values, group=self.group, group_src=0)
+            self._module.get_buffer(name).copy_(values)
 
     def _states(self) -> list[tuple[int, int]]:
-        """Which tensor each other buffer is, and how often it was written to; autograd counts that."""
-        return [(id(one), writes(one)) for one in map(self._module.get_buffer, self._others)]
+        """Return the identity of each other buffer, and the number of writes to it, which autograd counts."""
+        return [(id(buffer), writes(buffer)) for buffer in map(self._module.get_buffer, self._others)]
 
 
-class Notes:
-    """The moments of one layer during a step, which the layer's own kernel writes.
+class MomentRecorder:
+    """Records the moments of one layer during a step; the layer's own kernel computes them.
 
-    With momentum 1 it puts the moments of a call into whatever tensors it holds as running statistics. Those are the
-    same for all microbatches: a compiled stage would be compiled again for others.
+    With momentum 1 the kernel writes the moments of a call to the tensors that the layer holds as running statistics.
+    These tensors are the same for all microbatches, because a compiled stage would be compiled again for other tensors.
 
     Attributes:
-        calls: Of the layer in a forward; the same on all replicas, one without a microbatch in this step included.
-        places: Where mean and variance (C,) of each of them are written.
-        counts: Values per channel in each call so far.
+        name: Name of the layer.
+        layer: The layer.
+        calls: Number of calls of the layer in a forward. The number is equal on all replicas, also on a replica without
+            a microbatch in this step.
+        places: For each call the tensors (C,) to which mean and variance are written.
+        counts: For each call so far the number of values per channel.
     """
 
     def __init__(self, name: str, layer: Any, calls: int) -> None:
@@ -144,14 +158,14 @@ class Notes:
         layer.register_forward_pre_hook(self._before)
 
     def begin(self) -> None:
-        """Set the running statistics aside."""
+        """Set the layer's running statistics aside, and begin to record moments."""
         layer = self.layer
         self._saved = (layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum)
         layer.num_batches_tracked, layer.momentum = None, 1.0
         self._put(0)
 
     def restore(self) -> None:
-        """Give the layer its running statistics back."""
+        """Restore the layer's running statistics."""
         if self._saved is not None:
             layer = self.layer
             layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum = self._saved
@@ -164,7 +178,7 @@ class Notes:
         if call == self.calls:
             raise ConfigurationError(
                 f"{self.name} normalises several times in one call of the layer that contains it: call it from a "
-                "module of your own, not from a subclass of a layer of torch.nn, or use it once"
+                "module that is not a subclass of a torch.nn layer, or call it once"
             )
         self.counts.append(inputs[0].numel() // self.layer.num_features)
         if self.calls > 1:
@@ -176,46 +190,52 @@ class Notes:
 
 
 class MomentTable:
-    """Means and unbiased variances of each call of each layer in each microbatch, and what they make of the statistics.
+    """Means and unbiased variances of each call of each layer in each microbatch, and the update of the statistics.
 
-    All layers stand side by side, with a column for each channel, so that everything is computed for all at once; on
-    the device, and without looking at a value. ``counts`` has for each microbatch, call and layer the values per
-    channel, 0 where the layer was not reached.
+    All layers are concatenated, with a column for each channel, so that all layers are computed at once, on the device
+    and without reading a value on the host. For each microbatch, call and layer the table counts the values per
+    channel; the count is 0 for a call that did not happen.
+
+    Args:
+        records: Recorders of the layers in training mode.
+        microbatches: Number of microbatches of a step.
     """
 
-    def __init__(self, notes: Sequence[Notes], microbatches: int) -> None:
+    def __init__(self, records: Sequence[MomentRecorder], microbatches: int) -> None:
         self.microbatches = microbatches
-        self._notes = notes
-        self._layers = [one.layer for one in notes]
-        self._calls = max(one.calls for one in notes)
+        self._records = records
+        self._layers = [record.layer for record in records]
+        self._calls = max(record.calls for record in records)
         self._widths = [int(layer.num_features) for layer in self._layers]
         like = self._layers[0].running_mean
-        self._layer_of = torch.repeat_interleave(torch.arange(len(notes)), torch.tensor(self._widths)).to(like.device)
+        self._layer_of = torch.repeat_interleave(torch.arange(len(records)), torch.tensor(self._widths)).to(like.device)
         self._present = like.new_zeros(self._calls, 2, sum(self._widths))
         self._moments = like.new_zeros(microbatches, *self._present.shape)
         stop = 0
-        for one, width in zip(notes, self._widths, strict=True):
-            own = slice(stop, stop := stop + width)
-            one.places = [(self._present[call, 0, own], self._present[call, 1, own]) for call in range(one.calls)]
+        for record, width in zip(records, self._widths, strict=True):
+            columns = slice(stop, stop := stop + width)
+            record.places = [
+                (self._present[call, 0, columns], self._present[call, 1, columns]) for call in range(record.calls)
+            ]
         self.clear()
 
     def clear(self) -> None:
-        """Start from none."""
+        """Remove all moments."""
         self._moments.zero_()
         self._counts: list[tuple[tuple[int, ...], ...]] = [
             ((0,) * len(self._layers),) * self._calls for _ in range(self.microbatches)
         ]
 
-    def note(self, microbatch: int) -> None:
-        """Keep what the layers have put there in a microbatch."""
+    def record(self, microbatch: int) -> None:
+        """Store the moments that the layers have written in a microbatch."""
         self._moments[microbatch].copy_(self._present)
         self._counts[microbatch] = tuple(
-            tuple(one.counts[call] if call < len(one.counts) else 0 for one in self._notes)
+            tuple(record.counts[call] if call < len(record.counts) else 0 for record in self._records)
             for call in range(self._calls)
         )
 
     def update(self, group: dist.ProcessGroup | None) -> None:
-        """Update the running statistics by the union of all microbatches, one call of a layer after the other."""
+        """Update the running statistics by the union of all microbatches, call after call of each layer."""
         moments = self._moments.double()  # (microbatches, calls, 2, channels)
         counts = numbers_on(tuple(self._counts), moments.device)  # (microbatches, calls, layers)
         if group is not None:
@@ -230,16 +250,17 @@ class MomentTable:
             updates = updates + reached
             weight = self._weight(updates) * reached
             statistics = statistics.lerp(moment, weight[self._layer_of].expand_as(moment))
-        copy_all(buffers, [part for one in statistics.to(buffers[0].dtype) for part in one.split(self._widths)])
+        copy_all(buffers, [part for row in statistics.to(buffers[0].dtype) for part in row.split(self._widths)])
         add_all([layer.num_batches_tracked for layer in self._layers], updates.unbind())
 
     def _weight(self, updates: Tensor) -> Tensor:
-        """How much the next moments count in each layer's statistics, which has had so many updates in this step."""
+        """Return the weight of the next moments in each layer's statistics, after `updates` updates in this step."""
         momenta = [layer.momentum for layer in self._layers]
-        weight = numbers_on(tuple(one or 0.0 for one in momenta), updates.device)
+        weight = numbers_on(tuple(momentum or 0.0 for momentum in momenta), updates.device)
         if None not in momenta:
             return weight
-        averages = numbers_on(tuple(one is None for one in momenta), updates.device) > 0  # of all updates so far
+        # Without momentum a layer's statistics are the average over all updates so far.
+        averages = numbers_on(tuple(momentum is None for momentum in momenta), updates.device) > 0
         tracked = torch.stack([layer.num_batches_tracked for layer in self._layers])
         return torch.where(averages, 1.0 / (tracked + updates).clamp(min=1).double(), weight)
 
@@ -247,12 +268,17 @@ class MomentTable:
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def numbers_on(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
-    """Nested numbers as a tensor; kept, because the host would wait for each copy to a device."""
+    """Return nested numbers as a tensor, from a cache: the host would wait for each copy to a device."""
     return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
 def _union(counts: Tensor, moments: Tensor) -> Tensor:
-    """Mean and unbiased variance (K, 2, W) of the union of M sets with counts (M, K, W) and moments (M, K, 2, W)."""
+    """Return mean and unbiased variance (K, 2, W) of the union of M sets.
+
+    Args:
+        counts: Numbers of values (M, K, W).
+        moments: Means and unbiased variances (M, K, 2, W).
+    """
     means, unbiased = moments.unbind(2)
     total = counts.sum(0)
     mean = (counts * means).sum(0) / total.clamp(min=1)

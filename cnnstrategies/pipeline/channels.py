@@ -1,6 +1,7 @@
-"""One stage's traffic with the others: inputs and outputs of its forwards, gradients of its backwards.
+"""Messages of one stage: inputs and outputs of its forwards, and gradients of its backwards.
 
-What crosses a cut is taken apart into tensors that are sent as they lie in memory, and put together again.
+Values that cross a cut are taken apart into tensors. Each tensor is sent in its own memory layout, and the receiver
+assembles the values again.
 """
 
 from collections import deque
@@ -17,22 +18,26 @@ from cnnstrategies.pipeline.stage import IMAGES, StageGraph
 from cnnstrategies.pipeline.timetable import Kind, Task
 from cnnstrategies.pipeline.transport import BACKWARD, FORWARD, REACHED, Pending, Transport
 
-GRADIENTS_UNDER_WAY = 2  # sends of gradients to one rank that are not waited for
-EVALUATIONS_UNDER_WAY = 4  # sends of one evaluated microbatch's values that are not waited for
+GRADIENTS_UNDER_WAY = 2  # microbatches whose gradients may be on their way to one rank
+EVALUATIONS_UNDER_WAY = 4  # evaluated microbatches whose outputs may be on their way
 
-Order = tuple[int, Kind, int, int]  # of messages: the turn and kind of the task that sends it, from and to which rank
+# Sort key of a message: turn and kind of the task that sends it, sending rank, receiving rank.
+Order = tuple[int, Kind, int, int]
 
 
 class Channels:
-    """Sends and receives for the rank that runs a stage.
+    """Sends and receives of the rank that runs a stage.
 
-    Messages are begun between the rank's tasks (:meth:`exchange`), so that data flows while it computes. Sends are
-    waited for when the answer shows that they have arrived, so that no rank waits for another to post a receive.
+    Messages are begun between the rank's tasks (:meth:`exchange`), so that data travels while the rank computes. A send
+    of activations is waited for when their gradients have come back, which shows that the activations have arrived, so
+    no rank waits for another rank to begin a receive.
 
     Args:
-        turn: The clock of the tasks of all ranks.
-        ask_for_all: Ask for the gradients of all floating-point tensors: a forward without autograd, which runs again
-            later, does not know which it will need.
+        graph: Graph of the stage.
+        turn: Function from a task to its turn, equal on all ranks; see :func:`.timetable.turns`.
+        transport: Transport of this rank.
+        ask_for_all: Whether to request the gradients of all floating-point tensors. A forward without autograd that is
+            recomputed later does not know which gradients it will need.
     """
 
     def __init__(
@@ -52,12 +57,17 @@ class Channels:
         self._sent_headers: dict[Hashable, TensorHeader] = {}
         self._awaited: deque[tuple[Order, Task, Hashable]] = deque()
         self._prepared: list[tuple[Order, Pending]] = []
-        self._coming: dict[Task, list[Pending | Tensor]] = {}
-        self._leaving: dict[int, list[Pending]] = {}
-        self._gradients_leaving: dict[int, deque[list[Pending]]] = {}
+        self._receives: dict[Task, list[Pending | Tensor]] = {}
+        self._sends: dict[int, list[Pending]] = {}
+        self._gradient_sends: dict[int, deque[list[Pending]]] = {}
 
     def plan(self, tasks: Iterable[Task], size: Callable[[int], Hashable]) -> None:
-        """See which messages this rank's tasks need, by what the shapes of a microbatch depend on."""
+        """Determine the messages that this rank's tasks need.
+
+        Args:
+            tasks: Tasks of the rank.
+            size: Function from a microbatch to a key that determines the shapes and types of its values.
+        """
         awaited = []
         for task in tasks:
             for stage in self.graph.names_from if task.kind == "forward" else self.graph.names_to:
@@ -67,16 +77,17 @@ class Channels:
         self._awaited = deque(sorted(awaited, key=itemgetter(0)))
 
     def exchange(self, now: float, until: float) -> None:
-        """Begin the sends that were prepared, and receives.
+        """Begin the prepared sends, and receives.
 
-        All ranks begin their messages in one order, that of the turns of the tasks that send them. The first of those
-        that are not done has nothing to wait for. So no rank waits for ever, even where a message has to be done before
-        its rank goes on: a GPU's host may have to wait at any moment until all that was begun there is done, as when a
-        kernel is loaded or memory is given back.
+        All ranks begin their messages in the same order, the order of the turns of the sending tasks. The first message
+        in this order that is not complete has nothing to wait for. So no rank waits forever, even if a message must be
+        complete before its rank continues: the host of a GPU may have to wait at any moment until everything that was
+        begun on the GPU is complete, for example when a kernel is loaded or memory is released.
 
         Args:
-            now: The turn of the rank's next task.
-            until: What is sent before this turn is received; what comes after ``now`` only if its shape is known.
+            now: Turn of the rank's next task.
+            until: Begin to receive messages that are sent before this turn. Messages that are sent at ``now`` or later
+                are received only if their shapes are known.
         """
         while self._awaited and self._awaited[0][0][0] < until:
             order, sender, size = self._awaited[0]
@@ -86,182 +97,209 @@ class Channels:
         self.begin()
 
     def begin(self, before: Order | None = None) -> None:
-        """Begin what was prepared, in the order of all ranks; only what comes before a message, where one is given."""
+        """Begin the prepared transfers in order, or only the transfers before a message in this order."""
         self._prepared.sort(key=itemgetter(0))
         while self._prepared and (before is None or self._prepared[0][0] < before):
             self._prepared.pop(0)[1].begin()
 
     def receive_forward(self, microbatch: int, size: Hashable) -> tuple[dict[str, Any], dict[int, list[Tensor]]]:
-        """The inputs of a forward.
+        """Return the inputs of a forward.
+
+        Args:
+            microbatch: The microbatch.
+            size: Key that determines the shapes and types of the values.
 
         Returns:
-            The values by name, and for each source the tensors whose gradients it wants, as leaves of autograd.
+            The values by name, and for each source stage the tensors whose gradients it needs, as leaves of autograd.
         """
         values: dict[str, Any] = {}
         leaves: dict[int, list[Tensor]] = {}
         for source in self.graph.names_from:
             header = self._received_headers[source, self.transport.placement.rank_of(source, microbatch), size]
-            tensors = self._arrived(Task("forward", source, microbatch))
+            tensors = self._received(Task("forward", source, microbatch))
             if torch.is_grad_enabled():
                 for tensor, spec in zip(tensors, header.tensors, strict=True):
                     tensor.requires_grad_(spec.needs_gradient)
-                leaves[source] = header.wanted(tensors)
+                leaves[source] = header.with_gradient(tensors)
             values |= zip(self.graph.names_from[source], header.unpack(tensors), strict=True)
         return values, leaves
 
     def send_forward(
         self, microbatch: int, size: Hashable, values: dict[str, Any], training: bool
     ) -> dict[int, list[Tensor]]:
-        """Prepare to send a forward's outputs, by name; what is the first message of its size is sent at once.
+        """Prepare to send the outputs of a forward. The first message of a size is sent immediately.
+
+        Args:
+            microbatch: The microbatch.
+            size: Key that determines the shapes and types of the values.
+            values: The outputs by name.
+            training: Whether gradients will be sent back.
 
         Returns:
-            For each target the tensors whose gradients it will send back, in training.
+            For each target stage the tensors whose gradients it will send back in training.
         """
-        copies: dict[tuple[int, torch.memory_format], Tensor] = {}  # One of a tensor, however many stages use it.
+        copies: dict[tuple[int, torch.memory_format], Tensor] = {}  # One copy serves all stages that use a tensor.
         roots: dict[int, list[Tensor]] = {}
-        leaving = []
+        sends = []
         for target in self.graph.names_to:
             rank = self.transport.placement.rank_of(target, microbatch)
             header, tensors = pack(tuple(values[name] for name in self.graph.names_to[target]), self.ask_for_all)
             order = self.order(Task("forward", self.stage, microbatch), self.transport.rank, rank)
-            what = f"the activations of microbatch {microbatch}"
-            known = self._sent_headers.setdefault((target, rank, size), header)
-            assert known == header, "the header of a size does not change"
+            content = f"the activations of microbatch {microbatch}"
+            known_header = self._sent_headers.setdefault((target, rank, size), header)
+            assert known_header == header, "the header of a size does not change"
             wires = []
-            for tensor, spec in zip(tensors, known.tensors, strict=True):
-                one = (id(tensor), spec.memory_format)
-                if one not in copies:
-                    copies[one] = on_the_wire(tensor, spec.memory_format)
-                wires.append(copies[one])
-            if known is header:
-                # Not waited for: its receiver may wait for what others do only when this rank has gone on.
-                leaving += self.transport.send_object((header, wires), rank, what)
+            for tensor, spec in zip(tensors, known_header.tensors, strict=True):
+                key = (id(tensor), spec.memory_format)
+                if key not in copies:
+                    copies[key] = on_the_wire(tensor, spec.memory_format)
+                wires.append(copies[key])
+            if known_header is header:
+                # This send is not waited for: its receiver may first wait for messages that this rank sends later.
+                sends += self.transport.send_object((header, wires), rank, content)
             else:
-                leaving += [self._prepare(order, self.transport.send(wire, rank, FORWARD, what)) for wire in wires]
-            roots[target] = header.wanted(tensors)
-        self._leaving[microbatch] = leaving
-        # In training two ranks could wait for each other: one for its activations to leave, one for its gradients.
-        if not training and len(self._leaving) > EVALUATIONS_UNDER_WAY:
-            self._sent(next(iter(self._leaving)))
+                sends += [self._prepare(order, self.transport.send(wire, rank, FORWARD, content)) for wire in wires]
+            roots[target] = header.with_gradient(tensors)
+        self._sends[microbatch] = sends
+        # In training two ranks could wait for each other here: one for its activations, the other for its gradients.
+        if not training and len(self._sends) > EVALUATIONS_UNDER_WAY:
+            self._wait_for_sends(next(iter(self._sends)))
         return roots
 
     def roots(self, values: dict[str, Any]) -> dict[int, list[Tensor]]:
-        """For each target the tensors whose gradients it sends back, of a forward that ran again."""
+        """Return, for a recomputed forward, the tensors whose gradients each target stage sends back."""
         roots = {}
         for target, names in self.graph.names_to.items():
             header, tensors = pack(tuple(values[name] for name in names), self.ask_for_all)
-            roots[target] = header.wanted(tensors)
+            roots[target] = header.with_gradient(tensors)
         return roots
 
     def receive_backward(self, microbatch: int) -> dict[int, list[Tensor | None]]:
-        """For each target the gradients of what :meth:`send_forward` returned; None for what it does not train."""
+        """Return for each target stage the gradients of the tensors that :meth:`send_forward` returned.
+
+        A tensor that no gradient reaches has None.
+        """
         gradients: dict[int, list[Tensor | None]] = {}
         for target in self.graph.names_to:
             sender = Task("backward", target, microbatch)
-            reached, *tensors = self._arrived(sender) or [torch.empty(0)]
-            gradients[target] = [one if has else None for one, has in zip(tensors, reached.tolist(), strict=True)]
-        self._sent(microbatch)  # Who has sent its gradients has had the activations.
+            reached, *tensors = self._received(sender) or [torch.empty(0)]
+            gradients[target] = [
+                tensor if has_gradient else None for tensor, has_gradient in zip(tensors, reached.tolist(), strict=True)
+            ]
+        self._wait_for_sends(microbatch)  # The gradients show that the activations have arrived.
         return gradients
 
     def send_backward(self, microbatch: int, leaves: dict[int, list[Tensor]]) -> None:
-        """Prepare to send the gradients of the inputs back to their sources."""
+        """Prepare to send the gradients of a microbatch's inputs back to the stages that sent the inputs."""
         for source, tensors in leaves.items():
             rank = self.transport.placement.rank_of(source, microbatch)
             order = self.order(Task("backward", self.stage, microbatch), self.transport.rank, rank)
-            what = f"the gradients of microbatch {microbatch}"
+            content = f"the gradients of microbatch {microbatch}"
             sends = []
             if tensors:
-                # A parameter that no gradient reaches has none, as on one device, where zeros would have it decay.
+                # The receiver learns which gradients do not exist: a gradient of zeros would let weight decay change
+                # parameters that one device would leave alone.
                 reached = torch.tensor([tensor.grad is not None for tensor in tensors])
-                sends.append(self._prepare(order, self.transport.send(reached, rank, REACHED, what)))
+                sends.append(self._prepare(order, self.transport.send(reached, rank, REACHED, content)))
             for tensor in tensors:
                 gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                 wire = on_the_wire(gradient, memory_format_of(tensor))
-                sends.append(self._prepare(order, self.transport.send(wire, rank, BACKWARD, what)))
-            under_way = self._gradients_leaving.setdefault(rank, deque())
+                sends.append(self._prepare(order, self.transport.send(wire, rank, BACKWARD, content)))
+            under_way = self._gradient_sends.setdefault(rank, deque())
             under_way.append(sends)
             while len(under_way) > GRADIENTS_UNDER_WAY:
-                for one in under_way.popleft():
-                    one.wait()
+                for send in under_way.popleft():
+                    send.wait()
 
     def finish(self) -> None:
-        """Wait until everything has left."""
-        for microbatch in list(self._leaving):
-            self._sent(microbatch)
-        for under_way in self._gradients_leaving.values():
+        """Wait until all messages have been sent."""
+        for microbatch in list(self._sends):
+            self._wait_for_sends(microbatch)
+        for under_way in self._gradient_sends.values():
             for sends in under_way:
-                for one in sends:
-                    one.wait()
-        self._gradients_leaving.clear()
-        assert not self._coming, "everything that was expected was also received"
+                for send in sends:
+                    send.wait()
+        self._gradient_sends.clear()
+        assert not self._receives, "everything that was expected was also received"
 
     def forget_headers(self) -> None:
-        """Have the next message of each kind begin with a header again; every rank must."""
+        """Let the next message of each kind begin with a header again. Every rank must call this method."""
         self._received_headers.clear()
         self._sent_headers.clear()
 
     def inputs(self, values: dict[str, Any], images: Any) -> tuple[Any, ...]:
-        """The stage's arguments in order."""
+        """Return the stage's arguments in order."""
         return tuple(images if name == IMAGES and self.stage == 0 else values[name] for name in self.graph.inputs)
 
     def order(self, sender: Task, source: int, target: int) -> Order:
-        """Where a message stands in the order in which all ranks begin them."""
+        """Return the sort key of a message, in the order in which all ranks begin messages."""
         return self.turn(sender), sender.kind, source, target
 
     def _expect(self, order: Order, sender: Task, size: Hashable, due: bool) -> bool:
-        """Prepare to receive what a task sends, if that is due or its shape is known."""
+        """Prepare to receive a task's message if the message is due or its shapes are known.
+
+        Returns:
+            Whether the receive was prepared.
+        """
         rank = order[2]
-        place = (sender.stage, rank, size)
+        key = (sender.stage, rank, size)
         if sender.kind == "forward":
-            what = f"the activations of microbatch {sender.microbatch}"
-            if place not in self._received_headers:
+            content = f"the activations of microbatch {sender.microbatch}"
+            if key not in self._received_headers:
                 if due:
-                    self.begin(before=order)  # Others may wait for that.
-                    self._coming[sender] = self._receive_first(place, what)
+                    self.begin(before=order)  # Other ranks may be waiting for earlier messages.
+                    self._receives[sender] = self._receive_first(key, content)
                 return due
-            specs, tag = self._received_headers[place].tensors, FORWARD
+            specs, tag = self._received_headers[key].tensors, FORWARD
         else:
-            what = f"the gradients of microbatch {sender.microbatch}"
-            if place not in self._sent_headers:
+            content = f"the gradients of microbatch {sender.microbatch}"
+            if key not in self._sent_headers:
                 return False
-            specs, tag = [spec for spec in self._sent_headers[place].tensors if spec.needs_gradient], BACKWARD
-        self._coming[sender] = []
+            specs, tag = [spec for spec in self._sent_headers[key].tensors if spec.needs_gradient], BACKWARD
+        self._receives[sender] = []
         if specs and tag == BACKWARD:
             reached = torch.empty(len(specs), dtype=torch.bool)
-            self._coming[sender].append(self._prepare(order, self.transport.receive(reached, rank, REACHED, what)))
+            self._receives[sender].append(self._prepare(order, self.transport.receive(reached, rank, REACHED, content)))
         for spec in specs:
             tensor = spec.empty(self.device)
-            transfer = self.transport.receive(on_the_wire(tensor, spec.memory_format), rank, tag, what)
-            transfer.tensor = tensor  # Whose memory it is; on the wire it may be in another order.
-            self._coming[sender].append(self._prepare(order, transfer))
+            transfer = self.transport.receive(on_the_wire(tensor, spec.memory_format), rank, tag, content)
+            transfer.tensor = tensor  # The tensor that owns the memory; the transfer may use a permuted view of it.
+            self._receives[sender].append(self._prepare(order, transfer))
         return True
 
-    def _receive_first(self, place: tuple[int, int, Hashable], what: str) -> list[Pending | Tensor]:
-        """The first message of a size, which tells what the others will look like."""
-        header, sent = self.transport.receive_object(place[1], what)
-        header = self._received_headers[place] = header.on(self.device)
-        arrived: list[Pending | Tensor] = []
-        for spec, wire in zip(header.tensors, sent, strict=True):
+    def _receive_first(self, key: tuple[int, int, Hashable], content: str) -> list[Pending | Tensor]:
+        """Receive the first message of a size, whose header describes all later messages of this size."""
+        header, wires = self.transport.receive_object(key[1], content)
+        header = self._received_headers[key] = header.on(self.device)
+        tensors: list[Pending | Tensor] = []
+        for spec, wire in zip(header.tensors, wires, strict=True):
             tensor = spec.empty(self.device)
             on_the_wire(tensor, spec.memory_format).copy_(wire)
-            arrived.append(tensor)
-        return arrived
+            tensors.append(tensor)
+        return tensors
 
-    def _arrived(self, sender: Task) -> list[Tensor]:
-        return [one.wait() if isinstance(one, Pending) else one for one in self._coming.pop(sender)]
+    def _received(self, sender: Task) -> list[Tensor]:
+        return [item.wait() if isinstance(item, Pending) else item for item in self._receives.pop(sender)]
 
     def _prepare(self, order: Order, transfer: Pending) -> Pending:
         self._prepared.append((order, transfer))
         return transfer
 
-    def _sent(self, microbatch: int) -> None:
-        for one in self._leaving.pop(microbatch, []):
-            one.wait()
+    def _wait_for_sends(self, microbatch: int) -> None:
+        for send in self._sends.pop(microbatch, []):
+            send.wait()
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and type of a tensor on its way, how it and its gradient lie in memory, and whether that is sent back."""
+    """Description of a tensor in a message.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Type of the tensor.
+        needs_gradient: Whether the tensor's gradient is sent back.
+        memory_format: Memory layout of the tensor and of its gradient.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -269,41 +307,51 @@ class TensorSpec:
     memory_format: torch.memory_format = field(compare=False)
 
     def empty(self, device: torch.device) -> Tensor:
-        """A tensor to receive into."""
+        """Return a tensor to receive into."""
         return torch.empty(self.shape, dtype=self.dtype, device=device, memory_format=self.memory_format)
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a message holds, with tensors' specs in their places; it travels once for each size of a microbatch."""
+    """Structure of a message: its values, with specs in place of tensors.
+
+    The header is sent once for each size of a microbatch.
+
+    Attributes:
+        leaves: Leaves of the values: plain data, and a spec for each tensor.
+        tree: Structure of the values, from which the leaves are taken.
+    """
 
     leaves: tuple[Any, ...]
     tree: TreeSpec
 
     @property
     def tensors(self) -> list[TensorSpec]:
-        """The tensors of the message, in order."""
+        """Specs of the message's tensors, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
-    def wanted(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Of the tensors of the message those whose gradients are sent back."""
+    def with_gradient(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of the message's tensors whose gradients are sent back."""
         return [tensor for tensor, spec in zip(tensors, self.tensors, strict=True) if spec.needs_gradient]
 
     def on(self, device: torch.device) -> "TensorHeader":
-        """The same where it arrives: a device that the network has read off its tensors is there another one."""
+        """Return the header with the receiver's device in place of devices that the network has read from tensors."""
         leaves = tuple(device if isinstance(leaf, torch.device) else leaf for leaf in self.leaves)
         return TensorHeader(leaves, self.tree)
 
     def unpack(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The values, from the tensors of the message."""
-        arrived = iter(tensors)
-        leaves = [next(arrived) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
+        """Return the values, assembled from the message's tensors."""
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
         values: tuple[Any, ...] = tree_unflatten(leaves, self.tree)
         return values
 
 
 def pack(values: tuple[Any, ...], ask_for_all: bool) -> tuple[TensorHeader, list[Tensor]]:
-    """Take apart what a stage sends to another one: the header, and the tensors, still part of their autograd graph."""
+    """Return a header and the tensors of the values that one stage sends to another.
+
+    The tensors are still part of their autograd graph.
+    """
     leaves, tree = tree_flatten(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     specs = tuple(
@@ -324,7 +372,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def memory_format_of(tensor: Tensor) -> torch.memory_format:
-    """``channels_last`` where a tensor lies so and not in the order of its dimensions as well."""
+    """Return the memory format of a tensor: ``channels_last`` only if the tensor is not contiguous as well."""
     last = CHANNELS_LAST.get(tensor.ndim)
     if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
         return torch.contiguous_format
@@ -332,6 +380,6 @@ def memory_format_of(tensor: Tensor) -> torch.memory_format:
 
 
 def on_the_wire(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """A contiguous view of a tensor in a memory format; a copy where it lies in another one."""
-    laid_out = tensor.detach().contiguous(memory_format=memory_format)
-    return laid_out if memory_format == torch.contiguous_format else laid_out.movedim(1, -1)
+    """Return a contiguous view of a tensor in a memory format, or of a copy if the tensor has another format."""
+    formatted = tensor.detach().contiguous(memory_format=memory_format)
+    return formatted if memory_format == torch.contiguous_format else formatted.movedim(1, -1)

@@ -1,4 +1,4 @@
-"""Sum the gradients of a stage's replicas in buckets, while the last microbatch's backward still runs."""
+"""Summation of gradients over a stage's replicas, in buckets, while the last microbatch's backward still runs."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -8,17 +8,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel
+BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel
 
 
 class Bucket:
-    """Gradients that are reduced together; they lie in one flat tensor.
+    """Gradients that are reduced together, in one flat tensor.
 
     Attributes:
-        flat: The gradients one after the other, then ``reached``.
-        views: For each parameter its part, in its own shape.
-        reached: For each parameter 1 where a gradient has reached it; once reduced, by how many replicas.
-        missing: Parameters that the last backward has not reached yet.
+        flat: The gradients, one after the other, followed by ``reached``.
+        views: For each parameter a view of its gradient, in the parameter's shape.
+        reached: For each parameter 1 if it has a gradient, else 0. After the reduction, the number of replicas in which
+            the parameter has a gradient.
+        missing: Number of parameters that the last backward has not reached yet.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -32,28 +33,35 @@ class Bucket:
         offset = 0
         for parameter in parameters:
             part = self.flat[offset : offset + parameter.numel()]
-            # In the parameter's own memory format, which autograd would choose, too.
+            # The view has the parameter's memory format, which autograd would also choose.
             dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
             strides = parameter.stride() if dense else parameter.contiguous().stride()
             self.views.append(part.as_strided(parameter.shape, strides))
             offset += parameter.numel()
 
     def without_gradient(self, reached: set[nn.Parameter]) -> list[nn.Parameter]:
-        """Those that no replica has a gradient for, not even one of zeros; read only where this one has none."""
+        """Return the parameters for which no replica has a gradient, not even a gradient of zeros.
+
+        The counts are read, which waits for the device, only if a parameter is not in `reached`, the parameters with a
+        gradient on this replica.
+        """
         if reached.issuperset(self.parameters):
             return []
-        return [one for one, count in zip(self.parameters, self.reached.tolist(), strict=True) if not count]
+        counts = self.reached.tolist()
+        return [parameter for parameter, count in zip(self.parameters, counts, strict=True) if not count]
 
 
 class GradientReducer:
-    """Accumulates the gradients of one step, or of several, and sums them over the replicas.
+    """Accumulates the gradients of one or several batches, and sums them over the replicas.
 
-    :meth:`begin`, then the backwards of all microbatches with :meth:`overlap` before the last, then :meth:`finish`.
-    Buckets are reduced in a fixed order, last parameters first, so that all replicas agree. They and the hooks are made
-    once, in the first step.
+    Call :meth:`begin`, then run the backwards of all microbatches, with a call of :meth:`overlap` before the last
+    backward, then call :meth:`finish`. Buckets are reduced in a fixed order, last parameters first, so that all
+    replicas agree. Buckets and hooks are created once, in the first step.
 
     Args:
-        group: The stage's replicas; None for one.
+        parameters: Parameters of the stage.
+        group: Group of the stage's replicas; None for one replica.
+        bucket_bytes: Size of a bucket in bytes.
     """
 
     def __init__(
@@ -70,7 +78,7 @@ class GradientReducer:
         self._keeps = self._overlapping = False
 
     def begin(self) -> None:
-        """Set ``grad`` aside and start from none, or from what :meth:`finish` has kept."""
+        """Set ``grad`` aside, and start without gradients or from the gradients that :meth:`finish` has kept."""
         self._kept = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -89,15 +97,18 @@ class GradientReducer:
         self._keeps = False
 
     def overlap(self) -> None:
-        """Reduce each bucket as soon as the backward that follows has filled it."""
+        """Reduce each bucket as soon as the next backward has filled it."""
         self._overlapping = True
 
     def finish(self, keep: bool = False) -> list[Tensor | None]:
-        """Wait for the sums; to ``keep`` is to reduce nothing where there are replicas, and have the next step add.
+        """Wait for the sums over the replicas, and restore ``grad`` as it was at :meth:`begin`.
+
+        Args:
+            keep: If there are several replicas, reduce nothing and keep the gradients: the next batch adds to them.
 
         Returns:
-            The gradient of each of ``parameters``, None where there is none or it was kept; ``grad`` is what it was at
-            :meth:`begin`. With replicas they may be changed, and are overwritten by the next step.
+            For each of ``parameters`` its gradient, or None if it has no gradient or the gradient was kept. With
+            several replicas the caller may change the returned gradients; the next step overwrites them.
         """
         if keep and self.group is not None:
             self.abandon()
@@ -112,7 +123,7 @@ class GradientReducer:
         return gradients
 
     def abandon(self) -> None:
-        """Put ``grad`` back as it was at :meth:`begin`, and drop what was kept."""
+        """Restore ``grad`` as it was at :meth:`begin`, and discard kept gradients."""
         if self._kept is not None:
             for parameter, kept in zip(self.parameters, self._kept, strict=True):
                 parameter.grad = kept
@@ -128,13 +139,13 @@ class GradientReducer:
         ]
 
     def close(self) -> None:
-        """Have the parameters, which outlive it, hold it by their hooks no more."""
+        """Remove the hooks, through which the parameters would keep this object alive."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._buckets = [], []
 
     def ready(self, parameter: nn.Parameter, bucket: Bucket) -> None:
-        """Take note that a backward has added to a gradient."""
+        """Note that a backward has added to a parameter's gradient."""
         if self._kept is not None:
             self._reached.add(parameter)
             if self._overlapping:
@@ -147,9 +158,9 @@ class GradientReducer:
             if bucket.missing and not all_of_them:
                 return
             bucket.reached.fill_(1)
-            for place, parameter in enumerate(bucket.parameters):
+            for index, parameter in enumerate(bucket.parameters):
                 if parameter not in self._reached:
-                    bucket.reached[place] = 0
+                    bucket.reached[index] = 0
             work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
             assert work is not None
             self._works.append(work)

@@ -1,4 +1,4 @@
-"""Divide a traced network into stages that keep the network's own parameter names."""
+"""Division of a traced network into stages that keep the network's own parameter names."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,18 +17,18 @@ IMAGES = "images"
 
 @dataclass(frozen=True)
 class StageGraph:
-    """One stage's part of the graph.
+    """One stage's part of the network's graph.
 
-    A value that crosses a cut is what one node returns, and has its name: most often a tensor, else a tuple or a
-    number. Each stage that uses it gets it straight from the one that makes it. The network's input is ``images``,
-    which stage 0 has at hand.
+    A value that crosses a cut is the result of a node and has the node's name. It is usually a tensor, and may be a
+    tuple or a number. Each stage that uses the value receives it directly from the stage that produces it. The
+    network's input is named ``images``, and stage 0 has it.
 
     Attributes:
-        graph: Takes ``inputs`` and returns a tuple of ``outputs``; in the last stage what the network returns.
-        inputs: Names of the values that it receives; for stage 0 ``images``, where it uses them.
-        outputs: Names of the values that it sends.
-        names_from: Those that it receives from each stage.
-        names_to: Those that it sends to each stage.
+        graph: Graph from ``inputs`` to a tuple of ``outputs``; in the last stage to the network's result.
+        inputs: Names of the values that the stage receives; ``images`` for stage 0.
+        outputs: Names of the values that the stage sends.
+        names_from: For each sending stage the names of the values that this stage receives from it.
+        names_to: For each receiving stage the names of the values that this stage sends to it.
     """
 
     graph: fx.Graph
@@ -40,12 +40,14 @@ class StageGraph:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A network divided into stages, for training and for evaluation.
+    """Division of a network into stages, for training and for evaluation.
 
     Attributes:
-        stages: By whether it is in training; the same objects unless the network's own code depends on that.
-        state: For each stage the names of its parameters and buffers, as the network has them.
-        used: Names of those that the network uses in training.
+        network: The network.
+        stages: Stages for training (True) and for evaluation (False). They are the same objects unless the network's
+            own code depends on the mode.
+        state: For each stage the names of its parameters and buffers in the network.
+        used: Names of the parameters and buffers that the network uses in training.
     """
 
     network: nn.Module
@@ -54,19 +56,19 @@ class Blueprint:
     used: frozenset[str]
 
     def of(self, network: nn.Module) -> "Blueprint":
-        """The same division of another network of the same structure."""
+        """Return the same division of another network with the same structure."""
         return replace(self, network=network)
 
     def build(self, stage: int) -> "StageModule":
-        """The module of one stage; it shares parameters and buffers with the network."""
+        """Return the module of one stage, which shares parameters and buffers with the network."""
         return StageModule(self, stage)
 
 
 class StageModule(TracedModule):
-    """One stage of a network: its own parameters and buffers only, under the network's names.
+    """One stage of a network, with the stage's parameters and buffers only, under the network's names.
 
-    ``forward`` takes the stage's inputs in order and returns the tuple of its outputs (the last stage: what the
-    network returns), for training or evaluation after its mode.
+    ``forward`` takes the stage's inputs in order and returns the tuple of its outputs; in the last stage it returns the
+    network's result. It runs the graph for the module's mode, training or evaluation.
     """
 
     def __init__(self, blueprint: Blueprint, stage: int) -> None:
@@ -83,36 +85,40 @@ class StageModule(TracedModule):
         present = {name for name, _ in (*self.named_parameters(), *self.named_buffers())}
         for name in sorted(names - present):
             _put_attribute(self, network, name)
-        # The generated code reads everything from `self`, so both modes run on this one set of modules.
+        # The generated code reads all modules from `self`, so both modes share one set of modules.
         self._run = {training: type(fx.GraphModule(self, graph)).forward for training, graph in graphs.items()}
-        self.training = network.training  # The modules that they share keep their own modes.
+        self.training = network.training  # The submodules keep their own modes.
 
     def forward(self, *inputs: Any) -> Any:
         """Run the stage."""
         return self._run[self.training](self, *inputs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile what either mode runs, with the arguments of ``torch.compile``.
+        """Compile the code of both modes, with the arguments of ``torch.compile``.
 
-        What is compiled is counted for each function, and what comes after the first eight shapes runs as it is.
+        torch compiles a function for at most eight shapes and runs it without compilation for further shapes.
         """
         self._run = {mode: torch.compile(run, *args, **kwargs) for mode, run in self._run.items()}
 
 
 def divide(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
-    """Divide a network.
+    """Divide a network into stages.
 
     Args:
         network: The whole network.
-        cuts: The module after which each stage but the first begins, or its first node, ascending: an index into
-            :func:`~cnnstrategies.pipeline.tracing.ordered_nodes` of the graph traced for training, one of its
-            :func:`~cnnstrategies.pipeline.tracing.cut_positions`.
+        cuts: For each stage except the first, in ascending order, the name of the module after which the stage begins,
+            or the index of its first node. An index counts the
+            :func:`~cnnstrategies.pipeline.tracing.ordered_nodes` of the graph that is traced for training, and must be
+            one of its :func:`~cnnstrategies.pipeline.tracing.cut_positions`.
+
+    Raises:
+        ConfigurationError: The network cannot be traced, or cannot be cut at these places.
     """
     stages = len(cuts) + 1
     training = trace(network, True)
     positions = [cut if isinstance(cut, int) else find_cut(training, cut) for cut in cuts]
     if sorted(set(positions)) != positions:
-        raise ConfigurationError(f"cuts={list(cuts)}: name each cut once, in the order in which the network runs")
+        raise ConfigurationError(f"cuts={list(cuts)}: list each cut once, in the order in which the network runs")
     evaluation = trace(network, False)
     stage_of: dict[fx.Node, int] = {}
     owner: dict[str, int] = {}
@@ -125,7 +131,7 @@ def divide(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
         second = first
     else:
         second = _divide_graph(evaluation, _stages_by_state(evaluation, owner), stages)
-    # What no node uses stays with stage 0, so that the union of the stages is the whole network.
+    # Stage 0 keeps all tensors that no node uses, so that the union of the stages is the whole network.
     names = [name for name, _ in (*network.named_parameters(), *network.named_buffers())]
     state: list[list[str]] = [[] for _ in range(stages)]
     for name in names:
@@ -134,7 +140,10 @@ def divide(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
 
 
 def _stages_by_state(traced: fx.GraphModule, owner: dict[str, int]) -> dict[fx.Node, int]:
-    """Each node's stage, from the stages that own the parameters; adds what only this graph uses to ``owner``."""
+    """Return the stage of each node of the evaluation graph, determined by the stages that own the parameters.
+
+    Parameters and buffers that only this graph uses are added to ``owner``.
+    """
     stage_of = {}
     current = 0
     for node in ordered_nodes(traced):
@@ -142,8 +151,8 @@ def _stages_by_state(traced: fx.GraphModule, owner: dict[str, int]) -> dict[fx.N
         owners = {owner[name] for name in names if name in owner}
         if owners and (len(owners) > 1 or min(owners) < current):
             raise ConfigurationError(
-                f"in evaluation the network uses {names[0]!r} in another order than in training, across a cut: choose "
-                "other cuts or fewer stages"
+                f"the network uses {names[0]!r} on another side of a cut in evaluation than in training: choose other "
+                "cuts or fewer stages"
             )
         current = max(owners, default=current)
         stage_of[node] = current
@@ -155,7 +164,7 @@ def _divide_graph(traced: fx.GraphModule, stage_of: dict[fx.Node, int], stages: 
     placeholder = next(node for node in traced.graph.nodes if node.op == "placeholder")
     output = next(node for node in traced.graph.nodes if node.op == "output")
     place = {placeholder: 0, **stage_of, output: stages - 1}
-    # The other stages that use what a node makes, in the order in which it is made.
+    # For each node, in the order of computation, the other stages that use its result.
     users = {node: {place[user] for user in node.users if user in place} - {place[node]} for node in place}
     return tuple(_stage_graph(traced, place, users, stage) for stage in range(stages))
 
@@ -171,8 +180,8 @@ def _stage_graph(
     sent = [node for node in users if users[node] and place[node] == stage]
     inputs = tuple(map(_name, received)) if stage else (IMAGES,)
     outputs = tuple(map(_name, sent))
-    own = [node for node in place if place[node] == stage and node.op not in ("placeholder", "output")]
-    changed = {origin for node in own for origin in _origins(traced, changed_in_place(traced, node))}
+    stage_nodes = [node for node in place if place[node] == stage and node.op not in ("placeholder", "output")]
+    changed = {origin for node in stage_nodes for origin in _origins(traced, changed_in_place(traced, node))}
     for name, argument in [(name, graph.placeholder(name)) for name in inputs]:
         node = by_name[name]
         # A received tensor is a leaf of autograd, which cannot be changed in place.
@@ -183,7 +192,7 @@ def _stage_graph(
             copies[node] = graph.node_copy(node)
         return copies[node]
 
-    for node in own:
+    for node in stage_nodes:
         copies[node] = graph.node_copy(node, copied)
     if stage == last:
         final = next(node for node in place if node.op == "output")
@@ -199,16 +208,20 @@ def _stage_graph(
 
 
 def check_backend(backend: str | None) -> None:
-    """Refuse a ``torch.compile`` backend that stages cannot run with, by a ConfigurationError."""
+    """Refuse a ``torch.compile`` backend with which stages cannot run.
+
+    Raises:
+        ConfigurationError: The backend is refused.
+    """
     if backend == "cudagraphs":
         raise ConfigurationError(
-            "compile_backend='cudagraphs': a graph's run may write where the one before has its results, and a stage "
-            "holds and sends those of several microbatches; use inductor, or strategy ddp"
+            "compile_backend='cudagraphs': a CUDA graph may overwrite the results of its previous run, and a stage "
+            "holds the results of several microbatches; use inductor, or strategy ddp"
         )
 
 
 def copy_value(value: Any) -> Any:
-    """A copy of a value's tensors."""
+    """Return a value with copies of its tensors."""
     return tree_map(lambda leaf: torch.clone(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
@@ -217,7 +230,10 @@ def _name(node: fx.Node) -> str:
 
 
 def _origins(traced: fx.GraphModule, node: fx.Node | None) -> Iterator[fx.Node]:
-    """A node and all that it may be a view of: the first arguments, through all but modules with parameters."""
+    """Yield a node and all nodes whose memory its result may share.
+
+    The search follows first arguments and ends at a module with parameters, whose result has memory of its own.
+    """
     while node is not None:
         yield node
         if node.op == "call_module" and any(True for _ in traced.get_submodule(str(node.target)).parameters()):
@@ -232,7 +248,7 @@ def _put(root: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def _put_attribute(root: nn.Module, network: nn.Module, path: str) -> None:
-    """Share a parameter or buffer (or any other attribute) with the network, with its persistence."""
+    """Share a parameter, a buffer with its persistence, or another attribute with the network."""
     *parents, name = path.split(".")
     owner = network.get_submodule(".".join(parents))
     holder = _holder(root, parents)

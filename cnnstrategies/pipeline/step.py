@@ -1,4 +1,4 @@
-"""One batch on its way through a rank: the rank's tasks, and what is kept between them."""
+"""Run of one batch on a rank: the rank's tasks, and the state between forward and backward of a microbatch."""
 
 import math
 import time
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RandomState:
-    """The random numbers at some moment, for a stage that runs on a device."""
+    """State of the random generators that a stage on a device uses, taken when the object is created."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -32,7 +32,7 @@ class RandomState:
         self.accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def restore(self) -> None:
-        """Go back to it."""
+        """Restore the state."""
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:
             torch.cuda.set_rng_state(self.accelerator, self.device)
@@ -40,13 +40,14 @@ class RandomState:
 
 @dataclass
 class Held:
-    """What a rank keeps of a microbatch between its forward and its backward.
+    """State of a microbatch between its forward and its backward on a rank.
 
     Attributes:
-        leaves: For each source stage the inputs whose gradients it wants.
-        roots: For each target stage where the gradients that it sends enter the graph, None where they are not needed;
-            in the last stage the loss's, under None. The outputs themselves are not held.
-        arguments: The stage's, where the forward runs again, as are ``random``.
+        leaves: For each source stage the inputs whose gradients the source stage needs.
+        roots: For each target stage the points at which the received gradients enter the graph, None for a value that
+            needs no gradient; in the last stage the point of the loss, under the key None. The outputs are not held.
+        arguments: Arguments of the stage, if the forward runs again.
+        random: State of the random generators before the forward, if the forward runs again.
     """
 
     leaves: dict[int, list[Tensor]]
@@ -56,14 +57,17 @@ class Held:
 
 
 class Step:
-    """Runs a rank's part of a step or of an evaluation.
+    """Run of one batch on a rank, for training or evaluation.
 
     Args:
-        loss: The loss of the batch in parts; None where nothing is trained.
+        pipeline: The rank's pipeline.
+        batch: The batch.
+        loss: Loss of the batch in parts; None for evaluation.
+        scale: Factor on the loss.
 
     Attributes:
-        outputs: In the last stage what the network returned for each of the rank's microbatches.
-        loss_sum: In the last stage the sum of the parts so far.
+        outputs: In the last stage the network's outputs for each of the rank's microbatches.
+        loss_sum: In the last stage the sum of the loss's parts so far.
     """
 
     def __init__(
@@ -81,10 +85,13 @@ class Step:
         self.outputs: dict[int, Any] = {}
         self.loss_sum = torch.zeros((), device=pipeline.device)
         self._held: dict[int, Held] = {}
-        self._last: int | None = None  # The microbatch of the last backward.
+        self._last: int | None = None  # microbatch of the last backward
 
     def train(self, more: bool) -> list[Tensor | None]:
-        """Run forwards and backwards; what :meth:`GradientReducer.finish` gives, of the scale times the mean loss."""
+        """Run forwards and backwards, and return the gradients as :meth:`GradientReducer.finish` does.
+
+        The gradients are those of the loss multiplied by the scale.
+        """
         pipeline = self.pipeline
         tasks = [task for task in pipeline.tasks if self.batch.split.sizes[task.microbatch]]
         self._last = max((task.microbatch for task in tasks), default=None)
@@ -114,13 +121,13 @@ class Step:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Run forwards alone."""
-        own = [m for m in self.pipeline.own if self.batch.split.sizes[m]]
-        self._run([Task("forward", self.pipeline.place.stage, m) for m in own], self._infer)
+        """Run forwards only."""
+        microbatches = [m for m in self.pipeline.own_microbatches if self.batch.split.sizes[m]]
+        self._run([Task("forward", self.pipeline.place.stage, m) for m in microbatches], self._infer)
         self.channels.finish()
 
     def _run(self, tasks: Sequence[Task], run: Callable[[Task], None]) -> None:
-        """Run tasks, and begin messages before and between them."""
+        """Run tasks, and begin messages before and between the tasks."""
         channels, ahead, transport = self.channels, self.pipeline.ahead, self.pipeline.transport
         channels.plan(tasks, self._size)
         times = [*map(channels.turn, tasks), *[math.inf] * (ahead + 1)]
@@ -155,7 +162,7 @@ class Step:
         if again:
             held.arguments, held.random = arguments, RandomState(pipeline.device)
         tracked = self.tracks(again)
-        # Copies of the weights in a lower precision, made without autograd, must not serve the second run.
+        # The second run must not use autocast's cached copies of the weights that were made without autograd.
         enabled, dtype = self._autocast
         with (
             torch.set_grad_enabled(tracked),
@@ -189,8 +196,8 @@ class Step:
         roots: list[GradientEdge] = []
         starts: list[Tensor | None] = []
         for target, edges in held.roots.items():
-            arrived = [None] * len(edges) if target is None else gradients[target]
-            for root, start in zip(edges, arrived, strict=True):
+            received = [None] * len(edges) if target is None else gradients[target]
+            for root, start in zip(edges, received, strict=True):
                 if root is not None and (target is None or start is not None):
                     roots.append(root)
                     starts.append(start)
@@ -201,7 +208,7 @@ class Step:
     def _run_again(self, microbatch: int, held: Held) -> None:
         assert held.arguments is not None
         assert held.random is not None
-        now = RandomState(self.pipeline.device)
+        present = RandomState(self.pipeline.device)
         held.random.restore()
         with self.pipeline.buffers.microbatch(microbatch, again=True):
             result = self.pipeline.module(*held.arguments)
@@ -210,28 +217,30 @@ class Step:
             else:
                 roots = self.channels.roots(self._named(result))
                 held.roots.update((target, _edges(tensors)) for target, tensors in roots.items())
-        now.restore()
+        present.restore()
 
     def tracks(self, again: bool) -> bool:
-        """Whether a forward runs with autograd, if it runs again or not.
+        """Whether a forward runs with autograd; `again` tells whether the forward is recomputed for the backward.
 
-        Compiled without, a stage would be other code, which may draw other random numbers than the second.
+        A compiled stage always runs with autograd: compiled without autograd it would be different code, which may draw
+        other random numbers than the recomputation.
         """
         return self.pipeline.compiled or not again
 
     def overlaps(self, microbatch: int) -> bool:
-        """Whether the replicas may sum their gradients in this rank's last backward.
+        """Whether the replicas may sum their gradients during this rank's last backward, of the given microbatch.
 
-        Not where they end one after the other: the last may need what the first sends only after that backward.
+        The replicas must not do so if they end one after the other: the last replica may need a message that the first
+        replica sends after its last backward.
         """
         placement, stage = self.pipeline.placement, self.pipeline.place.stage
         runs, sizes = placement.runs[stage], self.batch.split.sizes
         later = [replica for replica, size in zip(runs[microbatch + 1 :], sizes[microbatch + 1 :], strict=True) if size]
-        # Nor where another has two to come: it sends what it has of the first before its own last backward.
+        # Nor if another replica still has two microbatches: it sends gradients of the first before its last backward.
         return len(set(later)) == len(later) and not any(sizes[microbatch + placement.replicas[stage] :])
 
     def part_of_loss(self, outputs: Any, microbatch: int) -> Tensor:
-        """What the microbatch adds to the loss of the global batch, times the scale."""
+        """Return the microbatch's contribution to the loss of the global batch, multiplied by the scale."""
         assert self.loss is not None
         with self.clocked("loss"):
             part = self.loss.part(outputs, microbatch)
@@ -248,22 +257,22 @@ class Step:
         return self.batch.image_shapes, self.batch.image_dtypes, self._autocast, torch.is_grad_enabled()
 
     def _size(self, microbatch: int) -> Hashable:
-        """What the shapes and types of a microbatch's values depend on."""
+        """Return a key that determines the shapes and types of a microbatch's values."""
         return self.batch.split.sizes[microbatch], *self._kind
 
     def _images(self, microbatch: int) -> Images | None:
         if self.batch.images is None:
             return None
         start, stop = self.batch.split.bounds[microbatch]
-        own: Images = tree_map(lambda images: images[start:stop], self.batch.images)
-        return own
+        microbatch_images: Images = tree_map(lambda images: images[start:stop], self.batch.images)
+        return microbatch_images
 
     def _named(self, outputs: tuple[Any, ...]) -> dict[str, Any]:
         return dict(zip(self.channels.graph.outputs, outputs, strict=True))
 
     @contextmanager
     def clocked(self, kind: str) -> Iterator[None]:
-        """Tell the clocks of a span, or of a part of one."""
+        """Notify the clocks of the begin and the end of a span, or of a part of a span."""
         clocks = self.pipeline.clocks.get(kind, []) if self.loss is not None else []
         for clock in clocks:
             clock.begin()
@@ -273,7 +282,7 @@ class Step:
 
     @contextmanager
     def timed(self, kind: str, microbatch: int | None) -> Iterator[None]:
-        """Tell the watchers and clocks of a span of a training step; while there are none, nothing is timed."""
+        """Notify the watchers and the clocks of a span of a training step. Without watchers nothing is timed."""
         pipeline = self.pipeline
         watchers = pipeline.watchers if self.loss is not None else []
         start = self._now() if watchers else 0.0
@@ -288,17 +297,22 @@ class Step:
     def _now(self) -> float:
         if self.pipeline.device.type == "cuda":
             torch.cuda.synchronize(self.pipeline.device)
-        return time.time()  # Ranks of one machine share it.
+        return time.time()  # All ranks of a machine share this clock.
 
 
 def check_rows(outputs: Any, samples: int) -> None:
-    """Refuse outputs of a microbatch that cannot be put together with those of others."""
+    """Refuse outputs of a microbatch without one row per sample.
+
+    Raises:
+        ConfigurationError: A tensor has another number of rows than the microbatch has samples.
+    """
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, Tensor) and (leaf.ndim == 0 or len(leaf) != samples):
             raise ConfigurationError(
-                f"the network returns a tensor of shape {tuple(leaf.shape)} for {samples} samples: cut into stages, it "
-                "runs on parts of the batch, and what it returns must have one row per sample (compute means in the "
-                "module's loss; for an ensemble that returns a row for each of its members use strategy ddp)"
+                f"the network returns a tensor of shape {tuple(leaf.shape)} for {samples} samples: a network that is "
+                "cut into stages runs on parts of the batch, so all tensors that it returns must have one row per "
+                "sample (compute means in the module's loss; for an ensemble that returns a row for each of its "
+                "members use strategy ddp)"
             )
 
 
@@ -307,5 +321,5 @@ def _detached(leaf: Any) -> Any:
 
 
 def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
-    """Where gradients of tensors enter the graph; without the tensors, which may take memory until then."""
+    """Return the points at which gradients of tensors enter the graph; the tensors' memory is not held."""
     return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]

@@ -19,15 +19,15 @@ TRANSFERS = ("send", "receive", "reduce")  # overlap with computation, so they a
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a rank did.
+    """Period of time in which a rank performed an action.
 
     Attributes:
         rank: The rank.
-        kind: What it did: forward, backward, reduce, send, receive or update.
-        stage: The stage that it did it for.
-        microbatch: The microbatch, or None where it concerns the whole step.
-        start: Seconds, on a clock that all ranks share.
-        end: Seconds on the same clock.
+        kind: The action: forward, backward, reduce, send, receive or update.
+        stage: Stage of the rank.
+        microbatch: The microbatch, or None if the action concerns the whole step.
+        start: Start in seconds, on a clock that all ranks share.
+        end: End in seconds on the same clock.
     """
 
     rank: int
@@ -39,13 +39,13 @@ class Span:
 
 
 class Clock(Protocol):
-    """Times spans of one kind without waiting for a device."""
+    """Measures the time of spans of one kind without waiting for a device."""
 
     def begin(self) -> None:
-        """One begins."""
+        """Note that a span begins."""
 
     def end(self) -> None:
-        """It ends."""
+        """Note that the span ends."""
 
 
 def draw_timeline(
@@ -54,12 +54,12 @@ def draw_timeline(
     """Draw one row per rank with time in milliseconds, and write it as PNG.
 
     Args:
-        spans: What the ranks did; time starts with the earliest.
-        path: The file to write.
+        spans: Spans of all ranks; time starts with the earliest span.
+        path: File to write.
         title: Heading of the picture.
-        rank_names: Names of the rows, for example ``{0: "stage 0.0"}``; "rank 0" and so on when left out.
+        rank_names: Names of the rows, for example ``{0: "stage 0.0"}``; by default "rank 0" and so on.
     """
-    # Not above: what only notes spans need not wait for it.
+    # Imported here, because programs that only record spans need not wait for this import.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

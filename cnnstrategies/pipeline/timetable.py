@@ -1,4 +1,4 @@
-"""Layouts of a network on ranks: their number and numbering, and which computes what in which order in a step."""
+"""Layouts of a network on ranks: number and numbering of the ranks, and the order of their computations in a step."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,13 +16,13 @@ Schedule = Literal["gpipe", "1f1b"]
 SCHEDULES = ("gpipe", "1f1b")
 Order = Literal["stages", "replicas"]
 ORDERS = ("stages", "replicas")
-Checkpointing = Literal["never", "except_last", "always"]  # For which microbatches of a rank a forward runs twice.
+Checkpointing = Literal["never", "except_last", "always"]  # microbatches of a rank whose activations are recomputed
 CHECKPOINTING = ("never", "except_last", "always")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the network is cut and how often each stage is replicated.
+    """Cuts of the network and the number of replicas of each stage.
 
     Attributes:
         cuts: Index of the first node of each stage but the first, ascending.
@@ -38,12 +38,16 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Devices in use."""
+        """Number of devices in use."""
         return sum(self.replicas)
 
 
 def even_replicas(devices: int, stages: int) -> tuple[int, ...]:
-    """The same number of replicas for every stage."""
+    """Return the numbers of replicas that divide the devices evenly among the stages.
+
+    Raises:
+        ConfigurationError: The devices cannot be divided evenly.
+    """
     if devices % stages:
         raise ConfigurationError(
             f"{devices} devices do not divide evenly into {stages} stages: give replicas, one number per stage with "
@@ -53,7 +57,11 @@ def even_replicas(devices: int, stages: int) -> tuple[int, ...]:
 
 
 def check_layout(cuts: int, placement: "Placement", ranks: int) -> None:
-    """Refuse a layout that cannot run."""
+    """Refuse a layout that cannot run.
+
+    Raises:
+        ConfigurationError: Cuts, replicas, microbatches, shares and ranks do not fit together.
+    """
     replicas, microbatches = placement.replicas, placement.microbatches
     if not replicas or min(replicas) < 1:
         raise ConfigurationError(f"replicas={list(replicas)}: every stage needs at least 1 replica")
@@ -69,8 +77,8 @@ def check_layout(cuts: int, placement: "Placement", ranks: int) -> None:
         )
     if microbatches < max(replicas):
         raise ConfigurationError(
-            f"microbatches={microbatches} are fewer than the {max(replicas)} replicas of a stage, some of which would "
-            f"have nothing to do: use at least {max(replicas)}, better {4 * max(replicas)}"
+            f"microbatches={microbatches} are fewer than the {max(replicas)} replicas of a stage, so some replicas "
+            f"would have nothing to do: use at least {max(replicas)}, better {4 * max(replicas)}"
         )
     if not placement.shares:
         return
@@ -79,17 +87,17 @@ def check_layout(cuts: int, placement: "Placement", ranks: int) -> None:
         shares = placement.shares_of(stage)
         if not min(deal(microbatches, shares)):
             raise ConfigurationError(
-                f"microbatches={microbatches}: the replicas of stage {stage} have shares {list(shares)} of them, by "
-                f"which one would have none; {math.ceil(sum(shares) / min(shares))} are enough"
+                f"microbatches={microbatches}: with the shares {list(shares)} a replica of stage {stage} would get no "
+                f"microbatch; use at least {math.ceil(sum(shares) / min(shares))} microbatches"
             )
 
 
 @dataclass(frozen=True)
 class Task:
-    """A computation of a rank, of a microbatch in a stage.
+    """Forward or backward of a microbatch in a stage.
 
-    What it receives and sends follows from it: a forward needs the same microbatch's forward of the stages that
-    make its inputs, a backward the backward of those that use its outputs.
+    A task determines its messages: a forward needs the same microbatch's forward in the stages that produce its
+    inputs, and a backward needs the same microbatch's backward in the stages that use the outputs.
     """
 
     kind: Kind
@@ -99,7 +107,7 @@ class Task:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank stands: its stage, and which replica of that it is."""
+    """Stage of a rank, and index of the rank among the replicas of the stage."""
 
     stage: int
     replica: int
@@ -107,16 +115,19 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class Placement:
-    """The numbering of the ranks, neighbours in which are likely to be on one node, and which runs what.
+    """Numbering of the ranks, and the microbatches that each rank runs.
+
+    Ranks with neighbouring numbers are likely to be on the same node.
 
     Attributes:
-        replicas: Replicas of each stage.
-        order: ``stages``: those of stage 0 first, replica by replica, so that the replicas of a stage are together.
-            ``replicas``: the first replica of each stage, then the second ones, so that those that send each other
-            activations are together: all of them, where the replicas of each stage are a multiple of those of others.
-        microbatches: Of a step.
-        shares: For each rank what part of them it runs, in proportion to the other replicas of its stage; where there
-            are none, the replicas take turns.
+        replicas: Number of replicas of each stage.
+        order: ``stages`` numbers all replicas of stage 0 first, then all of stage 1, and so on, so that the replicas of
+            a stage are neighbours. ``replicas`` numbers the first replica of each stage first, then the second
+            replicas, and so on, so that ranks that send each other activations are neighbours. This holds for all such
+            ranks if the numbers of replicas are multiples of each other.
+        microbatches: Number of microbatches in a step.
+        shares: Share of the microbatches for each rank, in proportion to the other replicas of its stage. Without
+            shares the replicas take turns.
     """
 
     replicas: tuple[int, ...]
@@ -135,50 +146,51 @@ class Placement:
         return len(self._places)
 
     def ranks(self, stage: int) -> Sequence[int]:
-        """The ranks of a stage, replica by replica."""
+        """Return the ranks of a stage, in the order of its replicas."""
         return self._ranks[stage]
 
     def place(self, rank: int) -> RankPlace:
-        """Stage and replica of a rank."""
+        """Return stage and replica of a rank."""
         return self._places[rank]
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """The rank that runs a microbatch in a stage."""
+        """Return the rank that runs a microbatch in a stage."""
         return self._ranks[stage][self.runs[stage][microbatch]]
 
     @cached_property
     def runs(self) -> list[tuple[int, ...]]:
-        """For each stage which of its replicas runs each microbatch."""
+        """For each stage the replica that runs each microbatch."""
         return [rotation(self.shares_of(stage), self.microbatches) for stage in range(self.stages)]
 
     def shares_of(self, stage: int) -> tuple[float, ...]:
-        """The shares of a stage's replicas."""
+        """Return the shares of a stage's replicas."""
         return tuple(self.shares[rank] if self.shares else 1 for rank in self._ranks[stage])
 
     @property
     def loads(self) -> tuple[float, ...]:
-        """By which shares the samples are dealt to the replicas of the first stage: by their microbatches, if unequal.
+        """Shares by which the samples are divided among the replicas of the first stage.
 
-        So that all microbatches have as many, but for one.
+        With unequal shares these are the replicas' numbers of microbatches, so that the sizes of all microbatches
+        differ by at most one sample.
         """
         return tuple(map(self.runs[0].count, range(self.replicas[0]))) if self.shares else self.shares_of(0)
 
-    def own(self, rank: int) -> list[int]:
-        """The microbatches that a rank runs."""
+    def microbatches_of(self, rank: int) -> list[int]:
+        """Return the microbatches that a rank runs."""
         place = self.place(rank)
         return [microbatch for microbatch, replica in enumerate(self.runs[place.stage]) if replica == place.replica]
 
     def describe(self, rank: int) -> str:
-        """A rank in words, for messages."""
+        """Return a description of a rank, for messages."""
         return self._descriptions[rank]
 
     @cached_property
     def _places(self) -> list[RankPlace]:
         places = [RankPlace(stage, replica) for stage, count in enumerate(self.replicas) for replica in range(count)]
         if self.order == "replicas":
-            # With equal shares a microbatch runs on replicas that are equal modulo this in all stages.
-            apart = math.gcd(*self.replicas)
-            places.sort(key=lambda place: (place.replica % apart, place.replica // apart, place.stage))
+            # With equal shares a microbatch runs, in all stages, on replicas that are equal modulo this number.
+            divisor = math.gcd(*self.replicas)
+            places.sort(key=lambda place: (place.replica % divisor, place.replica // divisor, place.stage))
         return places
 
     @cached_property
@@ -190,39 +202,50 @@ class Placement:
 
     @cached_property
     def _descriptions(self) -> list[str]:
-        return [f"stage {one.stage}, replica {one.replica} (rank {rank})" for rank, one in enumerate(self._places)]
+        return [
+            f"stage {place.stage}, replica {place.replica} (rank {rank})" for rank, place in enumerate(self._places)
+        ]
 
 
 def turns(replicas: Sequence[int], microbatches: int, schedule: str, run_ahead: bool = False) -> Callable[[Task], int]:
-    """A clock that all ranks share: when each task would run if all took the same time.
+    """Return a function from a task to its turn: the time at which the task would run if all tasks took equally long.
 
-    A task comes after those whose messages it needs, and no two of a rank come at once. A rank runs its tasks in this
-    order. Under 1f1b a replica then holds at once as many microbatches as there are ranks from its stage on over the
-    stage's replicas, rounded up (PipeDream's NOAM, Narayanan et al. 2019, for each stage): fewer would leave ranks
-    behind it idle or, where a stage is wider than the one before it, wait for each other for ever. To ``run_ahead`` is
-    to hold one more where rounding up has added nothing, so that a message may take a while before a rank waits for
-    it; not in the last stage, whose backward needs no other. Arguments are those of :func:`timetable`.
+    All ranks use the same turns. A task has a later turn than the tasks whose messages it needs, and no two tasks of a
+    rank have the same turn. A rank runs its tasks in the order of their turns.
+
+    Under 1f1b a replica then holds at once the activations of n microbatches, where n is the number of ranks from its
+    stage to the last, divided by the replicas of its stage and rounded up (PipeDream's NOAM, Narayanan et al. 2019, for
+    each stage). With fewer microbatches later ranks would be idle, or, if a stage has more replicas than the stage
+    before it, ranks would wait for each other forever. With ``run_ahead`` a replica holds one microbatch more if
+    rounding up has added nothing, so that a message may travel for a while before a rank waits for it. This does not
+    apply to the last stage, whose backward needs no message.
+
+    The arguments are those of :func:`timetable`.
+
+    Raises:
+        ConfigurationError: The schedule is not known.
     """
     if schedule not in SCHEDULES:
         raise ConfigurationError(f"schedule={schedule!r}: accepted are {' and '.join(SCHEDULES)}")
     last = len(replicas) - 1
-    first = [stage + (run_ahead and stage == last) for stage in range(len(replicas))]
-    ranks = [*accumulate(reversed(replicas))][::-1]  # from a stage on
-    between = [2 * count - 1 + 2 * (run_ahead and stage < last) for stage, count in enumerate(ranks)]
+    first_turns = [stage + (run_ahead and stage == last) for stage in range(len(replicas))]
+    ranks = [*accumulate(reversed(replicas))][::-1]  # for each stage the ranks from this stage to the last
+    # For each stage the turns from a microbatch's forward to its backward.
+    delays = [2 * count - 1 + 2 * (run_ahead and stage < last) for stage, count in enumerate(ranks)]
     if schedule == "gpipe":
-        between = [one + 2 * microbatches for one in between]
+        delays = [delay + 2 * microbatches for delay in delays]
 
     def turn(task: Task) -> int:
-        later = between[task.stage] if task.kind == "backward" else 0
-        return 2 * task.microbatch + first[task.stage] + later
+        delay = delays[task.stage] if task.kind == "backward" else 0
+        return 2 * task.microbatch + first_turns[task.stage] + delay
 
     return turn
 
 
 def tasks_of(placement: Placement, rank: int, schedule: str = "1f1b", run_ahead: bool = False) -> list[Task]:
-    """One rank's computations in order; see :func:`timetable`."""
-    stage, own = placement.place(rank).stage, placement.own(rank)
-    tasks = [Task(kind, stage, microbatch) for kind in KINDS for microbatch in own]
+    """Return the tasks of one rank in order; see :func:`timetable`."""
+    stage, microbatches = placement.place(rank).stage, placement.microbatches_of(rank)
+    tasks = [Task(kind, stage, microbatch) for kind in KINDS for microbatch in microbatches]
     return sorted(tasks, key=turns(placement.replicas, placement.microbatches, schedule, run_ahead))
 
 
@@ -233,13 +256,21 @@ def timetable(
     run_ahead: bool = False,
     shares: Sequence[float] = (),
 ) -> list[list[Task]]:
-    """Each rank's computations in order.
+    """Return the tasks of each rank in order, for ranks that are numbered stage by stage.
 
     ``gpipe`` runs all forwards, then all backwards (Huang et al., "GPipe", 2019). ``1f1b`` starts a microbatch's
-    backward as soon as it can, which bounds the activations that are held (Narayanan et al., "PipeDream", 2019, and
+    backward as soon as possible, which bounds the activations that are held (Narayanan et al., "PipeDream", 2019, and
     Fan et al., "DAPPLE", 2021, for the synchronous form).
-    For each replica of each stage its tasks, stage by stage; one that gets no microbatch has none. In that order are
-    the shares, if any.
+
+    Args:
+        replicas: Number of replicas of each stage.
+        microbatches: Number of microbatches in a step.
+        schedule: ``1f1b`` or ``gpipe``.
+        run_ahead: Whether replicas hold one more microbatch under 1f1b; see :func:`turns`.
+        shares: Share of each rank, in the order of the result; without shares the replicas take turns.
+
+    Raises:
+        ConfigurationError: The schedule is not known.
     """
     placement = Placement(tuple(replicas), microbatches=microbatches, shares=tuple(shares))
     return [tasks_of(placement, rank, schedule, run_ahead) for rank in range(placement.world_size)]

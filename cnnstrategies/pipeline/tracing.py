@@ -1,4 +1,4 @@
-"""Trace a network into a torch.fx graph, and find where it can be cut."""
+"""Tracing of a network into a torch.fx graph, and the places where the graph can be cut."""
 
 import inspect
 import linecache
@@ -33,11 +33,11 @@ IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
 
 
 class DependsOnValuesError(Exception):
-    """A network's code decides something by the values of tensors: each microbatch would decide by its own."""
+    """A network's code branches on values of tensors, so each microbatch would take its own branch."""
 
 
 class TracedValue(fx.Proxy):
-    """Stands for a value while a network's code runs, which may need the number itself."""
+    """Placeholder for a value while a network's code is traced; it can provide numbers that follow from shapes."""
 
     tracer: "LeafTracer"
 
@@ -51,18 +51,18 @@ class TracedValue(fx.Proxy):
 
 
 class LeafTracer(fx.Tracer):
-    """Traces down to the modules of torch.nn and their subclasses.
+    """Tracer in whose graph each module of torch.nn, and each module of a subclass, is one node.
 
-    A subclass, such as timm's ``BatchNormAct2d``, stays whole too: what it does may depend on ``self.training``,
-    which tracing would fix.
+    A module of a subclass, such as timm's ``BatchNormAct2d``, is not opened, because its code may depend on
+    ``self.training``, which tracing would fix.
 
     Args:
-        whole: Other modules that become one node each.
-        numbers: What the network's own forward asks for, as far as it is known.
+        whole: Further modules that become one node each.
+        numbers: Known numbers that the network's own forward needs, in the order in which it needs them.
     """
 
     def __init__(self, whole: Collection[nn.Module], numbers: Sequence[Any]) -> None:
-        # Functions of einops look at the types of what they are given, and a stand-in has none.
+        # Functions of einops check the types of their arguments, and a placeholder does not have the type of a tensor.
         super().__init__(autowrap_modules=(math, *([sys.modules["einops"]] if "einops" in sys.modules else [])))
         self._contexts = contexts()
         self._whole = whole
@@ -71,7 +71,7 @@ class LeafTracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """One placeholder for all that the network takes; what has a default keeps it."""
+        """Create one placeholder for all tensors that the network takes. Arguments with defaults keep the defaults."""
         assert isinstance(self.root, nn.Module)
         names = network_inputs(self.root)
         if len(names) == 1:
@@ -80,26 +80,31 @@ class LeafTracer(fx.Tracer):
         return root_fn, [self.root, *(inputs[index] for index in range(len(names)))]
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node of the graph, which runs in the context of a whole step."""
-        inside = [path for path, _ in self.module_stack.values()]
-        check_contexts(self._contexts, inside[-1] if inside else "the network's forward")
+        """Create a node of the graph, and check that it runs in the contexts in which the trace began."""
+        paths = [path for path, _ in self.module_stack.values()]
+        check_contexts(self._contexts, paths[-1] if paths else "the network's forward")
         return super().create_node(*args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """What the network's code computes with."""
+        """Return the placeholder for a node's result."""
         return TracedValue(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Which way a branch goes."""
+        """Return the condition of a branch."""
         return bool(self.number(obj))
 
-    def number(self, asked: fx.Proxy) -> Any:
-        """A number that the network's code needs; one that follows from shapes is never known inside of a module."""
-        if not is_of_shapes(asked.node):
-            raise DependsOnValuesError(f"it decides by a value ({asked.node.name})")
-        for found in () if self.module_stack else self._numbers:
-            return found
-        raise UndecidedError(self.graph, asked.node)
+    def number(self, value: fx.Proxy) -> Any:
+        """Return a number that the network's code needs.
+
+        Raises:
+            DependsOnValuesError: The number does not follow from shapes.
+            UndecidedError: The number follows from shapes and is not known. Inside of a module it is never known.
+        """
+        if not is_of_shapes(value.node):
+            raise DependsOnValuesError(f"it branches on a value ({value.node.name})")
+        for known_number in () if self.module_stack else self._numbers:
+            return known_number
+        raise UndecidedError(self.graph, value.node)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module becomes one node."""
@@ -112,11 +117,14 @@ class LeafTracer(fx.Tracer):
 
 
 def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
-    """Trace a network into a graph module that shares its parameters and buffers, under their names.
+    """Trace a network into a graph module that shares the network's parameters and buffers, under their names.
 
-    What the network's own code decides by ``self.training`` is decided as for the mode given; the leaves, such as
-    Dropout and BatchNorm, keep looking at their mode when they run. So does a module whose own code cannot be traced,
-    since it branches on shapes, say, or computes without gradients: it becomes a leaf, too.
+    Branches of the network's own code on ``self.training`` are fixed for the given mode. Leaf modules, such as Dropout
+    and BatchNorm, still follow their mode when they run. A module whose own code cannot be traced, for example because
+    it branches on shapes or computes without gradients, becomes a leaf as well.
+
+    Raises:
+        ConfigurationError: The network cannot be traced.
     """
     decided = known.get(network, {}).get(training)
     try:
@@ -133,32 +141,37 @@ def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
 
 
 def decide_by_shapes(network: nn.Module, example: Callable[[int], Any]) -> bool:
-    """Find out what a network's own forward decides by the shapes of its images, for :func:`trace`.
+    """Determine the numbers that a network's own forward derives from its images' shapes, for :func:`trace`.
 
-    The example gives so many images, as the network takes them, or None, with which nothing is found out and False
-    returned; it is asked for only where something is decided.
+    Args:
+        network: The network.
+        example: Function from a number of samples to example images as the network takes them, or to None if no images
+            are known. It is called only if the forward needs a number.
+
+    Returns:
+        Whether all numbers are known; False if the forward needs a number and no images are known.
     """
     known.pop(network, None)
     images: Any = None
     for training in (True, False):
         numbers: list[Any] = []
-        while (asked := _asked(network, training, numbers)) is not None:
+        while (undecided := _undecided(network, training, numbers)) is not None:
             images = example(SAMPLES) if images is None else images
             if images is None:
                 return False
             with mode(network, training):
-                numbers.append(number(network, asked, images))
+                numbers.append(number(network, undecided, images))
         if numbers:
             known.setdefault(network, {})[training] = Decided(tuple(numbers), sample_shapes(images))
     return True
 
 
-def _asked(network: nn.Module, training: bool, numbers: Sequence[Any]) -> UndecidedError | None:
-    """What the forward asks for beyond the numbers that are known."""
+def _undecided(network: nn.Module, training: bool, numbers: Sequence[Any]) -> UndecidedError | None:
+    """Return the error for the first number that the forward needs beyond the known numbers, or None."""
     try:
         _trace(network, training, numbers)
-    except UndecidedError as asked:
-        return asked
+    except UndecidedError as error:
+        return error
     return None
 
 
@@ -177,49 +190,55 @@ def _trace(network: nn.Module, training: bool, numbers: Sequence[Any]) -> fx.Gra
                 else:
                     raise ConfigurationError(
                         f"torch.fx cannot trace {place}: {str(error).splitlines()[0] if str(error) else error!r}. A "
-                        "network that is cut into stages must not branch on values of tensors: rewrite that, or use "
-                        "strategy ddp"
+                        "network that is cut into stages must not branch on values of tensors: rewrite this code, or "
+                        "use strategy ddp"
                     ) from error
 
 
 def network_inputs(network: nn.Module) -> list[str]:
-    """The names of the tensors that a network takes: its arguments without defaults, or else the first one."""
-    every = list(inspect.signature(network.forward).parameters.values())
+    """Return the names of the tensors that a network takes: its arguments without defaults, or else the first argument.
+
+    Raises:
+        ConfigurationError: An argument without default can be passed by keyword only.
+    """
+    arguments = list(inspect.signature(network.forward).parameters.values())
     needed = [
-        one for one in every if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        argument
+        for argument in arguments
+        if argument.default is argument.empty and argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
     ]
-    if any(one.kind is one.KEYWORD_ONLY for one in needed):
+    if any(argument.kind is argument.KEYWORD_ONLY for argument in needed):
         raise ConfigurationError(
-            f"{type(network).__name__}.forward has an argument {needed[-1].name!r} that is given by name alone: a "
-            "network that is cut into stages takes its tensors in order; leave out the * before it"
+            f"{type(network).__name__}.forward takes the argument {needed[-1].name!r} by keyword only: a network that "
+            "is cut into stages takes its tensors in order; leave out the * before the argument"
         )
-    return [one.name for one in needed] or [one.name for one in every[:1]] or ["images"]
+    return [argument.name for argument in needed] or [argument.name for argument in arguments[:1]] or ["images"]
 
 
 def _where(network: nn.Module, error: Exception) -> tuple[nn.Module, str]:
-    """The innermost of a network's modules whose own code could not be traced, and its name and line."""
+    """Return the innermost module whose own code could not be traced, and a text with its name and line."""
     names = {module: name for name, module in network.named_modules()}
-    found, place = network, type(network).__name__
+    culprit, place = network, type(network).__name__
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and module in names:
             file = frame.f_code.co_filename
-            found, name = module, ".".join(filter(None, (type(network).__name__, names[module])))
+            culprit, name = module, ".".join(filter(None, (type(network).__name__, names[module])))
             code = linecache.getline(file, line).strip()
             place = f"{name} ({type(module).__name__}, {Path(file).name}:{line}: {code!r})"
-    return found, place
+    return culprit, place
 
 
 def ordered_nodes(traced: fx.GraphModule) -> list[fx.Node]:
-    """The nodes that compute, in topological order: all but placeholders, attributes and the output."""
+    """Return the nodes that compute, in topological order: all except placeholders, attributes and the output."""
     return [node for node in traced.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
 
 
 def cut_positions(traced: fx.GraphModule) -> list[int]:
-    """Where a cut is possible: index of the first node after it in :func:`ordered_nodes`, ascending.
+    """Return the possible cuts: for each the index of the first node after the cut in :func:`ordered_nodes`, ascending.
 
-    Not between two uses of the same parameters or buffers, which belong to one stage, nor between a value and its
-    change in place where the value is used once more afterwards.
+    A cut is not possible between two uses of the same parameters or buffers, which must belong to one stage, nor
+    between a value and its change in place if the value is used again after the change.
     """
     nodes = ordered_nodes(traced)
     position = {node: index for index, node in enumerate(nodes)}
@@ -234,7 +253,11 @@ def cut_positions(traced: fx.GraphModule) -> list[int]:
 
 
 def find_cut(traced: fx.GraphModule, name: str) -> int:
-    """The position of the cut after the last node of a module, such as ``layer2.0``, or after a node of the graph."""
+    """Return the position of the cut after the last node of a module, such as ``layer2.0``, or after a node.
+
+    Raises:
+        ConfigurationError: The network runs no such module or node, or cannot be cut after it.
+    """
     nodes = ordered_nodes(traced)
     inside = [
         index
@@ -245,28 +268,28 @@ def find_cut(traced: fx.GraphModule, name: str) -> int:
         modules = [path for path, _ in traced.named_modules() if path]
         close = [path for path in modules if path.split(".")[0] == name.split(".")[0]] or modules
         raise ConfigurationError(
-            f"cuts: the network has no module or node {name!r} that it runs; for example {', '.join(close[:8])}"
+            f"cuts: the network runs no module or node {name!r}; use one such as {', '.join(close[:8])}"
         )
     cut = inside[-1] + 1
     possible = cut_positions(traced)
     if cut not in possible:
         near = min(possible, key=lambda index: abs(index - cut), default=None)
-        advice = "the network has no place to cut" if near is None else f"the nearest place: {nodes[near - 1].name!r}"
+        advice = "the network cannot be cut anywhere" if near is None else f"the nearest cut: {nodes[near - 1].name!r}"
         raise ConfigurationError(
-            f"cuts: after {name!r} the network cannot be cut (its end, or between two uses of the same parameters); "
-            + advice
+            f"cuts: the network cannot be cut after {name!r} (the network ends there, or uses the same parameters "
+            f"again later); {advice}"
         )
     return cut
 
 
 def module_paths(node: fx.Node) -> list[str]:
-    """Names of the modules that a node belongs to, from the outermost in."""
+    """Return the names of the modules that a node belongs to, from the outermost to the innermost."""
     stack = node.meta.get("nn_module_stack") or {}
     return [str(path) for path, _ in stack.values()] + ([str(node.target)] if node.op == "call_module" else [])
 
 
 def changed_in_place(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """The node whose value ``node`` overwrites, if so."""
+    """Return the node whose value ``node`` overwrites, or None if it overwrites none."""
     first = node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
         return None
@@ -283,7 +306,7 @@ def changed_in_place(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
 
 
 def state_names(traced: fx.GraphModule, node: fx.Node) -> Iterator[str]:
-    """Names of the parameters and buffers that a node uses, as the network's state dict has them."""
+    """Yield the names of the parameters and buffers that a node uses, as in the network's state dict."""
     if node.op == "call_module":
         prefix = str(node.target)
         module = traced.get_submodule(prefix)
@@ -296,18 +319,18 @@ def state_names(traced: fx.GraphModule, node: fx.Node) -> Iterator[str]:
 
 @contextmanager
 def mode(network: nn.Module, training: bool) -> Iterator[None]:
-    """Put a network into training or evaluation mode, and each of its modules back afterwards."""
+    """Set a network to training or evaluation mode inside the context, and restore each module's mode afterwards."""
     modes = [(module, module.training) for module in network.modules()]
     network.train(training)
     try:
         yield
     finally:
-        for module, was in modes:
-            module.training = was
+        for module, previous in modes:
+            module.training = previous
 
 
 def _uses_of_state(traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[int, list[int]]:
-    """Positions at which each parameter or buffer, by identity, is used."""
+    """Return the positions at which each parameter or buffer is used, by the tensor's id."""
     uses: dict[int, list[int]] = {}
     for index, node in enumerate(nodes):
         for name in state_names(traced, node):

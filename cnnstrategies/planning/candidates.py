@@ -63,7 +63,7 @@ class Job:
 
     @property
     def network(self) -> Bottleneck:
-        """Name of the connection between the devices, as a bottleneck."""
+        """Bottleneck for the connection between the devices: ``nic`` with several machines, ``link`` with one."""
         return "nic" if len(self.cluster.hosts) > 1 else "link"
 
     def equal(self, batches: int = 1) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class Job:
         """Return the samples of each device in the balanced shares that training would reach.
 
         Training rebalances by the devices' measured times; this method repeats that with predicted times. The counts
-        are equal where other shares would gain too little.
+        are equal if other shares would gain too little.
 
         Args:
             step: Returns the seconds of a step from the samples of each device.
@@ -122,7 +122,7 @@ class Candidate:
     Attributes:
         family: Registered name of the strategy, or ``hybrid`` for a pipeline.
         effect: Effect on the training result.
-        step: Seconds in which as many samples are processed as a step has.
+        step: Seconds of a step; for asynchronous modes, seconds in which a global batch of samples is processed.
         sent_bytes: Bytes that all devices together send for a step.
         memory: Bytes that the fullest device holds.
         bottleneck: Resource that limits a step most.

@@ -89,7 +89,7 @@ class Predictor:
         return simulate(tasks, self.stages(layout), messages(self.costs, layout.cuts), self.job.cluster)
 
     def stage_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
-        """Return the most bytes that a device of each stage holds: training state and activations in flight."""
+        """Return the peak memory in bytes of a device of each stage: training state and activations in flight."""
         memory = []
         problem = self.problem
         for index, cost in enumerate(self._costs_of(layout.cuts)):

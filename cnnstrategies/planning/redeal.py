@@ -52,7 +52,7 @@ def redeal(
         return max(count * time for count, time in zip(counts, times, strict=True))
 
     now = timetable(placement)
-    least_time = slowest([len(placement.own(rank)) for rank in everyone]) / (1 + GAIN)
+    least_time = slowest([len(placement.microbatches_of(rank)) for rank in everyone]) / (1 + GAIN)
     bounds = [placement.microbatches] * placement.world_size
     while True:
         dealt = _soonest(placement, times, bounds)

@@ -1,4 +1,4 @@
-"""Lightning strategies, and the names under which YAML finds them."""
+"""Strategies for Lightning, registered under the names that configurations use."""
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
@@ -28,10 +28,10 @@ for _compression in ddp_names():
         f"DDP, gradients compressed by {_compression}",
         compression=_compression,
     )
-_register("ddp_balanced", BalancedDDPStrategy, "DDP in which slower devices have fewer samples")
-_register("hybrid_pipeline", HybridPipelineStrategy, "Pipeline stages, each replicated as often as it needs")
-_register("parameter_server", ParameterServerStrategy, "Servers make the step on the workers' mean gradient")
-_register("parameter_server_async", ParameterServerStrategy, "Servers apply each gradient as it comes", mode="async")
+_register("ddp_balanced", BalancedDDPStrategy, "DDP in which slower devices get fewer samples")
+_register("hybrid_pipeline", HybridPipelineStrategy, "Pipeline stages, each with its own number of replicas")
+_register("parameter_server", ParameterServerStrategy, "Servers make each step on the workers' mean gradient")
+_register("parameter_server_async", ParameterServerStrategy, "Servers apply each gradient on arrival", mode="async")
 _register(
     "parameter_server_ssp",
     ParameterServerStrategy,

@@ -1,4 +1,4 @@
-"""`strategy: ddp_balanced`: data parallel on devices that are not equally fast."""
+"""`strategy: ddp_balanced`: data parallelism on devices that are not equally fast."""
 
 from typing import Any, Literal
 
@@ -15,27 +15,27 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.quantities import as_timedelta
 from cnnstrategies.shares import Deals
-from cnnstrategies.strategies.balancing import Rows, gather_rows
+from cnnstrategies.strategies.balancing import GatherRows, gather_rows
 from cnnstrategies.strategies.dealing import Dealing
 from cnnstrategies.strategies.protocol import StrategyFacts
 
 
 class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
-    """DDP in which each rank has its share of the global batch, and each sample counts as much as any other.
+    """DDP in which each rank has its share of the global batch, and all samples count equally.
 
-    The gradient is the mean over all samples of the global batch, whatever the shares: with networks without batch
-    normalisation it is that of one process.
+    The gradient is the mean over all samples of the global batch, whatever the shares are. For networks without batch
+    normalisation it is the gradient that one process would compute.
 
     Args:
-        shares: What each rank has in proportion to the others', such as ``[3, 1]``; ``equal``; or ``auto``: equal at
-            first, then by each rank's own time for a sample, dealt anew wherever that makes a step more than 3 %
-            quicker.
-        max_samples: Samples that a rank can hold in a batch.
-        initial_shares: The shares with which ``auto`` begins, as ``plan`` writes them by the speeds in a cluster file.
-        **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy`.
+        shares: The ranks' parts of a batch as a list of proportions such as ``[3, 1]``; ``equal``; or ``auto``. The
+            shares of ``auto`` are equal at first. They then follow each rank's measured time for a sample, and are
+            rebalanced whenever a step would become more than 3 % quicker.
+        max_samples: Largest number of samples that a rank can hold in a batch.
+        initial_shares: The shares with which ``auto`` begins. ``plan`` writes them from the speeds in a cluster file.
+        **kwargs: Options of :class:`~lightning.pytorch.strategies.DDPStrategy`.
 
     Raises:
-        ConfigurationError: The shares are not as many as the ranks, or not above 0.
+        ConfigurationError: The number of shares differs from the number of ranks, or a share is not above 0.
     """
 
     strategy_name = "ddp_balanced"
@@ -59,7 +59,7 @@ class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
     @property
     @override
     def launcher(self) -> Any:
-        """Lightning's launcher. It is asked for right before processes are started: the last place for checks."""
+        """Lightning's launcher. Lightning asks for it right before it starts processes, the last moment for checks."""
         self._dealing.check()
         return super().launcher
 
@@ -70,7 +70,7 @@ class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        with on_loopback(self):  # Also where one machine has no network.
+        with on_loopback(self):  # A single machine may have no network.
             super().setup_environment()
         self._dealing.begin(self._open_group)
 
@@ -89,7 +89,7 @@ class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
         reduced: torch.futures.Future[Tensor] = default_hooks.allreduce_hook(group, bucket)
         return reduced
 
-    def _open_group(self) -> Rows:
+    def _open_group(self) -> GatherRows:
         self._group = dist.new_group(backend="gloo")  # type: ignore[assignment]  # -100 is for those outside
         return lambda row: gather_rows(row, self._group)
 

@@ -1,4 +1,4 @@
-"""When, and how, the work is dealt anew to ranks that are not equally fast."""
+"""Rebalancing: how the shares of ranks that are not equally fast change while they train."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,32 +15,39 @@ from typing_extensions import override
 from cnnstrategies.data.sampling import DealtBatches, dealt
 from cnnstrategies.shares import Deals, Proposal, proposal
 
-EVERY = 5  # batches from one exchange of times to the next
-FIRST = 3  # batches of a run that are not timed: they build what the others have
-FILLED = 0.9  # of a device's memory at most, by what is measured
+EVERY = 5  # Batches between two exchanges of times.
+FIRST = 3  # The first batches of a run are not timed: they create what later batches reuse.
+FILLED = 0.9  # Largest part of a device's memory that new shares may fill, as far as measured.
 
 
-# Brings the numbers of all ranks together, one after the other: those of the ranks that are there.
-Rows = Callable[[list[float]], list[list[float]]]
+# Collects a row of numbers from each rank that takes part, and returns these rows in rank order.
+GatherRows = Callable[[list[float]], list[list[float]]]
 
 
 def propose(
-    now: Sequence[int], deals: Deals, seconds: Sequence[float], step: float, fitting: Sequence[float]
+    counts: Sequence[int], deals: Deals, seconds: Sequence[float], step: float, fitting: Sequence[float]
 ) -> Proposal | None:
-    """Other shares, where ranks have so many samples now; None where they would not gain enough.
+    """Return new shares for the ranks; None if they would not gain enough.
 
     Args:
-        fitting: Samples that fit into each rank's memory, as far as that is measured.
+        counts: Samples that each rank has now.
+        deals: The limits of a rank's samples.
+        seconds: Each rank's seconds for a sample.
+        step: Seconds of a step.
+        fitting: Samples that fit into each rank's memory, as far as measured.
     """
-    most = [max(own, min(fits, deals.most)) for own, fits in zip(now, fitting, strict=True)]
-    return proposal(now, seconds, step, deals.least, most)
+    limits = [max(count, min(fits, deals.most)) for count, fits in zip(counts, fitting, strict=True)]
+    return proposal(counts, seconds, step, deals.least, limits)
 
 
 def fitting(held: int, device: torch.device) -> float:
-    """How many samples, or microbatches, a rank's memory can hold at once, which has held so many since it trains.
+    """Return how many samples, or microbatches, the memory of a rank can hold at once; infinite on a CPU.
 
-    Between two steps: what torch has allocated then does not depend on them. Infinite on a CPU, where nothing is
-    measured.
+    Must be called between two steps, when the memory that torch has allocated does not depend on samples.
+
+    Args:
+        held: The largest number that the memory has held at once since training began.
+        device: The rank's device.
     """
     if device.type != "cuda":
         return inf
@@ -50,43 +57,45 @@ def fitting(held: int, device: torch.device) -> float:
 
 
 class Stopwatch:
-    """A rank's own time in a step: from the forward's begin to the last gradient, which waits for nobody.
+    """Clock of a rank's own work in a step, from the begin of the forward to the last gradient.
 
-    On a GPU by events, which are read when they have happened: nothing waits for them.
+    The time until the last gradient contains no waiting for other ranks. On a GPU the times come from events, which
+    are read only after they have happened, so that the host never waits for the device.
 
     Args:
-        waited: Seconds that this rank has waited for others, which are left out.
+        device: The rank's device.
+        waited: Returns the seconds that this rank has waited for other ranks so far. They are subtracted.
     """
 
     def __init__(self, device: torch.device, waited: Callable[[], float] = float) -> None:
         self._waited = waited
-        self._before = 0.0  # seconds that had been waited when the forward began
+        self._waited_before = 0.0  # Seconds of waiting before the forward began.
         self._events: list[tuple[Any, Any, float]] = []
         self._on_device = device.type == "cuda"
-        self._begun: Any = None
+        self._start: Any = None
         self._seconds: list[float] = []
 
     def begin(self) -> None:
-        """The forward begins."""
-        self._before = self._waited()
-        self._begun = self._now()
+        """Start the clock at the begin of a forward."""
+        self._waited_before = self._waited()
+        self._start = self._now()
 
     def end(self) -> None:
-        """The last gradient is there; if nothing has begun, nothing is timed."""
-        if self._begun is None:
+        """Stop the clock at the last gradient; do nothing if the clock is not running."""
+        if self._start is None:
             return
-        begun, self._begun = self._begun, None
-        waited = self._waited() - self._before
+        start, self._start = self._start, None
+        waited = self._waited() - self._waited_before
         if self._on_device:
-            self._events.append((begun, self._now(), waited))
+            self._events.append((start, self._now(), waited))
         else:
-            self._seconds.append(self._now() - begun - waited)
+            self._seconds.append(self._now() - start - waited)
 
     def take(self) -> list[float]:
-        """Seconds of the steps that were timed since this was asked last."""
+        """Return the seconds of the steps that were timed since the last call."""
         while self._events and self._events[0][1].query():
-            begun, ended, waited = self._events.pop(0)
-            self._seconds.append(begun.elapsed_time(ended) / 1000 - waited)
+            start, end, waited = self._events.pop(0)
+            self._seconds.append(start.elapsed_time(end) / 1000 - waited)
         seconds, self._seconds = self._seconds, []
         return seconds
 
@@ -99,56 +108,64 @@ class Stopwatch:
 
 
 class Balance(Callback):
-    """Has the ranks exchange their times every few batches, and deals anew where that gains.
+    """Exchanges the ranks' times every few batches, and rebalances the shares if that makes steps quicker.
 
-    All ranks see the same times, so they decide alike, and from the same batch on: one that no loader has drawn yet.
+    All ranks see the same times, so they reach the same decision. New shares hold from a batch on that no loader has
+    drawn yet.
+
+    Attributes:
+        unit: Name of the units of work, for log lines.
 
     Args:
-        stopwatches: For each kind of work.
-        gather: Brings the times of all ranks together.
+        deals: The ranks' shares.
+        stopwatches: One for each kind of work.
+        gather: Collects the times of all ranks.
     """
 
     unit = "samples"
 
-    def __init__(self, deals: Deals, stopwatches: Sequence[Stopwatch], gather: Rows) -> None:
+    def __init__(self, deals: Deals, stopwatches: Sequence[Stopwatch], gather: GatherRows) -> None:
         self.deals = deals
         self.sampler: DealtBatches | None = None
         self._stopwatches = stopwatches
         self._gather = gather
-        self._own: list[list[float]] = [[] for _ in stopwatches]
-        self._steps: list[float] = []
-        self._last: float | None = None
-        self._held = 0  # units of work at once, the most so far
-        self._left_out = FIRST
-        self._next = (0, 0)  # the batch from which on the last deal holds
-        self._before: float | None = None  # seconds of a step under the shares before, until it is told what came of it
+        self._unit_seconds: list[list[float]] = [[] for _ in stopwatches]  # Of this rank, for each kind of work.
+        self._step_seconds: list[float] = []
+        self._last_end: float | None = None
+        self._held = 0  # The most units of work at once so far.
+        self._untimed = FIRST  # Batches that are still not timed.
+        self._next = (0, 0)  # Epoch and batch from which the present shares hold.
+        self._step_before: float | None = None  # Seconds of a step under the previous shares, until the gain is logged.
 
     def can_deal(self) -> bool:
-        """Whether the batches of this training are dealt by shares."""
+        """Return whether the batches of this training are divided by shares."""
         return self.sampler is not None
 
     def work(self, batch: int) -> int:
-        """Units of this rank's work that are timed at once."""
+        """Return the units of this rank's work that one measured time covers."""
         assert self.sampler is not None
         return self.sampler.counts(batch)[self.sampler.rank]
 
     def holds(self, batch: int) -> int:
-        """Units that this rank's memory holds at once."""
+        """Return the units of work that this rank's memory holds at once."""
         return self.work(batch)
 
     def propose(
         self, epoch: int, batch: int, seconds: Sequence[Sequence[float]], step: float, most: Sequence[float]
     ) -> Proposal | None:
-        """Other shares.
+        """Return new shares; None if they would not gain enough.
 
         Args:
-            seconds: For each kind of work those of each rank for a unit.
+            epoch: The present epoch.
+            batch: The present batch.
+            seconds: For each kind of work, each rank's seconds for one unit.
             step: Seconds of a step.
             most: Units that each rank's memory can hold at once.
         """
         assert self.sampler is not None
-        now = self.deals.counts(epoch, batch, sum(self.sampler.counts(0)))  # the last one may be smaller
-        return propose(now, self.deals, seconds[0], step, most)
+        # The global batch of the epoch's first batch, because the last batch may be smaller.
+        counts = self.deals.counts(epoch, batch, sum(self.sampler.counts(0)))
+        return propose(counts, self.deals, seconds[0], step, most)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -156,53 +173,54 @@ class Balance(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last = None
+        self._last_end = None
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        times = [one.take() for one in self._stopwatches]
+        times = [stopwatch.take() for stopwatch in self._stopwatches]
         if not self.can_deal():
             return
-        now, last = time.perf_counter(), self._last
-        self._last = now
+        now, last_end = time.perf_counter(), self._last_end
+        self._last_end = now
         self._held = max(self._held, self.holds(batch_idx))
-        if self._left_out or (trainer.current_epoch, batch_idx) < self._next:
-            self._left_out = max(0, self._left_out - 1)
+        if self._untimed or (trainer.current_epoch, batch_idx) < self._next:
+            self._untimed = max(0, self._untimed - 1)
             return
         work = self.work(batch_idx)
-        for own, seconds in zip(self._own, times, strict=True):
-            own += [one / work for one in seconds if work]
-        if last is not None:
-            self._steps.append(now - last)
+        for unit_seconds, seconds in zip(self._unit_seconds, times, strict=True):
+            unit_seconds += [measured / work for measured in seconds if work]
+        if last_end is not None:
+            self._step_seconds.append(now - last_end)
         if (batch_idx + 1) % min(EVERY, trainer.num_training_batches) == 0:
             self._exchange(trainer, batch_idx)
 
     def _exchange(self, trainer: Trainer, batch: int) -> None:
-        medians = [median(found) if found else 0.0 for found in (*self._own, self._steps)]
+        medians = [median(values) if values else 0.0 for values in (*self._unit_seconds, self._step_seconds)]
         drawn = batch + 1 if self.sampler is None else self.sampler.drawn
         rows = self._gather([*medians, drawn, fitting(self._held, trainer.strategy.root_device)])
-        self._own, self._steps = [[] for _ in self._stopwatches], []
+        self._unit_seconds, self._step_seconds = [[] for _ in self._stopwatches], []
         if len(rows) < len(self.deals.shares):
-            return  # One has died.
+            return  # A rank has died.
         *seconds, steps, drawns, most = zip(*rows, strict=True)
-        step, before, self._before = median(steps), self._before, None
-        if before is not None and step:
-            _tell(trainer, f"Since the last deal a step is {before / step - 1:.0%} quicker", gain=before / step - 1)
+        step, step_before, self._step_before = median(steps), self._step_before, None
+        if step_before is not None and step:
+            gain = step_before / step - 1
+            _log(trainer, f"Since the last rebalancing a step is {gain:.0%} quicker", gain=gain)
         epoch = trainer.current_epoch
         timed = all(any(of_rank) for of_rank in zip(*seconds, strict=True))
-        found = self.propose(epoch, batch, seconds, step, most) if timed else None
-        if found is None:
+        proposed = self.propose(epoch, batch, seconds, step, most) if timed else None
+        if proposed is None:
             return
         first = int(max(drawns)) + 1
         since = (epoch, first) if first < trainer.num_training_batches else (epoch + 1, 0)
-        self.deals.change(*since, found.shares)
-        self._next, self._before = since, step
-        counts = [int(share) for share in found.shares]
-        said = f"{', '.join(map(str, counts))} {self.unit} a batch; a step shall be {found.gain:.0%} quicker"
+        self.deals.change(*since, proposed.shares)
+        self._next, self._step_before = since, step
+        counts = [int(share) for share in proposed.shares]
+        text = f"{', '.join(map(str, counts))} {self.unit} a batch; a step should become {proposed.gain:.0%} quicker"
         ranks = {f"rank_{rank}": count for rank, count in enumerate(counts)}
-        _tell(trainer, f"Dealt anew: {said}", predicted_gain=found.gain, **ranks)
+        _log(trainer, f"Rebalanced: {text}", predicted_gain=proposed.gain, **ranks)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -211,19 +229,19 @@ class Balance(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.deals.load_state_dict(state_dict)
-        self._next = self.deals.since  # It may be one that was to come.
+        self._next = self.deals.since  # The last shares may hold from a batch that is still to come.
 
 
 def gather_rows(row: list[float], group: dist.ProcessGroup | None) -> list[list[float]]:
-    """Every rank's numbers; a collective of a group over gloo."""
-    own = torch.tensor(row, dtype=torch.float64)
-    rows = own.new_empty(dist.get_world_size() * len(row))
-    dist.all_gather_into_tensor(rows, own, group=group)
-    found: list[list[float]] = rows.view(-1, len(row)).tolist()
-    return found
+    """Return the rows of all ranks, in rank order; a collective of a gloo group."""
+    tensor = torch.tensor(row, dtype=torch.float64)
+    rows = tensor.new_empty(dist.get_world_size() * len(row))
+    dist.all_gather_into_tensor(rows, tensor, group=group)
+    listed: list[list[float]] = rows.view(-1, len(row)).tolist()
+    return listed
 
 
-def _tell(trainer: Trainer, said: str, **figures: float) -> None:
-    rank_zero_info(said)
+def _log(trainer: Trainer, text: str, **figures: float) -> None:
+    rank_zero_info(text)
     for logger in trainer.loggers:
         logger.log_metrics({f"shares/{name}": value for name, value in figures.items()}, step=trainer.global_step)

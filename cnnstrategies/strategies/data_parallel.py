@@ -1,4 +1,4 @@
-"""Data parallel that sends less: compressed gradients."""
+"""Data parallelism with compressed gradients."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,21 +21,21 @@ else:  # The command line's help lists these names, and its parser refuses other
 
 
 class CompressedDDPStrategy(StrategyFacts, DDPStrategy):
-    """DDP that sends fewer bytes, through torch's own communication hooks, on every device.
+    """DDP that sends fewer bytes, on every kind of device, through torch's communication hooks.
 
-    ``DDPStrategy(ddp_comm_hook=...)`` registers its hook on CUDA devices only and ignores it elsewhere.
+    ``DDPStrategy(ddp_comm_hook=...)`` registers its hook on CUDA devices only, and ignores it on all others.
 
     Args:
-        compression: ``fp16`` or ``bf16`` send half the bytes. ``powersgd`` (Vogels et al., "PowerSGD: Practical
-            Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019) sends two thin factors of
-            each gradient matrix and adds what was lost to the next gradient; what is waiting to be added is not
-            part of a checkpoint.
-        powersgd_rank: Columns of the factors: more is more exact and more bytes.
-        powersgd_start_step: Steps with uncompressed gradients before PowerSGD begins.
-        **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy`.
+        compression: ``fp16`` and ``bf16`` send half the bytes. ``powersgd`` (Vogels et al., "PowerSGD: Practical
+            Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019) sends two thin factors of each
+            gradient matrix, and adds the error to the next gradient. Checkpoints do not contain that error.
+        powersgd_rank: Columns of the factors. More columns are more exact and take more bytes.
+        powersgd_start_step: Number of steps with uncompressed gradients before PowerSGD begins.
+        **kwargs: Options of :class:`~lightning.pytorch.strategies.DDPStrategy`.
 
     Raises:
-        ConfigurationError: ``powersgd_rank`` is below 1, ``powersgd_start_step`` below 2, or a hook was given as well.
+        ConfigurationError: ``powersgd_rank`` is below 1, ``powersgd_start_step`` is below 2, or ``ddp_comm_hook`` is
+            set as well.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CompressedDDPStrategy(StrategyFacts, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        with on_loopback(self):  # Also where one machine has no network.
+        with on_loopback(self):  # A single machine may have no network.
             super().setup_environment()
         assert self.lightning_module is not None
         keep_batches(self.lightning_module.trainer)

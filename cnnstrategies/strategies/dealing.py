@@ -1,4 +1,4 @@
-"""The argument `shares` of a strategy: what it accepts, and training batches that are dealt by it."""
+"""The option `shares` of a strategy: its checks, and the division of training batches by it."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -12,7 +12,7 @@ from cnnstrategies._lightning_private import keep_batches
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.shares import NORMALISED_TOGETHER, Deals, check_count, check_initial
-from cnnstrategies.strategies.balancing import Balance, Rows, Stopwatch
+from cnnstrategies.strategies.balancing import Balance, GatherRows, Stopwatch
 from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.sample_weights import SampleWeights
 
@@ -20,16 +20,19 @@ Shares = Literal["auto", "equal"] | Sequence[float]
 
 
 class Dealing:
-    """Has the training batches of a strategy's ranks dealt by shares, which are given or found.
+    """Divides the training batches of a strategy among its ranks by shares, which are configured or measured.
+
+    Attributes:
+        stopwatch: Clock of this rank's work; None unless the shares are measured.
 
     Args:
-        strategy: Whose.
-        shares: One for each rank; ``equal``; or ``auto``, by each rank's own time.
-        most: Samples that a rank can hold in a batch.
-        initial: The shares with which ``auto`` begins; equal ones by default.
+        strategy: The strategy.
+        shares: One share for each rank; ``equal``; or ``auto``, for shares that follow the ranks' measured times.
+        most: Largest number of samples that a rank can hold in a batch.
+        initial: The shares with which ``auto`` begins.
 
     Raises:
-        ConfigurationError: What is given is no share.
+        ConfigurationError: A share is not valid.
     """
 
     def __init__(
@@ -46,12 +49,12 @@ class Dealing:
         self._deals: Deals | None = None
 
     def check(self) -> None:
-        """Refuse shares that are not as many as the processes; before these are started."""
+        """Refuse a list of shares that has not one share for each process; call this before processes start."""
         check_count(self._initial, self._strategy.num_nodes * self._strategy.num_processes)
 
     @property
     def deals(self) -> Deals:
-        """By which shares batches are dealt."""
+        """The shares by which batches are divided."""
         if self._deals is None:
             module = self._strategy.lightning_module
             shares: Sequence[float] = (
@@ -61,37 +64,39 @@ class Dealing:
             self._deals = Deals(shares, least, inf if self._most is None else self._most)
         return self._deals
 
-    def begin(self, gather: Callable[[], Rows], waited: Callable[[], float] = float) -> None:
-        """Add the callbacks, before Lightning gives them their states of a checkpoint, which it does before `setup`.
+    def begin(self, gather: Callable[[], GatherRows], waited: Callable[[], float] = float) -> None:
+        """Add the callbacks that weight samples and measure shares.
+
+        They must be there before Lightning restores the callbacks' states from a checkpoint, before `setup`.
 
         Args:
-            gather: Makes what brings the numbers of all ranks together; asked for where shares are found.
-            waited: Seconds that this rank has waited for others.
+            gather: Returns the function that collects rows from all ranks; called only if shares are measured.
+            waited: Returns the seconds that this rank has waited for other ranks so far.
         """
         module = self._strategy.lightning_module
         assert module is not None
         trainer = module.trainer
         keep_batches(trainer)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
-        callbacks[:] = [one for one in callbacks if not isinstance(one, Balance)]
+        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Balance)]
         self._deals = self.stopwatch = None
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        if not any(isinstance(one, SampleWeights) for one in callbacks):
+        if not any(isinstance(callback, SampleWeights) for callback in callbacks):
             callbacks.append(SampleWeights())
         if self.shares == "auto" and self._strategy.world_size > 1:
             self.stopwatch = Stopwatch(self._strategy.root_device, waited)
             callbacks.append(Balance(self.deals, [self.stopwatch], gather()))
 
     def loader(self, dataloader: object) -> object:
-        """Have a loader's batches dealt by shares, in the place of Lightning's sampler."""
+        """Return a loader whose batches are divided by shares, in place of a loader with Lightning's sampler."""
         module = self._strategy.lightning_module
         assert module is not None
         return by_shares(dataloader, module.trainer, self.deals)
 
     def panel_row(self) -> tuple[str, str]:
         """Return the start panel's row about the shares."""
-        said = f"{self._initial} at first, then by each rank's own time" if self.shares == "auto" else str(self.shares)
+        text = f"{self._initial} at first, then by each rank's own time" if self.shares == "auto" else str(self.shares)
         least = f"; at least {self.deals.least} samples" if self.deals.least > 1 else ""
         most = f"; at most {self._most} samples" if self._most is not None else ""
-        return "shares", f"{said}{least}{most}"
+        return "shares", f"{text}{least}{most}"

@@ -1,4 +1,4 @@
-"""A user's own loader, whose batches are dealt by shares."""
+"""A user's own loader with batches that are divided by shares."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,17 +13,23 @@ from cnnstrategies.shares import Deals
 
 
 class OrderBatches(DealtBatches):
-    """Of the order that a loader's own distributed sampler has.
+    """Training batches in the order of a loader's own distributed sampler.
 
-    Each sample comes once, where that sampler repeats some so that all ranks have as many. Lightning sets the epoch of
-    ``sampler``, and of a run that goes on within an epoch counts its batches on: so do these.
+    Each sample occurs once in an epoch, although that sampler repeats samples to give all ranks equally many. As
+    Lightning does, these batches take the epoch from ``sampler``, and a run that is resumed within an epoch goes on
+    with the next batch.
+
+    Attributes:
+        sampler: The loader's distributed sampler.
 
     Args:
-        batches: A rank's, as Lightning has put them in place.
+        batches: The loader's batch sampler, with the distributed sampler that Lightning has put into it.
+        trainer: The trainer that trains with the loader.
+        deals: The ranks' shares.
     """
 
     def __init__(self, batches: BatchSampler, trainer: Trainer, deals: Deals) -> None:
-        self.sampler: DistributedSampler[Any] = batches.sampler  # type: ignore[assignment]  # the caller has seen it
+        self.sampler: DistributedSampler[Any] = batches.sampler  # type: ignore[assignment]  # checked by the caller
         ranks, rank, size = self.sampler.num_replicas, self.sampler.rank, samples_in(self.sampler)
         accumulated = trainer.accumulate_grad_batches
         samples = batches.batch_size * ranks * accumulated
@@ -33,26 +39,30 @@ class OrderBatches(DealtBatches):
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's batches."""
+        """Yield this rank's batches of an epoch."""
         if isinstance(self._trainer.train_dataloader, list | tuple | dict):
             raise ConfigurationError(
-                "training has several loaders (CombinedLoader): shares deal the batches of one; use one loader whose "
-                "dataset gives the samples of all, or a strategy without shares, such as ddp"
+                "training has several loaders (CombinedLoader), and shares divide the batches of one: use one loader "
+                "whose dataset has the samples of all, or a strategy without shares, such as ddp"
             )
         self.epoch, self.skip = self.sampler.epoch, self._progress.current.ready
         yield from self.rank_batches(items_of(self.sampler, self.epoch), self.skip)
 
 
 class OrderLoader(DataLoader[Any]):
-    """Loads nothing before the first batch is asked for: not before it is known which one that is."""
+    """A loader that loads nothing until the first batch is requested: only then its number in the epoch is known."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """The batches of an epoch."""
+        """Yield the batches of an epoch."""
         yield from super().__iter__()
 
 
 def by_shares(loader: Any, trainer: Trainer, deals: Deals) -> Any:
-    """A loader of training whose batches are dealt by shares; the same one, with a warning, where it cannot be."""
+    """Return a training loader whose batches are divided by shares.
+
+    A loader of any other kind than torch's own, with a sampler that Lightning distributes, is returned unchanged; if
+    there are several ranks, a warning says so.
+    """
     if not trainer.training or batches_of(loader) is not None:
         return loader
     batches = getattr(loader, "batch_sampler", None)
@@ -63,9 +73,9 @@ def by_shares(loader: Any, trainer: Trainer, deals: Deals) -> Any:
     ):
         if len(deals.shares) > 1:
             rank_zero_warn(
-                f"shares: {type(loader).__name__} has an order of its own, so all ranks have batches of its own size, "
-                "which count alike: shares are for loaders with a batch_size and a sampler that Lightning may "
-                "distribute"
+                f"shares are ignored for {type(loader).__name__}, which chooses its batches itself: all ranks load "
+                "batches of its size, which count equally; use a DataLoader with a batch_size and a sampler that "
+                "Lightning may distribute"
             )
         return loader
     order = OrderBatches(batches, trainer, deals)

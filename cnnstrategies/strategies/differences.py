@@ -1,4 +1,4 @@
-"""What a run on several processes does in another way than one device, in words."""
+"""Texts about the differences between a run on several processes and a run on one device."""
 
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -7,16 +7,16 @@ from cnnstrategies.pipeline.buffers import has_batch_norm
 
 RANK_ZERO = "those of rank 0"
 OWN_MEANS = (
-    "a loss that is no mean over images (class weights, ignore_index, Dice, pairs of images) is a mean of each "
-    "process's own"
+    "a loss that is not a mean over images (class weights, ignore_index, Dice, pairs of images) is computed over each "
+    "process's own images"
 )
 RANDOM_DRAWS = "random draws (as in dropout) are each process's own"
 
 
 def has_mean_loss(module: nn.Module) -> bool:
-    """Whether a module says with ``loss_weight(targets)`` how its ``loss(outputs, targets)`` is divided.
+    """Return whether ``loss_weight(targets)`` of a module gives the divisor of its ``loss(outputs, targets)``.
 
-    A class that replaces ``loss`` alone does not.
+    A subclass that overrides ``loss`` must also override ``loss_weight``: otherwise the divisor is not known.
     """
     for kind in type(module).__mro__:
         if "loss_weight" in vars(kind):
@@ -27,11 +27,13 @@ def has_mean_loss(module: nn.Module) -> bool:
 
 
 def differences_of_replicas(network: nn.Module, processes: int, batch_size: int | None, statistics: str) -> list[str]:
-    """What is different when each process trains the whole network on its share of the batch, a line each.
+    """Return one line for each difference of processes that each train the whole network on a part of the batch.
 
     Args:
-        batch_size: Samples of a process's batch; None where they are not known.
-        statistics: Whose the running statistics of batch normalisation are.
+        network: The network, or the module that contains it.
+        processes: Number of processes.
+        batch_size: Samples in a batch of one process; None if the number is not known.
+        statistics: Origin of batch normalisation's running statistics, such as `RANK_ZERO`.
     """
     if processes == 1:
         return []

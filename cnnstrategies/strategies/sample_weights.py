@@ -1,4 +1,4 @@
-"""Each sample of a step counts as much as any other, whichever rank has it and in which of accumulated batches."""
+"""Equal weights for all samples of a step, on whichever rank and in whichever accumulated batch they are."""
 
 from typing import Any
 
@@ -13,16 +13,16 @@ from cnnstrategies.strategies.protocol import facts_of
 
 
 class SampleWeights(Callback):
-    """Weighs the loss of each batch by its samples, before its backward.
+    """Weights the loss of each batch by its number of samples, before the backward.
 
-    Ranks whose batches differ by a sample, as those of a global batch of 64 on three, would else count as much as each
-    other, and so would accumulated batches. A batch of samples that are there only so that its rank is not without one
-    counts nothing. Where the module's loss is divided by something else, and says so by ``loss_weight(targets)`` as a
-    pipeline asks it, a batch counts by that; not where batches are accumulated, of which the next are not known. What
-    is logged stays as it is.
+    Without this callback batches count equally, although their sizes may differ: the batches of three ranks with a
+    global batch of 64, or accumulated batches. A batch that only repeats samples, so that its rank has a batch at all,
+    gets weight 0. If the module's loss has another divisor than the number of samples, and ``loss_weight(targets)``
+    returns that divisor, a batch counts by it. With accumulated batches it counts by its samples, because the divisors
+    of the next batches are not known yet. Logged losses do not change.
 
-    It knows what is dealt by shares: what the data modules of this package load, and all under ``ddp_balanced``. A
-    pipeline weighs its batches itself.
+    The callback knows the sizes of batches that are divided by shares: the batches of this package's data modules, and
+    all batches under ``ddp_balanced``. A pipeline weights its batches itself.
     """
 
     weighs_samples = True
@@ -47,8 +47,8 @@ class SampleWeights(Callback):
             weight = pl_module.loss_weight(targets)  # type: ignore[operator]
             if isinstance(weight, Tensor):
                 weight = weight.to(loss.dtype) * (sampler.counts(batch)[sampler.rank] > 0)
-                of_all = trainer.strategy.reduce(weight.clone(), reduce_op="sum")  # in place
-                factor = torch.as_tensor(weight * sampler.num_replicas / of_all)
+                total = trainer.strategy.reduce(weight.clone(), reduce_op="sum")  # `reduce` works in place.
+                factor = torch.as_tensor(weight * sampler.num_replicas / total)
         if isinstance(factor, Tensor) or factor != 1:
-            # Not in place: in manual optimization the loss is the user's own, and its backward may need its value.
+            # The loss itself stays unchanged: in manual optimization it is the user's tensor, and backward may need it.
             loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The promise, tried on a user's own module: trained under a strategy it is the same model as on one device."""
+"""A test of a user's own module: does a strategy train the same model as one device?"""
 
 from cnnstrategies.verifying.runs import verify
 from cnnstrategies.verifying.verdict import Verdict

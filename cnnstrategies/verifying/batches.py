@@ -1,4 +1,4 @@
-"""The batches that ranks load, written down, and given to one device as global batches."""
+"""The batches that the ranks load: saved in files, and given to one device as global batches."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,15 +13,16 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.hybrid_pipeline.batches import NoBatch
 
 
-class Keeps(Precision):
-    """Writes down each batch as the loader gives it, before the module's hooks and the strategy get it.
+class BatchKeeper(Precision):
+    """Saves each batch as it comes from the loader, before the module's hooks and the strategy get it.
 
-    A precision plugin is where Lightning hands over a batch first, on every rank and under every strategy.
+    It is a precision plugin because Lightning gives a batch to this plugin first, on every rank and under every
+    strategy.
     """
 
-    folder: Path | None = None  # None while none is to be kept
-    count = 0
-    generator = torch.empty(0, dtype=torch.uint8)  # the state of torch's random numbers when the last batch came
+    folder: Path | None = None  # folder of the files; None if batches are not saved
+    count = 0  # number of saved batches
+    generator = torch.empty(0, dtype=torch.uint8)  # state of torch's random generator at the last batch
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -32,17 +33,17 @@ class Keeps(Precision):
         return super().convert_input(data)
 
 
-class KeepsInDouble(Keeps, DoublePrecision):
-    """The same, in float64."""
+class DoubleBatchKeeper(BatchKeeper, DoublePrecision):
+    """Saves each batch like :class:`BatchKeeper`, and trains in float64."""
 
 
 class GlobalBatches:
-    """For each batch that ranks have loaded, those of all of them together, in the order of the ranks.
+    """The global batches of a run: the ranks' batches joined in rank order.
 
     Args:
-        folders: A rank's batches each.
-        ends: How many batches of a rank had been loaded at the end of each epoch but the last.
-        length: Batches of an epoch, which schedules may depend on; None where that is not known.
+        folders: Folder of each rank's batches, in rank order.
+        ends: Number of batches that a rank had loaded at the end of each epoch except the last.
+        length: Number of batches of an epoch, on which schedules may depend; None if not known.
     """
 
     def __init__(self, folders: Sequence[Path], ends: Sequence[int], length: int | None) -> None:
@@ -60,19 +61,19 @@ class GlobalBatches:
 
     def __len__(self) -> int:
         if self._length is None:
-            raise TypeError("the ranks' loaders have no length")  # By which Lightning knows.
+            raise TypeError("the ranks' loaders have no length")  # Lightning recognises such a loader by this error.
         return self._length
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Batches of several ranks as one.
+    """Join the batches of several ranks into one batch.
 
     Args:
-        parts: Of the same kind: tensors with samples as their first dimension, lists with an item for each sample
-            (names, or the boxes of each image), and mappings and tuples of these.
+        parts: Batches of the same structure: tensors with samples as their first dimension, lists with an item for each
+            sample (names, or the boxes of each image), and mappings and tuples of these.
 
     Raises:
-        ConfigurationError: One is of another kind.
+        ConfigurationError: A batch contains a value of another kind.
     """
     return parts[0] if len(parts) == 1 else _joined(parts, [_count(part) for part in parts])
 
@@ -92,13 +93,13 @@ def _joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
     if isinstance(first, (str, int, float, type(None))) and all(part == first for part in parts):
         return first
     raise ConfigurationError(
-        f"a batch has a {type(first).__name__}, and it is not known how those of several ranks make one: verify takes "
-        "batches of tensors, lists, tuples and mappings"
+        f"a batch has a {type(first).__name__}, which verify cannot join with those of other ranks: use batches of "
+        "tensors, lists, tuples and mappings"
     )
 
 
 def _count(batch: Any) -> int:
-    """How many samples a batch has: items of a list of mappings, as of the boxes of images, else rows of a tensor."""
+    """Return the number of samples of a batch: items of a list of mappings, or else rows of the first tensor."""
     for listed in _lists(batch):
         if listed and all(isinstance(item, Mapping) for item in listed):
             return len(listed)
@@ -106,7 +107,7 @@ def _count(batch: Any) -> int:
 
 
 def _have_items(lists: Sequence[Any], counts: Sequence[int]) -> bool:
-    """Whether lists have an item for each sample, and not tensors with a row for each."""
+    """Whether lists have an item for each sample, and not tensors with a row for each sample."""
     if all(isinstance(item, (str, int, float)) for item in lists[0]):
         return True
     pairs = list(zip(lists, counts, strict=True))
@@ -124,7 +125,7 @@ def _lists(batch: Any) -> Iterator[Any]:
 
 
 def samples(folder: Path) -> tuple[int, set[bytes]]:
-    """How many samples a rank has loaded, and which, by their first tensor."""
+    """Return the number of samples that a rank has loaded, and the distinct samples, as their first tensor's bytes."""
     count, seen = 0, set()
     for file in folder.glob("*.pt"):
         for sample in next(_tensors(torch.load(file, weights_only=False)), torch.empty(0)):

@@ -1,4 +1,4 @@
-"""What a run leaves for the comparison: its batches, its state at the end or after each step, what it has logged."""
+"""Records of a run for the comparison: its batches, its state at the end or after each step, and its logged values."""
 
 import json
 import math
@@ -18,22 +18,23 @@ from typing_extensions import override
 from cnnstrategies._lightning_private import own_values
 from cnnstrategies.callbacks.start_panel import differences
 from cnnstrategies.models.samples import samples_of
-from cnnstrategies.verifying.batches import GlobalBatches, Keeps
+from cnnstrategies.verifying.batches import BatchKeeper, GlobalBatches
 
-DROPPING = ("drop", "stochasticdepth")  # In the names of classes of layers that drop at random.
-DROPS = ("p", "drop_prob", "dropout")  # Their attributes by which they do.
-RATES = ("drop_rate", "dropout_rate", "dropout_p")  # Those of networks that have functions for it.
+DROPPING = ("drop", "stochasticdepth")  # parts of the class names of layers that drop values at random
+DROPS = ("p", "drop_prob", "dropout")  # names of such layers' attributes with the probability
+RATES = ("drop_rate", "dropout_rate", "dropout_p")  # names of these attributes in networks that call functions instead
 END, NOTES = "end.ckpt", "notes.json"
 
 
 @dataclass(frozen=True)
 class RunRole:
-    """Which of two runs this is, and where its files are.
+    """The role of a run in the comparison.
 
     Attributes:
-        of: The folder of the run whose batches it trains on; None for one that loads its own.
-        single: In float32, for a module that cannot be trained in float64.
-        every_step: Whether its state is saved after each step, too.
+        folder: Folder of the run's files.
+        of: Folder of the run whose batches this run trains on; None if this run loads its own batches.
+        single: Whether the run trains in float32, for a module that cannot be trained in float64.
+        every_step: Whether the run also saves its state after each step.
     """
 
     folder: Path
@@ -43,24 +44,31 @@ class RunRole:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What the recorder has noted; empty where the run has not come to its end."""
+        """The recorder's notes; empty if the run has not reached its end."""
         file = self.folder / NOTES
         return dict(json.loads(file.read_text())) if file.exists() else {}
 
     def batches(self) -> GlobalBatches:
-        """The other run's."""
-        assert self.of is not None, "it has loaded its own"
+        """Return the global batches of the run under the strategy."""
+        assert self.of is not None, "this run has loaded its own batches"
         folders = sorted((file.parent for file in self.of.glob("*/0.pt")), key=lambda folder: int(folder.name))
         notes = RunRole(self.of).notes
         return GlobalBatches(folders, notes["ends"], notes["batches"])
 
 
 class Recorder(Checkpoint):
-    """Writes down what a run has done; it comes after all other callbacks, as all that save do."""
+    """Records what a run has done.
 
-    def __init__(self, role: RunRole, settled: Sequence[str]) -> None:
+    It is a ``Checkpoint`` because Lightning calls such callbacks after all others.
+
+    Args:
+        role: The run's role.
+        turned_off: Lines of :func:`settle`.
+    """
+
+    def __init__(self, role: RunRole, turned_off: Sequence[str]) -> None:
         self._role = role
-        self._notes: dict[str, Any] = {"ends": [], "draws": False, "settled": settled}
+        self._notes: dict[str, Any] = {"ends": [], "draws": False, "turned off": turned_off}
         self._step = 0
 
     @override
@@ -93,34 +101,37 @@ class Recorder(Checkpoint):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the end: Lightning has made the module's and all other callbacks' last hooks of a step before."""
+        """Save the state and the notes; Lightning has called all other hooks of the last step before."""
         trainer.save_checkpoint(self._role.folder / END)
         if not trainer.is_global_zero:
             return
         self._notes |= {
             "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
-            "own": sorted(own_values(trainer)),
+            "unreduced": sorted(own_values(trainer)),
             "steps": trainer.global_step,
-            "moved": self._moved(pl_module),
+            "changed": self._changed(pl_module),
             "devices": trainer.world_size,
         }
         (self._role.folder / NOTES).write_text(json.dumps(self._notes))
 
-    def _moved(self, module: LightningModule) -> int:
-        """How many parameters are not what they were."""
+    def _changed(self, module: LightningModule) -> int:
+        """Return the number of parameters that have changed since the start."""
         return sum(not torch.equal(self._begun[name], value) for name, value in module.named_parameters())
 
 
-def _keeper(trainer: Trainer) -> Keeps:
+def _keeper(trainer: Trainer) -> BatchKeeper:
     plugin = trainer.precision_plugin
-    assert isinstance(plugin, Keeps), "that of a run to be compared"
+    assert isinstance(plugin, BatchKeeper), "verify gives each trainer this plugin"
     return plugin
 
 
 def settle(module: nn.Module) -> list[str]:
-    """Turn off what several processes do in another way than one by design, and say so, a line each.
+    """Turn off what several processes do differently from one device by design.
 
-    Layers that drop at random drop nothing, and batch normalisation takes its running statistics.
+    Layers that drop values at random drop nothing, and batch normalisation uses its running statistics.
+
+    Returns:
+        A line for each kind of layer that was changed.
     """
     drops = norms = 0
     for layer in module.modules():
@@ -132,13 +143,19 @@ def settle(module: nn.Module) -> list[str]:
                 drops += 1
         if isinstance(layer, _BatchNorm) and layer.track_running_stats:
             layer.eval()
-            layer.train = partial(_stays, layer)  # type: ignore[assignment]  # whoever asks
+            layer.train = partial(_keep_mode, layer)  # type: ignore[assignment]  # Lightning calls `train()` later.
             norms += 1
-    said = [f"dropout is off (layers: {drops}): each process draws its own"] * bool(drops)
-    statistics = "batch normalisation takes its running statistics"
-    said += [f"{statistics} (layers: {norms}): each process would take its own batch's"] * bool(norms)
-    return said
+    lines = []
+    if drops:
+        lines.append(f"dropout is off (layers: {drops}), because each process would draw its own random numbers")
+    if norms:
+        lines.append(
+            f"batch normalisation uses its running statistics (layers: {norms}), because each process would use those "
+            "of its own batch"
+        )
+    return lines
 
 
-def _stays(layer: nn.Module, mode: bool = True) -> nn.Module:
+def _keep_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
+    """Ignore a change of the mode, in place of ``nn.Module.train``."""
     return layer

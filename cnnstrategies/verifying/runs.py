@@ -1,4 +1,4 @@
-"""``verify``: the same batches on one device and under a strategy, and what the two runs have come to."""
+"""``verify``: training on the same batches on one device and under a strategy, and the comparison of the two runs."""
 
 import itertools
 import multiprocessing
@@ -19,30 +19,30 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.verifying.batches import Keeps, KeepsInDouble, samples
+from cnnstrategies.verifying.batches import BatchKeeper, DoubleBatchKeeper, samples
 from cnnstrategies.verifying.recorder import END, Recorder, RunRole, settle
 from cnnstrategies.verifying.verdict import ComparedRow, Verdict, compared, differences, row_of
 
-# By an exception that ends a process, in the traceback of one of its ranks too.
+# A refusal, as the last line of a traceback or within the output of a rank.
 REFUSAL = re.compile(r"^cnnstrategies\.[\w.]+\.(?:ConfigurationError|NotHereError): (.*?)(?=\n\n|\Z)", re.M | re.S)
 EXCEPTION = re.compile(r"^[\w.]+(?:Error|Exception)\w*: .*", re.MULTILINE)
-LAST_LINES = 30  # of what a run that has failed has printed
-# Nothing but the training: no validation, and nothing that stays.
+LAST_LINES = 30  # lines of a failed run's output in the error message
+# Only the training: no validation, and no output that stays.
 QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
     "limit_val_batches": 0,
     "num_sanity_val_steps": 0,
 }
-MANY_EPOCHS = 1000  # Lightning's, where no number is given.
+MANY_EPOCHS = 1000  # Lightning's default
 FORKS = (
-    "verify runs a strategy in processes that it forks, and this one has none; give one that has, such as ddp, "
+    "verify needs a strategy whose processes can be forked, which this strategy does not offer; use ddp, "
     "hybrid_pipeline or parameter_server"
 )
 
 
 class TrainingError(RuntimeError):
-    """A run that was to be compared has failed; the message is the end of what it has printed."""
+    """One of the two runs has failed; the message is the end of the run's output."""
 
 
 def verify(
@@ -56,29 +56,30 @@ def verify(
     plugins: Sequence[Any] = (),
     **trainer: Any,
 ) -> Verdict:
-    """Train a module for some steps under a strategy and on one device, on the same batches, and compare.
+    """Train a module for some steps under a strategy and on one device, on the same batches, and compare the results.
 
-    Both runs start from the module as it is, in forked processes, in float64 where it can be trained so, with its own
-    hooks, optimizers and schedules. Dropout is off, and batch normalisation takes its running statistics. One device
-    gets the global batches, put together from what the ranks have loaded. To be called before the process has trained
-    anything or used a GPU.
+    Both runs start from the module as it is, in forked processes and with the module's own hooks, optimizers and
+    schedules. They train in float64, or in float32 if the module cannot be trained in float64. Dropout is off, and
+    batch normalisation uses its running statistics. The run on one device trains on the global batches, which are
+    joined from the batches that the ranks have loaded. Call this function before the process has trained a network or
+    used a GPU.
 
     Args:
-        module: As it would be given to ``Trainer.fit``; it stays as it is.
+        module: The module as for ``Trainer.fit``; it is not changed.
         data: The data module, or the training loader.
-        strategy: Its registered name, or a strategy whose processes are forked.
-        devices: Processes that the strategy has.
-        steps: Optimizer steps.
-        callbacks: The user's own; those that save checkpoints are left out.
-        plugins: Of the trainer; none of a precision.
-        **trainer: Further arguments of ``Trainer``, for both runs, such as ``gradient_clip_val``.
+        strategy: The registered name of a strategy, or a strategy whose processes are forked.
+        devices: Number of the strategy's processes.
+        steps: Number of optimizer steps.
+        callbacks: The user's callbacks; callbacks that save checkpoints are left out.
+        plugins: Plugins of the trainer, without a precision plugin.
+        **trainer: Further arguments of ``Trainer`` for both runs, such as ``gradient_clip_val``.
 
     Returns:
-        What is equal, and what is not.
+        What is equal and what differs.
 
     Raises:
-        ConfigurationError: The strategy refuses the module; the message is the strategy's.
-        TrainingError: The training fails, under the strategy or on one device.
+        ConfigurationError: The strategy refuses the module, with the strategy's message.
+        TrainingError: The training fails under the strategy or on one device.
     """
     if isinstance(strategy, str):
         strategy = forked(strategy)
@@ -86,11 +87,11 @@ def verify(
     def train(role: RunRole) -> None:
         seed_everything(0, verbose=False)
         alone = role.of is not None
-        settled = settle(module)
+        turned_off = settle(module)
         batches = role.batches() if alone else data
-        given: dict[str, Any] = {"train_dataloaders": batches}
+        fit_arguments: dict[str, Any] = {"train_dataloaders": batches}
         if isinstance(data, LightningDataModule):
-            given = {"datamodule": data}
+            fit_arguments = {"datamodule": data}
             if alone:
                 data.train_dataloader = lambda: batches  # type: ignore[method-assign]
         settings: dict[str, Any] = {
@@ -99,29 +100,36 @@ def verify(
             "logger": DummyLogger(),
             **QUIET,
             **trainer,
-            # As many as the user gives, for schedules, but enough for the steps.
+            # Schedules may depend on the user's number of epochs; it must be large enough for the steps.
             "max_epochs": max(trainer.get("max_epochs") or MANY_EPOCHS, steps),
         }
         if alone:
             settings |= {"devices": 1, "strategy": "auto", "limit_train_batches": None}
         else:
             settings |= {"devices": devices, "strategy": strategy}
-        own = [one for one in callbacks if not isinstance(one, Checkpoint)]
-        keeper = Keeps() if role.single else KeepsInDouble()
-        fitting = Trainer(plugins=[*plugins, keeper], callbacks=[*own, Recorder(role, settled)], **settings)
+        kept_callbacks = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
+        keeper = BatchKeeper() if role.single else DoubleBatchKeeper()
+        recorder = Recorder(role, turned_off)
+        fitting = Trainer(plugins=[*plugins, keeper], callbacks=[*kept_callbacks, recorder], **settings)
         if not alone and fitting.strategy.launcher is not None and not ranks_are_children(fitting.strategy.launcher):
             raise ConfigurationError(f"strategy={type(fitting.strategy).__name__}: {FORKS}")
         with on_loopback(fitting.strategy):
-            fitting.fit(module, **given)
+            fitting.fit(module, **fit_arguments)
 
     return verdict_of(train)
 
 
 def forked(name: str) -> str:
-    """The strategy of a kind whose processes are forked; those that are programs would run the user's script again."""
-    for one in (name, f"{name}_fork", name.replace("ddp", "ddp_fork", 1), name.replace("auto", "ddp_fork")):
-        if one in StrategyRegistry and "_fork" in one:
-            return one
+    """Return the registered name of a strategy's variant whose processes are forked.
+
+    Processes that are started as programs would run the user's script again.
+
+    Raises:
+        ConfigurationError: The strategy has no such variant.
+    """
+    for variant in (name, f"{name}_fork", name.replace("ddp", "ddp_fork", 1), name.replace("auto", "ddp_fork")):
+        if variant in StrategyRegistry and "_fork" in variant:
+            return variant
     raise ConfigurationError(f"strategy={name}: {FORKS}")
 
 
@@ -130,27 +138,32 @@ def verdict_of(train: Callable[[RunRole], None]) -> Verdict:
     notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="cnnstrategies_verify_") as folder:
         try:
-            one, many = _runs(train, Path(folder, "float64"))
+            reference, tested = _runs(train, Path(folder, "float64"))
         except TrainingError as error:
-            one, many = _runs(train, Path(folder, "float32"), single=True)
+            reference, tested = _runs(train, Path(folder, "float32"), single=True)
             reason = (EXCEPTION.findall(str(error)) or str(error).splitlines())[-1]
-            notes.append(f"in float32, and so less exact; in float64: {reason}")
-        told = one.notes, many.notes
-        rows = _rows(one, many, END, told[0]["parameters"])
-        notes += told[0]["settled"]
+            notes.append(f"compared in float32, which is less exact, because float64 failed: {reason}")
+        reference_notes, tested_notes = reference.notes, tested.notes
+        rows = _rows(reference, tested, END, reference_notes["parameters"])
+        notes += reference_notes["turned off"]
         if not all(row.equal for row in rows):
-            notes += _explanation(train, Path(folder, "every step"), one.single, told)
-        rows += [_steps(told[0], told[1], many), _logged(told[0], told[1])]
+            single = reference.single
+            notes += _explanation(train, Path(folder, "every step"), single, reference_notes, tested_notes)
+        rows += [_steps(reference_notes, tested_notes, tested), _logged(reference_notes, tested_notes)]
     return Verdict(tuple(rows), tuple(notes))
 
 
 def _runs(
     train: Callable[[RunRole], None], folder: Path, single: bool = False, every_step: bool = False
 ) -> tuple[RunRole, RunRole]:
-    """A run under the strategy, and one on one device with its batches."""
-    many = RunRole(folder / "many", None, single, every_step)
-    one = RunRole(folder / "one", many.folder, single, every_step)
-    for role in (many, one):
+    """Train under the strategy, and then on one device with the same batches.
+
+    Returns:
+        The run on one device and the run under the strategy.
+    """
+    tested = RunRole(folder / "tested", None, single, every_step)
+    reference = RunRole(folder / "reference", tested.folder, single, every_step)
+    for role in (tested, reference):
         role.folder.mkdir(parents=True)
         process = multiprocessing.get_context("fork").Process(target=_run, args=(train, role))
         process.start()
@@ -161,65 +174,77 @@ def _runs(
         if process.exitcode or not role.notes:
             last = "\n".join(printed.splitlines()[-LAST_LINES:]) or f"exit code {process.exitcode}"
             raise TrainingError(f"the training fails {'on one device' if role.of else 'under the strategy'}:\n{last}")
-    return one, many
+    return reference, tested
 
 
 def _run(train: Callable[[RunRole], None], role: RunRole) -> None:
-    """What the process of a run does; what it prints goes to a file."""
+    """Train in the process of a run, with the output in a file."""
     file = os.open(role.folder / "printed", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(file, stream)
     try:
         train(role)
     except Exception:
-        os.write(2, traceback.format_exc().encode())  # In a notebook, `sys.stderr` is something else.
+        os.write(2, traceback.format_exc().encode())  # In a notebook, `sys.stderr` is not this stream.
         os._exit(1)
 
 
-def _rows(one: RunRole, many: RunRole, file: str, parameters: Sequence[str]) -> list[ComparedRow]:
-    dtype = torch.float32 if one.single else torch.float64
-    return compared(one.folder / file, many.folder / file, parameters, dtype)
+def _rows(reference: RunRole, tested: RunRole, file: str, parameters: Sequence[str]) -> list[ComparedRow]:
+    dtype = torch.float32 if reference.single else torch.float64
+    return compared(reference.folder / file, tested.folder / file, parameters, dtype)
 
 
-def _steps(one: dict[str, Any], many: dict[str, Any], run: RunRole) -> ComparedRow:
+def _steps(reference: dict[str, Any], tested: dict[str, Any], run: RunRole) -> ComparedRow:
+    """Return the row on steps and samples, from both runs' notes and from the batches of the strategy's ``run``."""
     loaded = [samples(file.parent) for file in run.folder.glob("*/0.pt")]
     count, different = sum(count for count, _ in loaded), len(set().union(*(seen for _, seen in loaded)))
-    text = f"{many['steps']} on {count} samples, {different} of them different, loaded by {len(loaded)} of "
-    text += f"{many['devices']} processes; {one['moved']} weights have moved"
-    if one["steps"] != many["steps"]:
-        text += f"; one device has made {one['steps']} steps on them"
-    return ComparedRow("steps", text, one["steps"] == many["steps"] and one["moved"] > 0)
+    text = f"{tested['steps']} on {count} samples, {different} of them different, loaded by {len(loaded)} of "
+    text += f"{tested['devices']} processes; {reference['changed']} weights have changed"
+    if reference["steps"] != tested["steps"]:
+        text += f"; one device has made {reference['steps']} steps on them"
+    return ComparedRow("steps", text, reference["steps"] == tested["steps"] and reference["changed"] > 0)
 
 
-def _logged(one: dict[str, Any], many: dict[str, Any]) -> ComparedRow:
-    """Of the values that ranks log of their own batches alone, as under DDP, it is said which they are."""
-    dtype = torch.float32  # Lightning's table and torchmetrics keep it.
-    own = {name for name in many["own"] if name in one["logged"] and many["devices"] > 1}
-    pair = [{name: value for name, value in told["logged"].items() if name not in own} for told in (one, many)]
-    row = row_of("logged", list(differences(pair[0], pair[1], dtype)))
-    differ = {one.name for one in differences(one["logged"], many["logged"], dtype) if not one.is_equal} & own
-    text = f"; of rank 0's batches alone: {', '.join(sorted(differ))} (sync_dist=True makes a mean)" if differ else ""
+def _logged(reference: dict[str, Any], tested: dict[str, Any]) -> ComparedRow:
+    """Return the row on logged values; values of rank 0's batches alone, as under DDP, are named and not compared."""
+    dtype = torch.float32  # the precision of Lightning's table and of torchmetrics
+    unreduced = {name for name in tested["unreduced"] if name in reference["logged"] and tested["devices"] > 1}
+    reduced = [
+        {name: value for name, value in notes["logged"].items() if name not in unreduced}
+        for notes in (reference, tested)
+    ]
+    row = row_of("logged", list(differences(reduced[0], reduced[1], dtype)))
+    all_values = differences(reference["logged"], tested["logged"], dtype)
+    named = sorted({difference.name for difference in all_values if not difference.is_equal} & unreduced)
+    text = f"; only of rank 0's batches: {', '.join(named)} (sync_dist=True logs the mean)" if named else ""
     return ComparedRow(row.name, row.text + text, row.equal)
 
 
 def _explanation(
-    train: Callable[[RunRole], None], folder: Path, single: bool, told: Sequence[dict[str, Any]]
+    train: Callable[[RunRole], None],
+    folder: Path,
+    single: bool,
+    reference_notes: dict[str, Any],
+    tested_notes: dict[str, Any],
 ) -> list[str]:
-    """After which step the runs differ first, and what may be why."""
-    found = [f"unlike one device: {line}" for line in told[1]["unlike one device"]]
-    if told[0]["draws"]:
-        found.append(
-            "the step, or what is done to its batch, draws random numbers (as mixup does): each process draws its own"
+    """Return lines on the step after which the runs first differ, and on possible causes; makes both runs again."""
+    causes = [f"unlike one device: {line}" for line in tested_notes["unlike one device"]]
+    if reference_notes["draws"]:
+        causes.append(
+            "the step or a hook of its batch draws random numbers (as mixup does), and each process draws its own"
         )
-    one, many = _runs(train, folder, single=single, every_step=True)
-    parameters = told[0]["parameters"]
+    reference, tested = _runs(train, folder, single=single, every_step=True)
+    parameters = reference_notes["parameters"]
     for step in itertools.count(1):
         file = f"step-{step}.ckpt"
-        if not (one.folder / file).exists() or not (many.folder / file).exists():
+        if not (reference.folder / file).exists() or not (tested.folder / file).exists():
             break
-        for row in _rows(one, many, file, parameters):
+        for row in _rows(reference, tested, file, parameters):
             if not row.equal:
-                return [f"first after step {step}: {row.name}: {row.text}", *found]
-    if all(row.equal for row in _rows(one, many, END, parameters)):
-        return ["with a checkpoint after each step they are equal: weights are used before they are there", *found]
-    return ["first after the last step", *found]
+                return [f"first difference after step {step}: {row.name}: {row.text}", *causes]
+    if all(row.equal for row in _rows(reference, tested, END, parameters)):
+        return [
+            "with a checkpoint after each step the runs are equal: without it, weights are used before they arrive",
+            *causes,
+        ]
+    return ["first difference after the last step", *causes]

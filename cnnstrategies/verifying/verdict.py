@@ -1,4 +1,4 @@
-"""Two runs compared: what is equal, and what differs first, by how much and after which step."""
+"""The comparison of two runs: what is equal, and what differs by how much."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,17 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-4}  # of a tensor's largest value, by the precision of a run
+# Differences that are taken for rounding, by the precision of the runs.
+RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative to a tensor's largest value
 ABSOLUTE = {torch.float64: 1e-11, torch.float32: 1e-6}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a tensor or a number of a checkpoint is from that of one device.
+    """The difference of a tensor or number between the two runs.
 
     Attributes:
-        size: The largest difference of its values; infinite where only one of the runs has it, or the shapes differ.
-        allowed: The largest that is taken for rounding.
+        name: Path of the tensor or number in the checkpoint.
+        size: Largest absolute difference of the values; infinite if only one run has it, or if the shapes differ.
+        allowed: Largest difference that is taken for rounding.
     """
 
     name: str
@@ -28,13 +30,13 @@ class Difference:
 
     @property
     def is_equal(self) -> bool:
-        """Up to rounding."""
+        """Whether the values are equal up to rounding."""
         return self.size <= self.allowed
 
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A line of a verdict: a name, what is said of it, and whether it is as on one device."""
+    """A line of a verdict: a name, a text, and whether the two runs agree."""
 
     name: str
     text: str
@@ -43,11 +45,11 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a strategy has trained the same model as one device.
+    """The answer to the question whether a strategy trains the same model as one device.
 
     Attributes:
-        rows: Of what was compared.
-        notes: What was turned off for it, and what explains a difference.
+        rows: A row for each kind of value that was compared.
+        notes: What was turned off for the comparison, and what may explain a difference.
     """
 
     rows: tuple[ComparedRow, ...]
@@ -55,7 +57,7 @@ class Verdict:
 
     @property
     def equal(self) -> bool:
-        """Whether all of it is."""
+        """Whether all rows are equal."""
         return all(row.equal for row in self.rows)
 
     def __str__(self) -> str:
@@ -65,9 +67,19 @@ class Verdict:
         return "\n".join([*lines, *(f"  - {note}" for note in self.notes)])
 
 
-def compared(one: Path, many: Path, parameters: Sequence[str], dtype: torch.dtype) -> list[ComparedRow]:
-    """What two checkpoints have: weights (of these parameters), buffers, optimizers' states and schedules'."""
-    states = [torch.load(file, weights_only=False) for file in (one, many)]
+def compared(reference: Path, tested: Path, parameters: Sequence[str], dtype: torch.dtype) -> list[ComparedRow]:
+    """Compare the weights, buffers, optimizers' states and schedules of two checkpoints.
+
+    Args:
+        reference: Checkpoint of the run on one device.
+        tested: Checkpoint of the run under the strategy.
+        parameters: Names of the parameters; all other tensors of the module are buffers.
+        dtype: Precision of the runs.
+
+    Returns:
+        A row for each kind of value that the checkpoints contain.
+    """
+    states = [torch.load(file, weights_only=False) for file in (reference, tested)]
     names = set(parameters)
     parts = {
         "weights": [{key: value for key, value in state["state_dict"].items() if key in names} for state in states],
@@ -78,29 +90,28 @@ def compared(one: Path, many: Path, parameters: Sequence[str], dtype: torch.dtyp
     return [row_of(kind, list(differences(pair[0], pair[1], dtype))) for kind, pair in parts.items() if any(pair)]
 
 
-def row_of(kind: str, found: Sequence[Difference]) -> ComparedRow:
-    """What is said of all differences of a kind: the largest of rounding, or the one that is furthest from it."""
-    unequal = [one for one in found if not one.is_equal]
+def row_of(kind: str, values: Sequence[Difference]) -> ComparedRow:
+    """Return the row on all values of a kind, with the largest rounding or else the difference furthest beyond it."""
+    unequal = [difference for difference in values if not difference.is_equal]
     if not unequal:
-        return ComparedRow(
-            kind, f"equal: {len(found)} compared, largest difference {max([one.size for one in found] + [0.0]):.1e}"
-        )
-    worst = max(unequal, key=lambda one: one.size / one.allowed)
-    by = "is in one of the runs alone" if math.isinf(worst.size) else f"by {worst.size:.1e}"
-    return ComparedRow(kind, f"{len(unequal)} of {len(found)} differ, most of all {worst.name} {by}", equal=False)
+        largest = max([difference.size for difference in values] + [0.0])
+        return ComparedRow(kind, f"equal: {len(values)} compared, largest difference {largest:.1e}")
+    worst = max(unequal, key=lambda difference: difference.size / difference.allowed)
+    by = "is in only one of the runs, or has another shape" if math.isinf(worst.size) else f"by {worst.size:.1e}"
+    return ComparedRow(kind, f"{len(unequal)} of {len(values)} differ, most of all {worst.name} {by}", equal=False)
 
 
-def differences(one: Any, many: Any, dtype: torch.dtype, name: str = "") -> Iterator[Difference]:
-    """All tensors and numbers of two trees of mappings and lists; what is neither is passed over."""
-    if isinstance(one, Mapping) and isinstance(many, Mapping):
-        for key in {**one, **many}:
-            yield from differences(one.get(key), many.get(key), dtype, f"{name}.{key}" if name else str(key))
-    elif isinstance(one, (list, tuple)) and isinstance(many, (list, tuple)) and len(one) == len(many):
-        for index, pair in enumerate(zip(one, many, strict=True)):
+def differences(reference: Any, tested: Any, dtype: torch.dtype, name: str = "") -> Iterator[Difference]:
+    """Yield the difference of each tensor and number in two trees of mappings and lists; other values are skipped."""
+    if isinstance(reference, Mapping) and isinstance(tested, Mapping):
+        for key in {**reference, **tested}:
+            yield from differences(reference.get(key), tested.get(key), dtype, f"{name}.{key}" if name else str(key))
+    elif isinstance(reference, (list, tuple)) and isinstance(tested, (list, tuple)) and len(reference) == len(tested):
+        for index, pair in enumerate(zip(reference, tested, strict=True)):
             yield from differences(*pair, dtype, f"{name}[{index}]")
-    elif _is_number(one) and _is_number(many):
-        yield _difference(torch.as_tensor(one), torch.as_tensor(many), dtype, name)
-    elif _is_number(one) or _is_number(many) or isinstance(one, Mapping) != isinstance(many, Mapping):
+    elif _is_number(reference) and _is_number(tested):
+        yield _difference(torch.as_tensor(reference), torch.as_tensor(tested), dtype, name)
+    elif _is_number(reference) or _is_number(tested) or isinstance(reference, Mapping) != isinstance(tested, Mapping):
         yield Difference(name, math.inf, 1.0)
 
 
@@ -108,13 +119,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (Tensor, int, float))
 
 
-def _difference(one: Tensor, many: Tensor, dtype: torch.dtype, name: str) -> Difference:
-    if one.shape != many.shape:
+def _difference(reference: Tensor, tested: Tensor, dtype: torch.dtype, name: str) -> Difference:
+    if reference.shape != tested.shape:
         return Difference(name, math.inf, 1.0)
-    if not one.numel():
+    if not reference.numel():
         return Difference(name, 0.0, 1.0)
-    one, many = one.detach().cpu().double(), many.detach().cpu().double()
-    same = (one == many) | (one.isnan() & many.isnan())
-    size = torch.where(same, 0.0, (one - many).abs()).nan_to_num(math.inf).max()
-    scale = one.nan_to_num(0.0, 0.0, 0.0).abs().max()
+    reference, tested = reference.detach().cpu().double(), tested.detach().cpu().double()
+    same = (reference == tested) | (reference.isnan() & tested.isnan())
+    size = torch.where(same, 0.0, (reference - tested).abs()).nan_to_num(math.inf).max()
+    scale = reference.nan_to_num(0.0, 0.0, 0.0).abs().max()
     return Difference(name, float(size), RELATIVE[dtype] * float(scale) + ABSOLUTE[dtype])

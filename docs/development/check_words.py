@@ -1,5 +1,7 @@
 """Check docstrings, comments, messages and names against the mechanical part of docs/development/words.md.
 
+In the package also check that a strategy is asked through `cnnstrategies.strategies.protocol.facts_of` only.
+
     python docs/development/check_words.py                   check the folders that `make lint` checks
     python docs/development/check_words.py cnnstrategies/data     check one folder or file, exceptions included
     python docs/development/check_words.py --shrink          remove exceptions that are not needed any more
@@ -37,6 +39,10 @@ MESSAGE_CALLS = {
     "_finish",
 }  # fmt: skip
 MESSAGE_KEYWORDS = {"help", "description", "epilog"}
+
+INTERFACE = Path(PACKAGE, "strategies", "protocol.py")  # The one file that looks at classes of strategies.
+QUESTIONS = {"getattr", "hasattr", "isinstance", "issubclass"}
+IN_CONFIGURATIONS = {"str", "dict", "'init_args'"}
 
 
 class Fault(NamedTuple):
@@ -174,6 +180,22 @@ def repeated_classes(paths: list[Path]) -> Iterator[Fault]:
             yield Fault(path, line, f'class name "{name}" used {len(classes)} times', f"class {name}")
 
 
+def strategy_questions(path: Path) -> Iterator[Fault]:
+    """Yield a fault for each look at a strategy's class or attributes in the package; `facts_of` has the answers.
+
+    Configurations are not looked at: in them a strategy is a name, a dictionary or an object with `init_args`.
+    """
+    if path.parts[0] != PACKAGE or path == INTERFACE:
+        return
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call) or getattr(node.func, "id", "") not in QUESTIONS or len(node.args) < 2:
+            continue
+        subject, answer = node.args[:2]
+        name = getattr(subject, "id", getattr(subject, "attr", ""))
+        if name == "strategy" and ast.unparse(answer) not in IN_CONFIGURATIONS:
+            yield Fault(path, node.lineno, "strategy asked without facts_of", ast.unparse(node))
+
+
 def files_in(folders: list[str]) -> list[Path]:
     """Return the Python files of some folders; a folder may also be a file."""
     return [
@@ -197,7 +219,8 @@ def main() -> int:
     parser.add_argument("--shrink", action="store_true", help="Remove exceptions without faults from the list.")
     options = parser.parse_args()
     paths = files_in(options.folders or [folder for folder in CHECKED if Path(folder).exists()])
-    faults = [fault for path in paths for fault in faults_of(path)] + list(repeated_classes(paths))
+    faults = [fault for path in paths for check in (faults_of, strategy_questions) for fault in check(path)]
+    faults += repeated_classes(paths)
     if options.folders:
         exceptions: list[str] = []
     else:

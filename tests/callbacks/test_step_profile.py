@@ -109,7 +109,7 @@ def test_each_part_gets_its_time_and_the_pauses_get_none(spend, capsys, steps, v
     trainer.fit_loop.max_epochs = 4
     trainer.fit(model, DigitsDataModule(batch_size=32))
     assert profile.milliseconds == {}
-    assert "StepProfile: fit ended after 8 steps; skip_first=100 left none" in capsys.readouterr().out
+    assert "fit ended after 8 steps, and skip_first=100 left no step to profile" in capsys.readouterr().out
 
 
 class Waiting(StrategyFacts, SingleDeviceStrategy):

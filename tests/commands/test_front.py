@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import ROOT
 
 from cnnstrategies import ConfigurationError, commands
 from cnnstrategies.cli import main
 from cnnstrategies.commands.arguments import command, help, options, recipes
 from cnnstrategies.commands.arguments.command import Configuration
-from cnnstrategies.commands.arguments.keys import ROOTS
+from cnnstrategies.commands.arguments.keys import ROOTS, with_underscores
 from cnnstrategies.commands.arguments.options import COMMANDS, PROGRAMS, WatchOptions
 
 
@@ -66,7 +67,13 @@ def keys_of(text):
 
 
 def test_what_help_names_is_there_and_full_help_is_the_parsers():
-    of_class = {"model.init_args.network", "data.init_args.global_batch_size", "data.help", "help_full"}
+    of_class = {
+        "trainer.strategy.OPTION",
+        "model.init_args.network",
+        "data.init_args.global_batch_size",
+        "data.help",
+        "help_full",
+    }
     for name in ("fit", "predict", "plan", "tune", "submit"):
         known = keys_of(help.in_full(COMMANDS[name], ""))
         assert len(known) > 60
@@ -172,3 +179,40 @@ def test_options_are_read_by_their_types_and_the_rest_is_the_configurations():
     assert (server.config, server.make_keys) == ([Path("a"), Path("b")], Path("run.key"))
     with pytest.raises(ConfigurationError, match=r"--to: 'slrm' is not accepted; did you mean 'slurm'\?"):
         COMMANDS["submit"].parse(["fit", "--to=slrm"])
+
+
+@pytest.mark.light
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("--run-name", "--run_name"),
+        ("--trainer.max-epochs=3", "--trainer.max_epochs=3"),
+        ("--trainer.strategy.start-method", "--trainer.strategy.start_method"),
+        ("--model.init-args.lr-scheduler.init-args.T_max=3", "--model.init_args.lr_scheduler.init_args.T_max=3"),
+        ("--cluster.sbatch+=--gpus-per-node=2", "--cluster.sbatch+=--gpus-per-node=2"),
+        ("--cluster.server-sbatch+=--gpus-per-node=2", "--cluster.server_sbatch+=--gpus-per-node=2"),
+        ("--run_name=my-run", "--run_name=my-run"),
+        ("--config=my-run.yaml", "--config=my-run.yaml"),
+        ("--model.init-args.network.dict-kwargs.a-key=1", "--model.init_args.network.dict_kwargs.a-key=1"),
+        ("--cluster.kubernetes.volumes./runs-2=a-claim", "--cluster.kubernetes.volumes./runs-2=a-claim"),
+        (
+            "--cluster.kubernetes.resources.ephemeral-storage=1Gi",
+            "--cluster.kubernetes.resources.ephemeral-storage=1Gi",
+        ),
+        ("--help-full", "--help_full"),
+        ("my-file.yaml", "my-file.yaml"),
+        ("-c", "-c"),
+        ("--", "--"),
+        ("-1", "-1"),
+    ],
+)
+def test_an_options_dashes_are_underscores_and_a_value_stays(word, expected):
+    assert with_underscores([word]) == [expected]
+
+
+def test_a_configuration_takes_dashes(run_cli):
+    words = ["--config", "quickstart", "--trainer.max-epochs", "7", "--run-name=my-run", "--stop.warning-grace=1:30"]
+    code, output = run_cli("fit", *words, "--print-config")
+    assert code == 0, output
+    config = yaml.safe_load(output)
+    assert (config["trainer"]["max_epochs"], config["run_name"], config["stop"]["warning_grace"]) == (7, "my-run", 90)

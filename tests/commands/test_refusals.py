@@ -136,7 +136,7 @@ def test_what_cannot_run_is_refused_in_a_line(quick, monkeypatch, capfd):
 @pytest.mark.light
 def test_what_the_parser_refuses_in_other_words_is_said_in_a_line():
     missing = "the following arguments are required: in_channels"
-    said = "a class in the configuration needs in_channels: give that among its init_args"
+    said = "a class in the configuration needs in_channels: add this to its init_args"
     assert explain_parse_error(missing, []) == said
     kind = 'Parser key "trainer.strategy":\n  Expected a dot import path string: parameter_server_fork'
     said = "no class 'parameter_server_fork'; give its import path, for arguments of this strategy that of Para"

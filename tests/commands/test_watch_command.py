@@ -85,7 +85,7 @@ def test_a_runs_folder_names_its_newest_version_and_is_private(tmp_path):
 def test_where_nothing_answers_a_line_says_so(monkeypatch):
     monkeypatch.setattr(watch, "ANSWER_SECONDS", 0.1)
     for run, why in (
-        ("nowhere", "there is no such folder; name a run's folder, or its address"),
+        ("nowhere", "the folder does not exist; name a run's folder, or its address"),
         ("tcp://node1", "use ipc://path or tcp://address:port"),
         ("ipc:///nowhere/at-all", "no coordinator answers at ipc:///nowhere/at-all: the run does not train"),
     ):
@@ -105,7 +105,7 @@ def test_a_run_is_watched_until_it_ends(tmp_path, capfd):
     RunAddress(settings.endpoint, str(tmp_path / "keys")).save(tmp_path / "run")
     membership = Membership(Address(settings.endpoint, "worker", 0, 0, 0.05, 1000.0), keys=keys)
     steps = iter(range(1 << 30))
-    membership.tell(lambda: {"step": next(steps)})
+    membership.report_figures(lambda: {"step": next(steps)})
     membership.wait_registered()
     watch.PAUSE, watch.FIRST_SECONDS = 0.2, 60.0
     main(["watch", "--run", str(tmp_path / "run"), "--once"])

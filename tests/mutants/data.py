@@ -6,7 +6,7 @@ import test_shards
 import torch
 from mutants.faulty import replaces
 
-from cnnstrategies.data.loading import BatchDataset, taken
+from cnnstrategies.data.loading import BatchDataset, unshared
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
 from cnnstrategies.data.shards.jpeg import MARGIN, cut
 
@@ -41,7 +41,7 @@ def augmentation_depends_on_the_number_of_workers(right, self, request):
     return right(self, request._replace(seed=torch.initial_seed()))
 
 
-@replaces(taken, killed_by=test_loading.test_batches_stay_and_an_unfinished_epoch_leaves_nothing)
+@replaces(unshared, killed_by=test_loading.test_batches_stay_and_an_unfinished_epoch_leaves_nothing)
 def memory_is_taken_again_while_its_batch_is_in_use(right, batch):
     return batch
 

@@ -51,7 +51,9 @@ def what_a_rank_is_slow_at_is_dealt_to_it(right, now, deals, seconds, step, fitt
     return right(now, deals, seconds[::-1], step, fitting)
 
 
-@replaces(DealtBatches.own, killed_by=test_balanced.test_a_slow_rank_loses_work_and_gets_it_back, strategy="ddp")
+@replaces(
+    DealtBatches.rank_batches, killed_by=test_balanced.test_a_slow_rank_loses_work_and_gets_it_back, strategy="ddp"
+)
 def batches_are_dealt_anew_that_are_loaded_already(right, self, order, first=0):
     for own in right(self, order, first):
         self.drawn -= 2

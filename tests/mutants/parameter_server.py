@@ -113,7 +113,7 @@ def the_limit_of_files_stays_as_it_is(right, count, who):
 )
 def who_was_stopped_is_called_killed(right, self):
     right(self)
-    self.why = ""
+    self.reason = ""
 
 
 removes(

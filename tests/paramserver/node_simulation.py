@@ -136,7 +136,7 @@ class FakeLinks:
         self._route = str(len(world.servers.inboxes)).encode()
         self._inbox = world.servers.inboxes[self._route] = deque[Arrived]()
 
-    def news(self) -> View:
+    def new_view(self) -> View:
         return self._world.servers.view
 
     def connect(self, view: View) -> None:
@@ -227,7 +227,7 @@ class World:
         parameters, views = self.parameters[rank], SimpleNamespace()
         return CombinedWorker(
             rank, boards, parameters,
-            lambda came: api.Worker(self.specification, parameters, views, rank, came=came),  # type: ignore[arg-type]
+            lambda call: api.Worker(self.specification, parameters, views, rank, on_arrival=call),  # type: ignore[arg-type]
             lambda: self._alive(rank), self.pause, DENSE,
         )  # fmt: skip
 

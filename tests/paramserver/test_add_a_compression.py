@@ -125,5 +125,5 @@ def test_the_pages_table_says_what_the_registry_says() -> None:
         compression = COMPRESSIONS[name]
         payload = isinstance(compression, PayloadCompression)
         assert encoding == (str(int(compression.encoding)) if payload else "")
-        assert (lossy, ddp) == tuple("yes" if said else "no" for said in (compression.lossy, compression.for_ddp))
+        assert (lossy, ddp) == tuple("yes" if flag else "no" for flag in (compression.lossy, compression.for_ddp))
         assert pulls == ("yes" if payload and compression.for_pulls else "no")

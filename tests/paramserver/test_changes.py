@@ -18,7 +18,7 @@ from cnnstrategies.paramserver.compression import FP16, OneBit, TopK
 from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, Kind
 from cnnstrategies.paramserver.server.store import Changes
 from cnnstrategies.paramserver.slicing import cut
-from cnnstrategies.paramserver.worker.pulls import Had
+from cnnstrategies.paramserver.worker.pulls import PulledValues
 
 STEPS, RATIO = 5, 0.2
 
@@ -40,7 +40,7 @@ def test_a_change_goes_only_to_who_has_what_it_was_made_from() -> None:
 @pytest.mark.light
 def test_a_worker_adds_a_change_only_to_what_it_was_made_from() -> None:
     slices = cut(specify(SGD, 1))
-    had, change = Had(slices), torch.ones(slices[0].numel, dtype=torch.float64)
+    had, change = PulledValues(slices), torch.ones(slices[0].numel, dtype=torch.float64)
     header = Header(Kind.PULLED, 0, 0, 1, Encoding.DENSE, base=3, weight=5.0)
     whole = had.take(header, change)
     assert whole is not None

@@ -37,7 +37,7 @@ def test_a_parameter_is_waited_for_alone_and_pulls_follow_use() -> None:
 def test_what_servers_would_drop_is_an_error_at_its_worker(tmp_path: Path) -> None:
     """A step that waits for it would never end."""
     with PlainRoles(tmp_path) as run:
-        with pytest.raises(ConfigurationError, match=r"float64.*float32.*give the parameters that it was made from"):
+        with pytest.raises(ConfigurationError, match=r"float64.*float32.*pass the parameters from which"):
             run.connect(0, [torch.zeros(40, dtype=torch.float64)])
         worker, _ = run.joined()
         run.step(worker)

@@ -3,7 +3,7 @@
 import pytest
 
 from cnnstrategies.paramserver.core.node import Message, Peer, Send
-from cnnstrategies.paramserver.core.requests import DONE, SMALL, Answering, Asking
+from cnnstrategies.paramserver.core.requests import DONE, SMALL_ANSWER, Answering, Asking
 
 pytestmark = pytest.mark.light
 HERE, THERE = Peer("worker", 0), Peer("coordinator", 0)
@@ -22,7 +22,7 @@ def probes_at_which_it_is_sent(size: int, probes: int) -> list[int]:
                 for told in answering.probe(HERE, effect.message):
                     hand_over(number, asking.on_reply(0.0, told.message)[1])
                 continue
-            assert answering.take(HERE, effect.message)
+            assert answering.accept(HERE, effect.message)
             answering.answer(HERE, Message(DONE, {}, [bytes(size)], effect.message.request))
             sent.append(number)
 
@@ -33,7 +33,7 @@ def probes_at_which_it_is_sent(size: int, probes: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("size", "sent"), [(SMALL, [*range(65)]), (SMALL + 1, [0, 5, 14, 31, 64])], ids=["small", "large"]
+    ("size", "sent"), [(SMALL_ANSWER, [*range(65)]), (SMALL_ANSWER + 1, [0, 5, 14, 31, 64])], ids=["small", "large"]
 )
 def test_a_large_answer_is_sent_again_more_and_more_seldom(size: int, sent: list[int]) -> None:
     """A probe comes every second: one that takes a minute to come is sent four times more, and not sixty times."""
@@ -44,8 +44,8 @@ def test_what_is_known_of_large_answers_ends_with_them() -> None:
     asking, answering = Asking(THERE, {}), Answering()
     for _ in range(3):
         (asked, *_) = asking.ask(0.0, "values", {})
-        answering.take(HERE, asked.message)
-        (answered,) = answering.answer(HERE, Message(DONE, {}, [bytes(SMALL + 1)], asked.message.request))
+        answering.accept(HERE, asked.message)
+        (answered,) = answering.answer(HERE, Message(DONE, {}, [bytes(SMALL_ANSWER + 1)], asked.message.request))
         asking.on_reply(0.0, answered.message)
     assert answering.entries == 2, "of the last one, and of its peer"
 
@@ -54,16 +54,16 @@ def test_what_is_known_of_large_answers_ends_with_them() -> None:
 def test_the_oldest_open_request_is_handled_again_if_its_answer_is_lost(answered: bool) -> None:
     asking, answering = Asking(THERE, {}), Answering()
     first, second = (asking.ask(0.0, "values", {})[0].message for _ in range(2))
-    assert all(answering.take(HERE, message) for message in (first, second))
+    assert all(answering.accept(HERE, message) for message in (first, second))
     if answered:
         answering.answer(HERE, Message(DONE, {}, [], second.request))  # It is lost.
     (done,) = answering.answer(HERE, Message(DONE, {}, [], first.request))
     asking.on_reply(0.0, done.message)
     (third, *_) = asking.ask(0.0, "values", {})
     assert third.message.fields["floor"] == second.request
-    answering.take(HERE, third.message)
-    assert not answering.take(HERE, first), "it is over"
+    answering.accept(HERE, third.message)
+    assert not answering.accept(HERE, first), "it is over"
     (probe, *_) = asking.on_timer(0.0)
     told = [effect.message.fields["ids"] for effect in answering.probe(HERE, probe.message)]
     assert told == [[second.request]] * answered
-    assert answering.take(HERE, second) == answered
+    assert answering.accept(HERE, second) == answered

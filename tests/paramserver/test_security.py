@@ -112,13 +112,18 @@ def test_an_impossible_address_is_named_before_anything_starts() -> None:
         ParameterServerStrategy(coordinator="tcp://127.0.0.1:99999")
     nowhere = ParameterServerStrategy(coordinator="tcp://nowhere.invalid:5000", security="none").options
     place = choose_rendezvous(nowhere, ONE_NODE, 0, supervised=True)
-    with pytest.raises(ConfigurationError, match=r"no way leads there .* rank 0's machine by which the others reach"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"cannot be reached from this machine .* by which other machines reach rank 0's machine",
+    ):
         open_supervision(nowhere, ONE_NODE, place, False, "fork")
     with socket.create_server(("127.0.0.1", 0)) as other:
         coordinator = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         options = ParameterServerStrategy(coordinator=coordinator).options
         place = choose_rendezvous(options, ONE_NODE, 0, supervised=True)
-        with pytest.raises(ConfigurationError, match=rf"{coordinator}: it cannot listen at port .* in use"):
+        with pytest.raises(
+            ConfigurationError, match=rf"{coordinator}: port .* of this machine cannot be used .* in use"
+        ):
             open_supervision(options, ONE_NODE, place, True, "fork")
 
 
@@ -129,13 +134,13 @@ def test_a_directory_of_somebody_elses_making_is_not_used(tmp_path: Path, monkey
     assert not path.exists(), "the last one has removed it"
     for make in (lambda: path.mkdir(0o755), lambda: path.symlink_to(tmp_path)):
         make()
-        with pytest.raises(ConfigurationError, match="is not a directory that this user alone can enter"):
+        with pytest.raises(ConfigurationError, match="is not a directory that only this user can enter"):
             shared_directory("here")
         path.unlink() if path.is_symlink() else path.rmdir()
     path.mkdir(0o700)
     other = os.getuid() + 1
     monkeypatch.setattr("os.getuid", lambda: other)
-    with pytest.raises(ConfigurationError, match="is not a directory that this user alone can enter"):
+    with pytest.raises(ConfigurationError, match="is not a directory that only this user can enter"):
         hold(path)
 
 

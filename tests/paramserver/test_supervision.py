@@ -110,7 +110,7 @@ def test_who_ends_without_a_coordinator_is_restarted_with_one():
     [
         (True, 61, [], "was stopped, as by SIGSTOP, for 61 s"),
         (True, 8, CUT_OFF, "was stopped, as by SIGSTOP, for 8 s"),
-        (False, 61, CUT_OFF, "gave no sign of life"),
+        (False, 61, CUT_OFF, "sent no heartbeat"),
     ],
     ids=["noticed here", "noticed by the coordinator", "not stopped"],
 )

@@ -187,7 +187,9 @@ class Trial:
             pipeline.module.train()
             others = _shares(random.Random(case.seed), pipeline.placement)
             pipeline.deal(others)
-            assert pipeline.own == replace(pipeline.placement, shares=others).own(pipeline.rank), "what it runs next"
+            assert pipeline.own_microbatches == replace(pipeline.placement, shares=others).microbatches_of(
+                pipeline.rank
+            ), "what it runs next"
         pipeline.close()
 
     def _accumulate(self, pipeline: Pipeline, names: dict[nn.Parameter, str]) -> None:

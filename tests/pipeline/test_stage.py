@@ -149,7 +149,7 @@ FIXED = {
     "no_grad": "block computes under torch.no_grad or torch.enable_grad, .* use .detach()",
     "autocast": "block computes under torch.autocast",
     "checkpoint": "under torch.utils.checkpoint, which .* set the pipeline's activation_checkpointing",
-    "random": "Changing.forward draws random numbers with random to decide",
+    "random": "Changing.forward draws random numbers with random to choose",
     "numpy": "Changing.forward draws random numbers with numpy.random",
     "torch": "Changing.forward draws random numbers with torch",
     "attribute": "Changing.forward changes the attribute 'calls'",
@@ -234,7 +234,7 @@ def test_what_a_network_decides_by_shape_holds_for_its_images() -> None:
         other = r"images of shape \(3, 12, 8\): ByShape.forward .* was cut into stages for \(3, 8, 8\)"
         with pytest.raises(ConfigurationError, match=other):
             blueprint.build(0)(torch.randn(2, 3, 12, 8, dtype=torch.float64))
-        with pytest.raises(ConfigurationError, match=r"ByBatch\.forward branches on how many images there are"):
+        with pytest.raises(ConfigurationError, match=r"ByBatch\.forward branches on the number of images"):
             decide_by_shapes(ByBatch(), lambda size: torch.zeros(size, 3, 8, 8))
 
     run_apart(compared)

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, PlainCNN, quiet_trainer
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    SingleDeviceStrategy,
+    StrategyRegistry,
+)
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.data import DigitsDataModule
@@ -48,23 +54,27 @@ def test_the_page_s_strategy_trains_in_python_by_its_short_name() -> None:
 
 
 def test_lightning_s_strategies_and_subclasses_have_the_facts_of_their_kind() -> None:
-    own = type("MyOwn", (DDPStrategy,), {})
+    new_class = type("MyOwn", (DDPStrategy,), {})
     both = type("Both", (StrategyFacts, FSDPStrategy), {"gradient_weighting": "by_rank"})
-    assert [facts_of(kind()).shards_parameters for kind in (DDPStrategy, own, FSDPStrategy, both)] == [
+    assert [facts_of(kind()).shards_parameters for kind in (DDPStrategy, new_class, FSDPStrategy, both)] == [
         False,
         False,
         True,
         True,
     ]
     assert facts_of(both()).gradient_weighting == "by_rank"
+    stages = [DeepSpeedStrategy.__new__(DeepSpeedStrategy) for _ in range(2)]  # DeepSpeed itself is not installed.
+    for strategy, stage in zip(stages, (2, 3), strict=True):
+        strategy.config = {"zero_optimization": {"stage": stage}}
+    assert [facts_of(strategy).shards_parameters for strategy in stages] == [False, True]
     single = facts_of(SingleDeviceStrategy("cpu"))
     assert (single.environment, single.host_count, single.display_name) == (None, 1, "single_device")
-    assert facts_of(own()).host_count == 1
+    assert facts_of(new_class()).host_count == 1
     names = [name for name in vars(StrategyFacts) if not name.startswith("_")]
-    defaults = facts_of(own())
+    defaults = facts_of(new_class())
     values = {name: getattr(defaults, name) for name in names}
-    given = {name: value for name, value in values.items() if not callable(value)}
-    assert given == {
+    attributes = {name: value for name, value in values.items() if not callable(value)}
+    assert attributes == {
         **dict.fromkeys(("environment", "server_options", "parameters_per_device", "batch_shares"), None),
         **dict.fromkeys(("pipeline", "traffic", "membership"), None),
         **dict.fromkeys(("connects_hosts", "compiles_network", "shards_parameters", "joined_late"), False),

@@ -59,7 +59,7 @@ def test_a_parameter_server_says_how_old_and_rounded_values_are():
     assert of_servers() == [RANDOM]
     assert of_servers(workers=1, mode="async") == []
     update = "each update is one worker's gradient on 16 images"
-    assert of_servers(mode="async") == [update, "of weights that may be any number of updates old", RANDOM]
+    assert of_servers(mode="async") == [update, "the weights of a gradient may be any number of updates old", RANDOM]
     assert of_servers(mode="async", accumulated=3)[0] == "each update is one worker's gradient on 48 images"
     bounded = [update, "no worker is more than 4 steps ahead of the slowest", RANDOM]
     assert of_servers(mode="ssp", staleness=4) == bounded
@@ -67,7 +67,9 @@ def test_a_parameter_server_says_how_old_and_rounded_values_are():
     local = ["each worker makes its own steps", "weights are averaged every 8 steps", RANDOM]
     assert of_servers(mode="local", sync_every=8) == local
     outer = of_servers(mode="local", sync_every=8, outer_lr=0.7, outer_momentum=0.9)[1]
-    assert outer == "an outer step every 8 steps, on the mean of what they changed (outer_lr 0.7, outer_momentum 0.9)"
+    assert (
+        outer == "an outer step every 8 steps, on the mean of the workers' changes (outer_lr 0.7, outer_momentum 0.9)"
+    )
     assert of_servers(mode="async", data_dispatch="dynamic")[2] == "faster workers take more of the batches"
     assert of_servers(compression="fp16", pull_compression="onebit")[:2] == [
         "gradients are sent as fp16",
@@ -88,6 +90,8 @@ def test_small_normalised_microbatches_are_warned_of():
 @pytest.mark.parametrize("strategy", [HybridPipelineStrategy, ParameterServerStrategy])
 def test_an_argument_that_would_do_nothing_is_refused(strategy):
     for name in ("takeover", "find_unused_parameters", "ddp_comm_hook"):
-        with pytest.raises(ConfigurationError, match=rf"{strategy.__name__}\({name}=\.\.\.\): it has no such argument"):
+        with pytest.raises(
+            ConfigurationError, match=rf"{strategy.__name__}\({name}=\.\.\.\): the strategy has no such option"
+        ):
             strategy(**{name: 1})
     assert strategy(parallel_devices=[torch.device("cpu")]).root_device.type == "cpu"

@@ -21,7 +21,7 @@ from torch import nn
 
 from cnnstrategies.callbacks import summary
 from cnnstrategies.cli import main
-from cnnstrategies.commands.joining_cli import is_for_others, strategy_of
+from cnnstrategies.commands.joining_cli import is_for_others, server_options_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
@@ -128,8 +128,8 @@ def test_the_array_of_the_docs_joins(tmp_path):
 
 def test_what_cannot_be_joined_is_said_in_a_line(capsys, monkeypatch, tmp_path):
     for words, message in (
-        (["--run", "nowhere"], "there is no such folder"),
-        (["--run", str(tmp_path)], "no watch.json lies there"),
+        (["--run", "nowhere"], "the folder does not exist"),
+        (["--run", str(tmp_path)], "the folder has no watch.json"),
         (["--run", "tcp://127.0.0.1:1", "--key_file", "none.key"], "none.key does not exist here"),
     ):
         monkeypatch.setattr(sys, "argv", ["cnnstrategies", "join", "--config", CONFIG, *words])
@@ -160,7 +160,7 @@ def coordinator(tmp_path):
 
 
 def test_who_may_not_join_is_told_why(coordinator, tmp_path):
-    with pytest.raises(ConfigurationError, match="lets nobody join: start it with max_joiners: N"):
+    with pytest.raises(ConfigurationError, match="accepts no joiners: start it with max_joiners: N"):
         find_place(coordinator())
     address = coordinator(max_joiners=1)
     place = find_place(address)
@@ -188,19 +188,21 @@ def test_another_configuration_is_not_the_runs(monkeypatch):
     check_parameters(of((3, 2), (4,)), of((3, 2), (4,)))
     with pytest.raises(ConfigurationError, match=r"'layer0', shape=\(3, 2\), .* there is .* shape=\(3, 1\)"):
         check_parameters(of((3, 2), (4,)), of((3, 1), (4,)))
-    with pytest.raises(ConfigurationError, match=r"2 parameters and this configuration 1: .*'layer1'.* None here"):
+    with pytest.raises(ConfigurationError, match=r"2 parameters, and this configuration 1: .*'layer1'.* None here"):
         check_parameters(of((3, 2), (4,)), of((3, 2)))
     monkeypatch.setenv(SEED, "3")
     check_seed("3")
-    with pytest.raises(ConfigurationError, match="the run has seed_everything 1 and this configuration 3"):
+    with pytest.raises(ConfigurationError, match="the run has seed_everything=1, and this configuration 3"):
         check_seed("1")
     run = JoinedDispatch(SimpleNamespace(collectives=SimpleNamespace(begin_epoch=lambda *_: 36)))
     run.begin(0, 36, "")
-    with pytest.raises(ConfigurationError, match="an epoch of the run has 36 batches and of this configuration 72"):
+    with pytest.raises(
+        ConfigurationError, match="an epoch of the run has 36 batches, and an epoch of this configuration 72"
+    ):
         run.begin(0, 72, "")
-    with pytest.raises(ConfigurationError, match=r"trainer\.strategy is ddp: a run is joined with its own"):
-        strategy_of("ddp")
-    assert strategy_of("parameter_server_async").options.mode == "async"
+    with pytest.raises(ConfigurationError, match=r"trainer\.strategy=ddp: give the configuration of the run to join"):
+        server_options_of("ddp")
+    assert server_options_of("parameter_server_async").mode == "async"
 
 
 @pytest.mark.light

@@ -279,7 +279,7 @@ def test_own_gradients_may_only_be_changed_linearly() -> None:
         "clipped",
         "logged",
     ]
-    assert asks.refused["clamped"].startswith("Asks.on_after_backward computes clamp_ of the gradient of net.weight: ")
+    assert asks.refused["clamped"].startswith("Asks.on_after_backward computes clamp_ of the gradient of net.weight, ")
     watch.end()
     asks.refused.clear()
     asks.on_after_backward(None, module)

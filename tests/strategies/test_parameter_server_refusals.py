@@ -35,12 +35,15 @@ ARGUMENTS = [
     ),
     ({"key_file": "nowhere"}, "does not exist; make it with"),
     ({"combine_per_node": True, "mode": "async"}, "combine_per_node: true is for mode: sync"),
-    ({"combine_per_node": True, "max_restarts": 1}, "a restarted worker has no node"),
+    ({"combine_per_node": True, "max_restarts": 1}, "a restarted worker cannot share the node's memory"),
     ({"outer_lr": 0.7}, "are for mode: local, not mode: sync"),
-    ({"mode": "local", "outer_lr": 0.0}, "outer_lr=0.0: use more than 0"),
-    ({"mode": "local", "outer_lr": float("nan")}, "outer_lr=nan: use more than 0"),
+    ({"mode": "local", "outer_lr": 0.0}, "outer_lr=0.0: use a finite value above 0"),
+    ({"mode": "local", "outer_lr": float("nan")}, "outer_lr=nan: use a finite value above 0"),
     ({"mode": "local", "outer_momentum": 1.0}, "outer_momentum=1.0: use 0 or more and less than 1"),
-    ({"max_joiners": 2, "mode": "sync"}, "max_joiners=2 is for mode: async, and ssp with a staleness: in mode: sync"),
+    (
+        {"max_joiners": 2, "mode": "sync"},
+        "max_joiners=2 is for mode: async, and ssp with a staleness above 0: in mode: sync",
+    ),
     ({"max_joiners": 2, "mode": "ssp", "staleness": 0}, "in mode: ssp with staleness 0 all workers step together"),
     ({"max_joiners": 2, "mode": "async"}, "max_joiners=2 with data_dispatch: static"),
     ({"max_joiners": -1, "mode": "async"}, "max_joiners=-1: use at least 0"),
@@ -97,16 +100,18 @@ USES: dict[str, Callable[[], Any]] = {
     "SGD has growth_rate=inf in parameter group 0.* local or strategy ddp": lambda: check_optimizers(
         [with_option(math.inf)], servers()
     ),
-    "WithModes keeps other weights .* mode: local": lambda: check_optimizers(
+    "WithModes keeps separate weights .* mode: local": lambda: check_optimizers(
         [WithModes(Module().parameters(), 0.1)], servers(mode="async")
     ),
-    r"loss.sinkhorn_gather_distributed=True gathers .* or use strategy ddp": lambda: check_module(GATHERS, servers()),
-    "Module sets automatic_optimization=False: .* leave it on": lambda: check_module(BY_HAND, servers()),
+    r"loss.sinkhorn_gather_distributed=True would gather nothing.* or use strategy ddp": lambda: check_module(
+        GATHERS, servers()
+    ),
+    "Module sets automatic_optimization=False, .* set it to True": lambda: check_module(BY_HAND, servers()),
     r"words is Embedding\(sparse=True\).* use sparse=False": lambda: check_module(SPARSE, servers()),
     r"OwnClipping\.configure_gradient_clipping would clip": lambda: check_module(OwnClipping(), servers()),
-    "StochasticWeightAveraging puts averaged weights": lambda: fit_with(StochasticWeightAveraging(0.1), "fork"),
-    "BatchSizeFinder: search on one device": lambda: fit_with(BatchSizeFinder(), "fork"),
-    "LearningRateFinder: search on one device": lambda: fit_with(LearningRateFinder(), "popen"),
+    "StochasticWeightAveraging writes averaged weights": lambda: fit_with(StochasticWeightAveraging(0.1), "fork"),
+    "BatchSizeFinder cannot search .* search on one device": lambda: fit_with(BatchSizeFinder(), "fork"),
+    "LearningRateFinder cannot search .* search on one device": lambda: fit_with(LearningRateFinder(), "popen"),
     "replication=2 needs as many servers": lambda: fit_with(Callback(), "popen", replication=2),
 }
 

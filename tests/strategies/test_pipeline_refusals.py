@@ -50,7 +50,7 @@ UNFIT: tuple[tuple[int, dict[str, Any], str], ...] = (
     (
         3,
         {"replicas": [2, 1], "cuts": ["2"], "microbatches": 4, "shares": [9, 1, 1]},
-        r"microbatches=4: the replicas of stage 0 have shares \[9, 1\] of them, .* none; 10 are enough",
+        r"microbatches=4: with the shares \[9, 1\] a replica of stage 0 would get no .*; use at least 10",
     ),
 )
 REFUSED_BEFORE = (
@@ -278,7 +278,7 @@ def refusals(kinds: Sequence[type[Module]], replicas: list[int]) -> list[str]:
     ("expected", "replicas"),
     [
         (REFUSED_IN_A_STEP, [1]),
-        ([(StoppingAlone, "rank 1 ended an epoch, or training, where rank 0 went on with a further batch")], [1, 1]),
+        ([(StoppingAlone, "rank 1 ended an epoch, or training, while rank 0 continued with a further batch")], [1, 1]),
     ],
     ids=["one rank", "two"],
 )

@@ -66,7 +66,7 @@ def test_equal_is_said_with_what_was_compared(strategy: str) -> None:
         assert words in said
     if strategy == "ddp":
         assert "5 on 40 samples, 24 of them different, loaded by 2 of 2 processes" in said
-        assert "of rank 0's batches alone: loss, metric_step (sync_dist=True makes a mean)" in said
+        assert "only of rank 0's batches: loss, metric_step (sync_dist=True logs the mean)" in said
 
 
 @pytest.mark.light
@@ -76,7 +76,7 @@ def test_strategies_are_forked_and_others_are_refused() -> None:
         "ddp_fork",
         "ddp_fork_find_unused_parameters_true",
     ]
-    with pytest.raises(ConfigurationError, match="strategy=fsdp: verify runs a strategy in processes that it forks"):
+    with pytest.raises(ConfigurationError, match=r"strategy=fsdp: verify needs .* whose processes can be forked"):
         cnnstrategies.verify(Module(), Data(), "fsdp")
 
 
@@ -105,9 +105,9 @@ def test_differences_are_told_after_which_step_and_what() -> None:
     assert not verdict.equal
     said = str(verdict)
     assert said.startswith("NOT equal to one device\n")
-    assert "first after step 3: weights: 6 of 6 differ, most of all net." in said
+    assert "first difference after step 3: weights: 6 of 6 differ, most of all net." in said
     assert "unlike one device: random draws (as in dropout) are each process's own" in said
-    assert "the step, or what is done to its batch, draws random numbers" in said
+    assert "the step or a hook of its batch draws random numbers" in said
 
 
 class Single(Module):
@@ -118,7 +118,7 @@ class Single(Module):
 def test_what_float64_cannot_train_is_compared_in_float32() -> None:
     verdict = cnnstrategies.verify(Single(), Data(), "ddp", steps=2)
     assert verdict.equal, verdict
-    assert "in float32, and so less exact; in float64: RuntimeError: expected m1 and m2" in str(verdict)
+    assert "in float32, which is less exact, because float64 failed: RuntimeError: expected m1 and m2" in str(verdict)
 
 
 class Fails(Module):
@@ -141,7 +141,7 @@ def test_the_command_exits_as_it_says_and_leaves_nothing(run_cli: Any, tmp_path:
     assert code == 1, said
     assert "3 on 192 samples, " in said, "of two epochs, for there are to be three steps"
     assert "loaded by 2 of 2 processes" in said
-    assert "; 0 weights have moved" in said
+    assert "; 0 weights have changed" in said
     for refused in (
         "--data.init_args.global_batch_size=1",
         "--data.init_args.roots=x",

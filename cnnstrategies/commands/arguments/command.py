@@ -21,8 +21,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import docstring_parser
 
 from cnnstrategies.commands.arguments import recipes
-from cnnstrategies.commands.arguments.keys import ROOTS, closest
+from cnnstrategies.commands.arguments.keys import ROOTS, closest, with_underscores
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.old_names import is_now, renamed
 from cnnstrategies.quantities import Duration, Size
 
 Kind = TypeVar("Kind", bound=type[Any])
@@ -53,7 +54,7 @@ class Option:
         required: Whether the option must be given.
         default: Value if the option is not given.
         text: The field's entry in the docstring, in one line.
-        metavar: Placeholder of the value in the help; empty for a switch.
+        metavar: Name of the value in the help; empty for a switch.
         positional: Whether the value is a word without the option's name.
     """
 
@@ -79,7 +80,7 @@ class Option:
 
     @property
     def row(self) -> tuple[str, str]:
-        """The option's line in the help: name with placeholder, and text with default."""
+        """The option's line in the help: name with the value's name, and text with default."""
         has_default = self.default not in (None, False, [], dataclasses.MISSING) and "default" not in self.text
         shown = f"{self.default:g}" if isinstance(self.default, float) else self.default
         text = f"{self.text.removesuffix('.')} (default: {shown})" if has_default else self.text
@@ -236,10 +237,10 @@ class Command:
         return _in_one_line(f"{parsed.short_description or ''} {parsed.long_description or ''}")
 
     def parse(self, words: Sequence[str]) -> tuple[Any, list[str]]:
-        """Return the command's options, and the words that are a configuration's.
+        """Return the command's options, as an object of the declaration, and the words of a configuration.
 
         Raises:
-            ConfigurationError: An option does not exist, lacks a value, has a wrong one, or is missing.
+            ConfigurationError: An option does not exist, is missing, or has no value or a wrong value.
         """
         options = self.options
         by_name = {option.flag.removeprefix("--"): option for option in options if not option.positional}
@@ -280,6 +281,9 @@ class Command:
                 self._refuse(f"--{match[1]}", flags, [*flags, *known])
 
     def _refuse(self, name: str, flags: Sequence[str], known: Sequence[str]) -> None:
+        old = name.removeprefix("--").replace("-", "_")
+        if (new := renamed(self.declaration, old)) is not None:
+            raise ConfigurationError(f"{self.name}: {is_now(f'--{old}', f'--{new}')}")
         keys = ""
         if self.configuration is not Configuration.NONE:
             keys = " and a configuration's keys (--config, --trainer.KEY, ...)"
@@ -301,7 +305,7 @@ class Command:
             # As with `python -m`, classes in the working directory are found.
             if os.getcwd() not in sys.path:
                 sys.path.insert(0, os.getcwd())
-            words = recipes.with_files(words)
+            words = recipes.with_files(with_underscores(words))
         arguments: list[Any] = [[self.name, *words]]
         if self.configuration is not Configuration.LIGHTNING:
             arguments = list(self.parse(words))

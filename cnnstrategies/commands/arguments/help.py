@@ -21,6 +21,7 @@ CONFIGURATION = (
         "a YAML file, or the name of a recipe (`cnnstrategies configs`); later files override earlier ones",
     ),
     ("--trainer.strategy NAME", "how the work is divided: auto, ddp, hybrid_pipeline, parameter_server, ..."),
+    ("--trainer.strategy.OPTION VALUE", "an option of it, as in --trainer.strategy.stages 2 after hybrid_pipeline"),
     ("--trainer.devices N", "processes or GPUs on each machine"),
     ("--trainer.num_nodes N", "machines"),
     ("--trainer.accelerator NAME", "auto, cpu or gpu"),
@@ -32,7 +33,7 @@ CONFIGURATION = (
 )
 EVERYTHING = (
     ("--help_full [SECTION]", f"all options, or those of {', '.join(name for name in ROOTS)}"),
-    ("--data.help CLASS", "options of a class; --model.help and --trainer.strategy.help do the same"),
+    ("--data.help CLASS", "options of a class; --model.help CLASS and --trainer.strategy.help NAME do the same"),
     ("--print_config", "print the whole configuration, and do nothing else"),
 )
 

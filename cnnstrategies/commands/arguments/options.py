@@ -13,7 +13,7 @@ from typing import Literal
 from cnnstrategies.cluster.options import ClusterOptions, KubernetesOptions, RayOptions
 from cnnstrategies.commands.arguments.command import Command, Configuration, declare, option, positional
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.quantities import Duration
+from cnnstrategies.quantities import Duration, Size
 
 COMMANDS: dict[str, Command] = {}  # in the order of the help
 PROGRAMS: dict[str, Command] = {}  # programs beside `cnnstrategies`
@@ -349,7 +349,7 @@ class PackOptions:
         out: Folder to make.
         size: Shrink larger images to this shorter side, as JPEGs; by default images stay as they are.
         quality: Make every image a JPEG of this quality, 1 to 95; by default 90 with ``--size``.
-        shard_mb: Approximate size of a shard, in MB of the source.
+        shard_size: Approximate size of a shard, measured in files of the source: bytes, or such as 256MB or 1GiB.
         workers: Number of shards that are written at the same time; by default one per core.
         check: Compare packed shards with their checksums, and do nothing else.
     """
@@ -358,7 +358,7 @@ class PackOptions:
     out: Path | None = positional(None, metavar="OUT")
     size: int | None = None
     quality: int | None = None
-    shard_mb: int = 256
+    shard_size: Size = "256MB"
     workers: int | None = None
     check: Path | None = option(None, metavar="FOLDER")
 

@@ -1,1 +1,1 @@
-"""One push for all workers of a node: they add their gradients up in memory that they share."""
+"""One push for all workers of a node: their gradients are added up in shared memory."""

@@ -1,4 +1,4 @@
-"""What a worker shows the others of its node, in memory that they share."""
+"""A worker's gradients, values and progress in memory that the workers of a node share."""
 
 import mmap
 import os
@@ -14,20 +14,21 @@ from cnnstrategies.errors import ConfigurationError
 
 NEVER = -1
 _ALIGNED = 64  # bytes of a cache line
-_LED, _BEGUN, _ENDED = range(3)  # places of the marks that there is one of
-_HEAD = 3
+_LED, _BEGUN, _ENDED = range(3)  # places of the marks that are not per parameter
+_HEAD = 3  # number of these marks
 _lock = threading.Lock()
 
 
 class SharedState:
-    """A worker's own gradients, the parameters' values if it leads its node, and marks that tell what is there.
+    """A worker's gradients, the parameters' values if the worker leads its node, and marks that say which are ready.
 
-    A mark is written after what it stands for, and read before. Nothing is written while others may read it: gradients
-    of a step come after its values, which come after the gradients of the step before were added up.
+    A mark is written after the data that it stands for, and read before the data. Data is never written while other
+    workers may read it: the gradients of a step follow the values of the step, and these follow the sum of the
+    gradients of the step before.
 
     Args:
-        memory: Zeros at first, of :func:`size_of` bytes; the same in all processes that look at it.
-        parameters: The run's, for their shapes and types.
+        memory: :func:`size_of` bytes, zero at first; the same memory in all processes that use it.
+        parameters: The run's parameters, for their shapes and types.
 
     Attributes:
         gradients: The last gradient of each parameter, of its shape.
@@ -36,11 +37,11 @@ class SharedState:
 
     def __init__(self, memory: memoryview, parameters: Sequence[Tensor]) -> None:
         count = len(parameters)
-        # Marks are kept one higher, so that memory of zeros says: never.
+        # A mark is stored plus one, so that zeros mean: never.
         self._head = np.frombuffer(memory, np.int64, _HEAD)
         self._samples = np.frombuffer(memory, np.float64, 1, offset=8 * _HEAD)
-        self._given = np.frombuffer(memory, np.int64, count, offset=_ALIGNED)
-        self._there = np.frombuffer(memory, np.int64, count, offset=_ALIGNED + 8 * count)
+        self._gradient_steps = np.frombuffer(memory, np.int64, count, offset=_ALIGNED)
+        self._value_marks = np.frombuffer(memory, np.int64, count, offset=_ALIGNED + 8 * count)
         self.gradients: list[Tensor] = []
         self.values: list[Tensor] = []
         place = _first_place(parameters)
@@ -50,65 +51,65 @@ class SharedState:
                 area.append(flat.view(parameter.shape))
                 place += _padded(parameter.nbytes)
 
-    # Of one that gives gradients
+    # Gradients of this worker
 
     @property
     def begun(self) -> int:
-        """The step whose gradients are being given; :data:`NEVER` before the first."""
+        """Last step that this worker has begun; :data:`NEVER` before the first."""
         return self._read(_BEGUN)
 
     @property
     def ended(self) -> int:
-        """The last step of which no more gradients come; :data:`NEVER` before the first."""
+        """Last step whose gradients are complete; :data:`NEVER` before the first."""
         return self._read(_ENDED)
 
     @property
     def samples(self) -> float:
-        """How many samples the gradients of the step that was begun are means of."""
+        """Number of samples of which the gradients of the last begun step are means."""
         return float(self._samples[0])
 
     def begin(self, step: int, samples: float) -> None:
-        """Gradients of a step follow."""
+        """Begin a step, whose gradients follow."""
         self._samples[0] = samples
         self._write(_BEGUN, step)
 
     def give(self, index: int, gradient: Tensor, step: int) -> None:
-        """Show a gradient of a step that was begun."""
+        """Publish a parameter's gradient of the begun step."""
         self.gradients[index].copy_(gradient)
         fence()
-        self._given[index] = step + 1
+        self._gradient_steps[index] = step + 1
 
     def has_given(self, index: int, step: int) -> bool:
-        """Whether a step's gradient of a parameter is there."""
-        if self._given[index] != step + 1:
+        """Return whether a parameter's gradient of a step is published."""
+        if self._gradient_steps[index] != step + 1:
             return False
         fence()
         return True
 
     def end(self, step: int) -> None:
-        """What was not given has no gradient in the step."""
+        """End a step: a parameter whose gradient was not published does not have one in this step."""
         self._write(_ENDED, step)
 
-    # Of the one that leads the node
+    # Values, if this worker leads its node
 
     @property
     def led(self) -> int:
-        """The step with which it began to lead; :data:`NEVER` if it does not."""
+        """Step with which this worker began to lead; :data:`NEVER` if it does not lead."""
         return self._read(_LED)
 
     def lead(self, step: int) -> None:
-        """The values are there that a step begins with: from now on they are kept up to date."""
+        """Begin to lead: the values with which a step begins are published, and kept up to date from now on."""
         self._write(_LED, step)
 
     def show(self, index: int, value: Tensor, mark: int) -> None:
-        """Show a parameter's value."""
+        """Publish a parameter's value with a mark."""
         self.values[index].copy_(value)
         fence()
-        self._there[index] = mark + 1
+        self._value_marks[index] = mark + 1
 
     def shows(self, index: int, mark: int) -> bool:
-        """Whether a value is there that was shown with a mark, or a later one."""
-        if self._there[index] <= mark:
+        """Return whether a parameter's value is published with this mark or a later one."""
+        if self._value_marks[index] <= mark:
             return False
         fence()
         return True
@@ -124,12 +125,12 @@ class SharedState:
 
 
 def size_of(parameters: Sequence[Tensor]) -> int:
-    """Bytes of a board."""
+    """Return the bytes of a :class:`SharedState`."""
     return _first_place(parameters) + 2 * sum(_padded(parameter.nbytes) for parameter in parameters)
 
 
 def _first_place(parameters: Sequence[Tensor]) -> int:
-    """Where the first gradient begins."""
+    """Return the offset of the first gradient, in bytes."""
     return _ALIGNED + _padded(16 * len(parameters))
 
 
@@ -138,9 +139,10 @@ def _padded(size: int) -> int:
 
 
 def fence() -> None:
-    """Keep reads and writes before it before those after it, also on processors that reorder them (such as ARM's).
+    """Order memory accesses: all accesses before this call come before all accesses after it.
 
-    The release of the first turn and the acquisition of the second cannot change places.
+    Processors such as ARM's may reorder them otherwise. The release of the lock in the first turn and its acquisition
+    in the second cannot change places.
     """
     for _ in range(2):
         with _lock:
@@ -148,13 +150,16 @@ def fence() -> None:
 
 
 class SharedMemory:
-    """One worker's part: a file without a name and without a limit but the machine's memory.
+    """A worker's shared memory: a file without a name, limited only by the machine's memory.
 
-    So nothing is left behind whoever is killed, and a container's small ``/dev/shm`` does not matter.
+    A killed process leaves nothing behind, and a container's small ``/dev/shm`` does not matter.
+
+    Args:
+        size: Bytes.
 
     Attributes:
         own: The memory.
-        where: Tells the other workers of the node how to open it, as :func:`open_shared` takes it.
+        where: Host, process and file descriptor, with which :func:`open_shared` opens the memory in other processes.
     """
 
     def __init__(self, size: int) -> None:
@@ -164,15 +169,20 @@ class SharedMemory:
         self.where = [socket.gethostname(), os.getpid(), self._file]
 
     def opened(self) -> None:
-        """All others have opened it."""
+        """Close the file when all other workers have opened it; the memory stays."""
         os.close(self._file)
 
 
 def open_shared(ranks: Collection[int], where: Mapping[int, list[object]], size: int) -> dict[int, memoryview]:
-    """Open the memory of other workers of this node.
+    """Open the shared memory of other workers of this node.
+
+    Args:
+        ranks: Ranks of the workers.
+        where: By rank, :attr:`SharedMemory.where` of each worker.
+        size: Bytes of each memory.
 
     Raises:
-        ConfigurationError: It cannot be opened: they are not on one machine, or not the same user's.
+        ConfigurationError: The memory cannot be opened: the workers are not on one machine, or not of the same user.
     """
     opened = {}
     for rank in ranks:
@@ -181,7 +191,7 @@ def open_shared(ranks: Collection[int], where: Mapping[int, list[object]], size:
             file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
             try:
                 if os.fstat(file).st_size != size:
-                    raise OSError("it is another file")
+                    raise OSError("the file descriptor belongs to another file")
                 opened[rank] = memoryview(mmap.mmap(file, size))
             finally:
                 os.close(file)

@@ -174,7 +174,7 @@ class Coordinator:
         if self.ended is not None and message.kind != "leave":
             self._send(member.peer, self.ended)
             return
-        if not self.answering.take(member.peer, message):
+        if not self.answering.accept(member.peer, message):
             return
         try:
             fields = handler(now, member, message)

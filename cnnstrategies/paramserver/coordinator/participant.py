@@ -5,7 +5,7 @@ from typing import Any
 
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import Call, Effects, End, Message, Peer, Return, Send, Timer
-from cnnstrategies.paramserver.core.requests import MOST, REFUSED, REPLIES, TIMER, Asking, Request
+from cnnstrategies.paramserver.core.requests import MOST_SECONDS, REFUSED, REPLIES, TIMER, Asking, Request
 from cnnstrategies.paramserver.core.view import View
 
 COORDINATOR = Peer("coordinator", 0)
@@ -43,7 +43,7 @@ class Participant:
         self.view: View | None = None
         self.ended: End | None = None
         self.signal = 0
-        self._asking = Asking(COORDINATOR, {"session": address.session}, min(MOST, 2 * address.heartbeat))
+        self._asking = Asking(COORDINATOR, {"session": address.session}, min(MOST_SECONDS, 2 * address.heartbeat))
         self._address = address
         self._hello = hello
         self.seen = 0
@@ -128,7 +128,7 @@ class Participant:
         if message.kind == REFUSED and kind == "hello":
             return self._accept_end(message)
         if kind == "hello":
-            return [*self._take_view(message), *self._beat(), *self._asking.again()]
+            return [*self._take_view(message), *self._beat(), *self._asking.resend()]
         if kind == "leave":
             return [Return(request.call, message), *self._end("this process has left", clean=True)]
         if message.kind == REFUSED:
@@ -180,7 +180,7 @@ class Reporter:
 
     def start(self, now: float) -> Effects:
         """Send the open requests again, over a new connection."""
-        return self._asking.again()
+        return self._asking.resend()
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
         """Act on a reply."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from cnnstrategies.paramserver.coordinator.collective_rounds import CollectiveWait, abbreviated
 from cnnstrategies.paramserver.coordinator.roster import Roster
 from cnnstrategies.paramserver.coordinator.settings import WORKER, CoordinatorSettings
-from cnnstrategies.paramserver.core.node import LARGEST, ControlError, Message
+from cnnstrategies.paramserver.core.node import INTEGER_LIMIT, ControlError, Message
 from cnnstrategies.paramserver.core.requests import DONE
 
 WATCHER = "watcher"  # a role without membership
@@ -103,6 +103,6 @@ def figures_of(message: Message) -> Mapping[str, float] | None:
     if not isinstance(figures, dict) or any(name not in FIGURES for name in figures):
         raise ControlError(f"{message.kind}: the figures have unknown names")
     # A comparison with NaN is false.
-    if any(type(figure) not in (int, float) or not 0 <= figure < LARGEST for figure in figures.values()):
+    if any(type(figure) not in (int, float) or not 0 <= figure < INTEGER_LIMIT for figure in figures.values()):
         raise ControlError(f"{message.kind}: a figure is not a number")
     return figures

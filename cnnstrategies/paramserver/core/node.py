@@ -1,28 +1,28 @@
-"""What a role is: a state machine that is told of messages, timers and calls, and says what is to be done.
+"""Roles: state machines that receive messages, timers and calls, and return the effects to carry out.
 
-A role has no socket, thread, clock, file or random number. A driver runs it over sockets, and the simulator in virtual
-time; both pass the time in and carry out the effects that come back.
+A role has no socket, thread, clock, file or random number. A driver runs it over sockets, and the simulator runs it in
+virtual time. Both pass the present time to the role and carry out the effects that it returns.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 Buffer = bytes | bytearray | memoryview
-LARGEST = 1 << 63  # is no number of a message any more
+INTEGER_LIMIT = 1 << 63  # Integers in messages are below this number.
 
 
 class ControlError(ValueError):
-    """A message is not what it claims to be."""
+    """A message that does not have the form of its kind."""
 
 
 class Peer(NamedTuple):
-    """A process that takes part.
+    """A process that takes part in a run.
 
     Attributes:
         role: ``worker``, ``server``, ``supervision`` or ``coordinator``.
-        id: Its number among those of its role.
-        life: How many processes had its place before.
-        process: Tells two processes apart that claim the same life.
+        id: Number among the processes of the same role.
+        incarnation: Number of processes that had this place before.
+        process: Number that distinguishes two processes with the same incarnation.
     """
 
     role: str
@@ -35,13 +35,13 @@ class Peer(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A message.
+    """A message between processes.
 
     Attributes:
-        kind: What it asks or says.
-        fields: Its contents, as JSON can hold them.
-        frames: Buffers that belong to it.
-        request: Number of the request that it is, or answers; 0 for one that is neither and may be lost.
+        kind: What the message requests or reports.
+        fields: Contents, as values that JSON can hold.
+        frames: Buffers that belong to the message.
+        request: Number of the request, which its answer repeats; 0 for a message that is neither and may be lost.
     """
 
     kind: str
@@ -50,52 +50,59 @@ class Message(NamedTuple):
     request: int = 0
 
     def integer(self, name: str, least: int = 0) -> int:
-        """A field that is an integer of at most 63 bits and not below the least."""
+        """Return a field that must be an integer of at most 63 bits, and not below `least`.
+
+        Raises:
+            ControlError: It is not; the same holds for the other methods.
+        """
         value = self.fields.get(name)
-        if type(value) is not int or not least <= value < LARGEST:
-            raise ControlError(f"{self.kind}: {name}={value!r} is not a number")
+        if type(value) is not int or not least <= value < INTEGER_LIMIT:
+            raise ControlError(f"{self.kind}: {name}={value!r} is not an integer from {least} to 2^63 - 1")
         return value
 
     def real(self, name: str) -> float:
-        """A field that is a number which is not negative, or none at all (NaN), as norms may be."""
+        """Return a field that must be a number that is not negative, or NaN, as norms may be."""
         value = self.fields.get(name)
-        if type(value) is int and 0 <= value < LARGEST:
+        if type(value) is int and 0 <= value < INTEGER_LIMIT:
             return float(value)
         if type(value) is not float or value < 0:
-            raise ControlError(f"{self.kind}: {name} is no norm and no factor")
+            raise ControlError(f"{self.kind}: {name} is not a norm or a factor")
         return value
 
     def string(self, name: str) -> str:
-        """A field that is a string."""
+        """Return a field that must be a string."""
         value = self.fields.get(name)
         if not isinstance(value, str):
             raise ControlError(f"{self.kind}: {name}={value!r} is not a string")
         return value
 
     def flag(self, name: str) -> bool:
-        """A field that is true or, like one that is not there, false."""
+        """Whether a field is true; a missing field is false."""
         return self.fields.get(name) is True
 
     def integers(self, name: str) -> list[int]:
-        """A field that is a list of at most 65,536 integers, as in :meth:`integer`."""
+        """Return a field that must be a list of at most 65,536 integers, as in :meth:`integer`."""
         value = self.fields.get(name)
         if not isinstance(value, list) or len(value) > 1 << 16 or not _is_row(value, (int,) * len(value)):
             raise ControlError(f"{self.kind}: {name} is not a list of numbers")
         return value
 
     def object(self, name: str) -> Mapping[str, Any]:
-        """A field that is an object."""
+        """Return a field that must be an object."""
         value = self.fields.get(name)
         if not isinstance(value, dict):
             raise ControlError(f"{self.kind}: {name} is not an object")
         return value
 
     def part(self, name: str) -> "Message | None":
-        """A field that is an object with fields of its own, or None."""
+        """Return a field that must be an object, or None, as a message with the object's fields."""
         return None if self.fields.get(name) is None else Message(self.kind, self.object(name))
 
     def table(self, name: str, *columns: type) -> list[tuple[Any, ...]]:
-        """A field that is a list of lists, with a value of a type, as :meth:`integer` checks it, for each column."""
+        """Return a field that must be a list of rows, with one value of the given type for each column.
+
+        Integers must be as in :meth:`integer`.
+        """
         value = self.fields.get(name)
         if not isinstance(value, list) or not all(_is_row(row, columns) for row in value):
             raise ControlError(f"{self.kind}: {name} is not a table of {len(columns)} columns")
@@ -105,32 +112,32 @@ class Message(NamedTuple):
 def _is_row(row: Any, columns: Sequence[type]) -> bool:
     if not isinstance(row, list | tuple) or tuple(map(type, row)) != columns:
         return False
-    return all(type(one) is not int or 0 <= one < LARGEST for one in row)
+    return all(type(value) is not int or 0 <= value < INTEGER_LIMIT for value in row)
 
 
 class Send(NamedTuple):
-    """Send a message, if the peer can be reached."""
+    """Effect: send a message, if the peer can be reached."""
 
     to: Peer
     message: Message
 
 
 class Timer(NamedTuple):
-    """Call :meth:`Role.on_timer` at a time, which replaces the one of this name; None cancels it."""
+    """Effect: call :meth:`Role.on_timer` at a time. It replaces the timer of the same name; None cancels that timer."""
 
     name: str
     at: float | None
 
 
 class Return(NamedTuple):
-    """A call has its result: a message, or the text of why there is none."""
+    """Effect: end a call with its result, a message, or with the reason why there is no result."""
 
     call: int
     value: Message | str
 
 
 class End(NamedTuple):
-    """The role has ended; nothing more comes of it."""
+    """Effect: end the role; it returns no further effects."""
 
     reason: str
     clean: bool
@@ -141,7 +148,7 @@ Effects = list[Effect]
 
 
 class Call(NamedTuple):
-    """What a process asks of its own role; ``number`` comes back with the result."""
+    """A request of a process to its own role; the result repeats ``number``."""
 
     number: int
     kind: str
@@ -150,7 +157,7 @@ class Call(NamedTuple):
 
 
 class Role(Protocol):
-    """A state machine; all methods return at once. Times are seconds of any one clock that does not go back."""
+    """A state machine whose methods return at once. Times are seconds of any clock that does not go back."""
 
     def start(self, now: float) -> Effects:
         """Begin."""
@@ -159,15 +166,15 @@ class Role(Protocol):
         """Act on a message.
 
         Raises:
-            ControlError: It has other fields than its kind; nothing has changed.
+            ControlError: The message does not have the fields of its kind; the role has not changed.
         """
 
     def on_timer(self, now: float, name: str) -> Effects:
-        """Act on a timer whose time has come; it may come late."""
+        """Act on a timer that is due, perhaps late."""
 
 
 class CalledRole(Role, Protocol):
-    """One of which its process asks something."""
+    """A role that its process calls."""
 
     def on_call(self, now: float, call: Call) -> Effects:
         """Act on a call of this process."""

@@ -1,4 +1,4 @@
-"""Who takes part: numbered views of the membership, where a process gets them from, and why it cannot go on."""
+"""Membership: numbered views, where a process gets them, and the reasons why a process cannot go on."""
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
@@ -12,10 +12,11 @@ class ServerInfo:
     """A server process.
 
     Attributes:
-        id: Its place, 0 to `Specification.servers` - 1; a process that replaces another has the same one.
+        id: Number of its place, 0 to `Specification.servers` - 1; a process that replaces another one has the same id.
         endpoint: Where its ROUTER socket is bound, such as ``tcp://10.0.0.1:4000``.
         public_key: Its CURVE key in Z85 form; empty without encryption.
-        since: Number of the first view with this process. Of two copies of a slice the older process has the state.
+        since: Number of the first view with this process. Of two copies of a slice the older process's copy has the
+            state.
     """
 
     id: int
@@ -29,8 +30,8 @@ class WorkerInfo:
     """A worker process.
 
     Attributes:
-        id: Its number; a process that replaces another may have the same one.
-        incarnation: How many processes had this id before it.
+        id: Its number; a process that replaces another one may have the same number.
+        incarnation: Number of processes that had this id before.
         public_key: Its CURVE key in Z85 form; empty without encryption.
     """
 
@@ -47,7 +48,7 @@ class View:
         number: Grows by one with every change; a process that has seen a view ignores older ones.
         servers: The live servers, by id.
         workers: The live workers, by id.
-        lost: Ids of the servers that have died and that copies of their slices stand in for.
+        lost: Ids of the dead servers whose slices have copies on live servers.
         begun: Number of the first view of training; 0 before. The servers of that view are equally old: none of them
             had state then.
     """
@@ -59,33 +60,37 @@ class View:
     begun: int = 0
 
     def age(self, server: ServerInfo) -> int:
-        """Number of the view since which one of its servers has had state, or its place."""
+        """Return the number of the view since which a server may have state; a lower number means an older server."""
         return max(server.since, self.begun)
 
     @property
     def incarnations(self) -> dict[int, int]:
-        """The incarnation of each worker."""
+        """The incarnation of each worker, by id."""
         return {worker.id: worker.incarnation for worker in self.workers}
 
     def as_dict(self) -> dict[str, Any]:
-        """This view as what JSON can hold."""
-        rows = {name: [list(astuple(one)) for one in getattr(self, name)] for name in ("servers", "workers")}
+        """Return this view as a dictionary that JSON can hold."""
+        rows = {name: [list(astuple(entry)) for entry in getattr(self, name)] for name in ("servers", "workers")}
         return {"number": self.number, **rows, "lost": list(self.lost), "begun": self.begun}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "View":
-        """The view that :meth:`as_dict` described."""
-        said = Message("view", values)
-        servers = tuple(ServerInfo(*row) for row in said.table("servers", int, str, str, int))
-        workers = tuple(WorkerInfo(*row) for row in said.table("workers", int, int, str))
-        return cls(said.integer("number"), servers, workers, tuple(said.integers("lost")), said.integer("begun"))
+        """Return the view that :meth:`as_dict` described.
+
+        Raises:
+            ControlError: A field is missing or has the wrong type.
+        """
+        view = Message("view", values)
+        servers = tuple(ServerInfo(*row) for row in view.table("servers", int, str, str, int))
+        workers = tuple(WorkerInfo(*row) for row in view.table("workers", int, int, str))
+        return cls(view.integer("number"), servers, workers, tuple(view.integers("lost")), view.integer("begun"))
 
 
 class RunEnded(RuntimeError):  # noqa: N818 - an end, not always an error
-    """The run is over, or cannot go on; the message says why and names who died.
+    """End of a run that is over or cannot go on; the message gives the reason and names the processes that died.
 
     Args:
-        message: What to tell the user.
+        message: Text for the user.
         clean: Whether the run ended as planned.
     """
 
@@ -95,32 +100,32 @@ class RunEnded(RuntimeError):  # noqa: N818 - an end, not always an error
 
 
 class ViewSource(Protocol):
-    """Where a worker or a server learns of the membership. Used by one thread.
+    """A worker's or server's source of views, used by one thread.
 
-    All methods raise :class:`RunEnded` once the run is over; workers and servers let it through.
+    All methods raise :class:`RunEnded` once the run is over; workers and servers pass the error on.
     """
 
     def current(self) -> View:
-        """The newest view known here; does not block."""
+        """Return the newest view known here, without waiting."""
 
     def wait_newer(self, number: int, timeout: float) -> View:
         """Wait for a view with a higher number.
 
         Args:
-            number: The last view that the caller has seen; -1 for none.
+            number: Number of the last view that the caller has seen; -1 for none.
             timeout: Seconds to wait.
 
         Raises:
-            TimeoutError: None came.
+            TimeoutError: No newer view arrived in time.
         """
 
     def fileno(self) -> int:
-        """A file descriptor that is readable while :meth:`current` would return a view not yet returned."""
+        """Return a file descriptor that is readable while :meth:`current` would return a view not yet returned."""
 
 
 class ServersUnreachableError(RuntimeError):
-    """Servers did not answer within the time-out, or slices are lost; the message names the servers."""
+    """Missing answers of servers within the time-out, or lost slices; the message names the servers."""
 
 
 class RemovedError(RuntimeError):
-    """This worker is no longer in the view (it was taken for dead): it must join again as a new incarnation."""
+    """Removal of this worker from the view, because it was taken for dead; it must join again as a new incarnation."""

@@ -1,4 +1,4 @@
-"""The process of a coordinator: its socket, and the file of its journal."""
+"""The coordinator's process: its socket, and the file of its journal."""
 
 import os
 import socket
@@ -19,22 +19,29 @@ from cnnstrategies.paramserver.drivers.control import DESK, LARGEST_MESSAGE, Loo
 from cnnstrategies.paramserver.drivers.sockets import allow_files, key_of, secure, take
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 
-BIND_SECONDS = 60.0  # for a coordinator of an earlier session to make room
-LONGEST_WAIT = 0.1  # seconds between two looks at whether the process that started this one is there
-AT_ONCE = 200  # messages between two looks at the timers
+BIND_SECONDS = 60.0  # time for the coordinator of an earlier session to free the endpoint
+LONGEST_WAIT = 0.1  # seconds between two checks whether the process that started this one is alive
+AT_ONCE = 200  # messages between two checks of the timers
 
 
 class CoordinatorService:
-    """Runs the role :class:`~cnnstrategies.paramserver.coordinator.coordinator.Coordinator` over a ROUTER socket.
+    """Driver of the role :class:`~cnnstrategies.paramserver.coordinator.coordinator.Coordinator`, with a ROUTER socket.
 
     Args:
-        settings: Numbers and the endpoint.
-        keys: The run's CURVE keys: only processes that have them too can register. None for no encryption.
-        journal: What it is told is written there; None if it is not started again when it is killed.
-        follows: Whether it goes on with the journal of one that was killed.
+        settings: Numbers of processes, time-outs and the endpoint.
+        keys: The run's CURVE keys; only processes that also have them can register. None for no encryption.
+        journal: Storage for the calls that the role receives; None if the coordinator is not started again when it is
+            killed.
+        follows: Whether this coordinator continues the journal of one that was killed.
+
+    Attributes:
+        endpoint: Endpoint at which the socket is bound, with the real port.
+        dropped: Number of messages that were dropped because they were not valid.
+        routes: Route of each process that has sent a message.
+        loop: The role with its timers.
 
     Raises:
-        ConfigurationError: It may not open as many files as there are connections.
+        ConfigurationError: The process may not open as many files as there are connections.
     """
 
     def __init__(
@@ -52,7 +59,8 @@ class CoordinatorService:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         secure(self._socket, keys)
-        # Who connects knows the run's public key; each message is asked for more. Only so libzmq tells of the key.
+        # Any process that knows the run's public key may connect; each message proves more. The gatekeeper is needed
+        # because libzmq reports a connection's key only if there is one.
         self._gatekeeper = None if keys is None else Gatekeeper(self._context, lambda key: True)
         role = Coordinator(settings)
         self._bind(settings, BIND_SECONDS if settings.session or follows else 0.0)
@@ -65,12 +73,15 @@ class CoordinatorService:
         self.loop.start()
 
     def _bind(self, settings: CoordinatorSettings, seconds: float) -> None:
-        """Bind; the coordinator of the session before makes room when the first worker of this one knocks there."""
+        """Bind the socket, and retry for some seconds.
+
+        The coordinator of an earlier session frees the endpoint when the first worker of this session connects to it.
+        """
         deadline = time.monotonic() + seconds
         while True:
             try:
                 if _is_listened_at(settings.endpoint):
-                    raise zmq.ZMQError(zmq.EADDRINUSE)  # Two runs that meet at one place; libzmq would take it over.
+                    raise zmq.ZMQError(zmq.EADDRINUSE)  # It belongs to another run; libzmq would take it over.
                 self._socket.bind(settings.endpoint)
                 return
             except zmq.ZMQError as error:
@@ -79,9 +90,10 @@ class CoordinatorService:
             time.sleep(LONGEST_WAIT)
 
     def run(self, orphaned: Callable[[], bool] = lambda: False) -> None:
-        """Serve until told to stop, or until `orphaned`, which is asked several times a second, says so.
+        """Serve until the role ends, or until `orphaned`, which is called several times a second, returns True.
 
-        What fails in it ends it, and all who have said hello are told: none of them waits for its silence.
+        An error in the coordinator ends it. All processes that have sent a message are told, so that they need not wait
+        for the time-out.
         """
         try:
             self._serve(orphaned)
@@ -110,28 +122,28 @@ class CoordinatorService:
             self.loop.fire()
 
     def _handle(self, route: bytes, frame: zmq.Frame) -> None:
-        """Act on one message; what is not one, or not its sender's, is counted and dropped."""
+        """Act on one message; a message that is not valid, or not of its sender, is counted and dropped."""
         try:
             if self._keys is None:
                 sender, message = parse(frame.buffer)
             else:
                 sender, message = parse_checked(frame.buffer, key_of(frame), self._keys)
-            self.routes[sender] = route  # Another one after a cut.
+            self.routes[sender] = route  # The route changes when a connection is made again.
             try:
                 self.loop.message(sender, message)
             finally:
                 if sender.role == WATCHER:
-                    del self.routes[sender]  # Nothing is kept of who only looks.
+                    del self.routes[sender]  # Nothing is kept for a watcher.
         except ControlError:
             self.dropped += 1
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Send a message to who has said hello; another one is not reached."""
+        """Send a message to a process that has sent one before; for other processes nothing happens."""
         route = self.routes.get(peer)
         if route is None:
             return
         if self._encoded[0] is not message:
-            self._encoded = message, encode(DESK, message)  # A view goes to all, and is encoded once.
+            self._encoded = message, encode(DESK, message)  # A view is sent to all processes, but encoded only once.
         self._socket.send_multipart([route, self._encoded[1]], copy=False)
 
     def _end(self, end: End) -> None:
@@ -152,7 +164,7 @@ class CoordinatorService:
 
 
 def _is_listened_at(endpoint: str) -> bool:
-    """Whether a process listens at an ipc endpoint; that of one that was killed is only a file."""
+    """Return whether a process listens at an ipc endpoint; a killed process leaves only the file."""
     if not endpoint.startswith("ipc://"):
         return False
     with socket.socket(socket.AF_UNIX) as probe:
@@ -164,10 +176,10 @@ def _is_listened_at(endpoint: str) -> bool:
 
 
 class JournalFile:
-    """A :class:`~cnnstrategies.paramserver.coordinator.journal.Store`.
+    """A :class:`~cnnstrategies.paramserver.coordinator.journal.JournalStore` in a file.
 
-    What cannot be written, since the disk is full, ends no run: the file is removed, and that is said. Whoever is to
-    follow a coordinator that is killed then finds none, until all of it can be written anew.
+    If the file cannot be written, for example because the disk is full, the run goes on: the file is removed, with a
+    message. A coordinator that is killed cannot be replaced then, until the whole journal can be written again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -175,11 +187,11 @@ class JournalFile:
         self._file = -1
 
     def read(self) -> bytes:
-        """All of it."""
+        """Return the whole contents."""
         return self._path.read_bytes()
 
     def append(self, record: bytes) -> None:
-        """Write at its end."""
+        """Append a record; nothing happens if the file was removed."""
         if self._file < 0:
             return
         try:
@@ -188,7 +200,7 @@ class JournalFile:
             self._remove(error)
 
     def replace(self, contents: bytes) -> None:
-        """Write all of it anew, beside the old one, whose place it takes as soon as it is whole."""
+        """Replace the contents: they are written to a new file, which replaces the old one when it is complete."""
         new = self._path.with_suffix(".new")
         self._close()
         try:
@@ -207,7 +219,7 @@ class JournalFile:
         self._close()
         self._path.unlink(missing_ok=True)
         text = f"the coordinator's journal {self._path} cannot be written ({error.strerror}): free some space"
-        print(f"{text}, or the run ends if the coordinator is killed", file=sys.stderr, flush=True)
+        print(f"{text}, otherwise the run ends if the coordinator is killed", file=sys.stderr, flush=True)
 
 
 def _write(file: int, contents: bytes) -> None:

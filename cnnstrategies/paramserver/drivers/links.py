@@ -1,4 +1,4 @@
-"""A worker's sockets."""
+"""The sockets of a worker."""
 
 import time
 from collections import deque
@@ -26,7 +26,7 @@ POLL_SECONDS = 0.05
 
 
 class ServerLink(NamedTuple):
-    """A connection to a server."""
+    """A connection to one server: a socket with what sends and receives over it."""
 
     info: ServerInfo
     socket: Socket
@@ -35,9 +35,15 @@ class ServerLink(NamedTuple):
 
 
 class Links:
-    """Sends to servers and receives from them; never blocks but in :meth:`receive`, for a moment.
+    """A worker's connections to all servers. Only :meth:`receive` blocks, for a short time.
 
-    `heard` is told of the time, server and header of each message when it comes; whether it is to be acted on.
+    Args:
+        specification: The run's specification.
+        slices: All slices.
+        views: Source of the membership's views.
+        heard: Called with the time, the server and the header of each message that arrives; returns whether the message
+            is new. Other messages are dropped.
+        keys: CURVE keys; None for no encryption.
     """
 
     def __init__(
@@ -59,23 +65,23 @@ class Links:
         self._arrived: deque[tuple[int, Header, memoryview]] = deque()
         self._poller = zmq.Poller()
         self._poller.register(views.fileno(), zmq.POLLIN)
-        self._news = True  # The views have to be asked.
+        self._may_have_new_view = True
 
-    def news(self) -> View | None:
-        """The newest view, if there may be one that was not given yet."""
-        if not self._news:
+    def new_view(self) -> View | None:
+        """Return the newest view; None if no view has come since the last call."""
+        if not self._may_have_new_view:
             return None
-        self._news = False
+        self._may_have_new_view = False
         return self._views.current()
 
     def connect(self, view: View) -> None:
-        """Connect to the servers of a view."""
-        now = {server.id: server for server in view.servers}
+        """Connect to the servers of a view, and close the connections to others."""
+        infos = {server.id: server for server in view.servers}
         for server, link in list(self._links.items()):
-            if now.get(server) != link.info:
+            if infos.get(server) != link.info:
                 self._close(server)
                 self._arrived = deque(arrived for arrived in self._arrived if arrived[0] != server)
-        for server, info in now.items():
+        for server, info in infos.items():
             if server not in self._links:
                 self._open(info)
 
@@ -92,36 +98,36 @@ class Links:
         socket.close(linger=0)
 
     def send(self, parcels: Iterable[Parcel]) -> None:
-        """Send some messages."""
+        """Send messages to servers."""
         for to, header, payload, wait in parcels:
             assert isinstance(to, int)
             self._links[to].bundle.send(header, payload, wait)
 
     def receive(self, seconds: float) -> Iterator[tuple[int, Header, memoryview]]:
-        """The messages that are waiting; waits for the first, but not for longer than some seconds."""
+        """Yield the messages that have arrived; wait some seconds at most for the first one."""
         if not self._arrived:
             for link in self._links.values():
                 link.bundle.flush()
             ready = dict(self._poller.poll(int(1000 * seconds)))
-            self._news = self._news or self._views.fileno() in ready
+            self._may_have_new_view = self._may_have_new_view or self._views.fileno() in ready
             for server, link in self._links.items():
                 if link.socket in ready:
                     self._read(server, link.inbox)
         yield from self.arrived()
 
     def arrived(self) -> Iterator[tuple[int, Header, memoryview]]:
-        """The messages that were read already. Who does not take all finds the rest the next time."""
+        """Yield the messages that were read already; those that the caller does not take are kept for the next call."""
         while self._arrived:
             yield self._arrived.popleft()
 
     def _read(self, server: int, inbox: Inbox) -> None:
-        """Take all that has come from a server."""
+        """Read all messages of a server that have arrived."""
         while True:
             try:
-                together = inbox.receive()
+                messages = inbox.receive()
             except zmq.Again:
                 return
-            for received in together:
+            for received in messages:
                 try:
                     header = unpack(received.header, len(received.payload), self._session, self._bounds)
                 except InvalidMessageError:

@@ -1,4 +1,4 @@
-"""The process of a server: its sockets, and who may connect."""
+"""A server's process: its sockets, and the check of the processes that connect."""
 
 import contextlib
 import logging
@@ -43,29 +43,30 @@ from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.runtime.allocation import keep_freed_memory
 
 _LOG = logging.getLogger(__name__)
-MESSAGES_AT_ONCE = 32  # between two looks at the view and at the work that waits
-WORK_SECONDS = 0.002  # on slices, between two looks at the messages
+MESSAGES_AT_ONCE = 32  # messages between two checks for new views and waiting work
+WORK_SECONDS = 0.002  # seconds of work on slices between two checks for messages
 
 
 class ServerService:
-    """Runs the role :class:`~cnnstrategies.paramserver.server.server.Server` over a ROUTER socket.
+    """Driver of the role :class:`~cnnstrategies.paramserver.server.server.Server`, with a ROUTER socket.
 
-    It is meant to have a process for itself, and is single-threaded; libzmq's own threads move the bytes.
+    The service is single-threaded and should have a process of its own; libzmq's threads move the bytes.
 
     Args:
-        specification: What all processes of the run agree on.
-        views: Tells of the membership; the server waits for the first view with itself in it.
-        id: This server's place, 0 to `specification.servers` - 1.
-        endpoint: Where to bind: ``ipc://path`` or ``tcp://address:port``, port ``*`` for any free one; or a
-            :class:`~cnnstrategies.paramserver.drivers.sockets.Listener` made before the specification was known.
+        specification: The run's specification, the same in all processes.
+        views: Source of the membership's views; the server waits for the first view that contains it.
+        id: This server's id, 0 to `specification.servers` - 1.
+        endpoint: Endpoint to bind: ``ipc://path`` or ``tcp://address:port``, port ``*`` for any free one; or a
+            :class:`~cnnstrategies.paramserver.drivers.sockets.Listener` that was made before the specification was
+            known.
         keys: CURVE keys; None for no encryption.
         insecure: Allow `keys` None on an endpoint that other machines reach.
 
     Attributes:
         role: The role.
-        bounds: Of what it takes for a message.
-        endpoint: Where the socket is bound (with the real port), known before :meth:`run`: bind, register this with
-            the coordinator, then run.
+        bounds: Limits on the messages that the server accepts.
+        endpoint: Endpoint at which the socket is bound, with the real port. It is known before :meth:`run`: bind,
+            register the endpoint with the coordinator, then run.
 
     Raises:
         ConfigurationError: The endpoint is open to other machines without encryption, or the process may not open as
@@ -108,7 +109,7 @@ class ServerService:
         """Serve until :meth:`stop` is called.
 
         Raises:
-            RunEnded: From the views: the run is over, cleanly or not; or a view came without this server.
+            RunEnded: The run is over, cleanly or not, or a view does not contain this server.
         """
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
@@ -120,7 +121,7 @@ class ServerService:
         try:
             while not self._stopping.is_set():
                 ready = dict(poller.poll(0 if role.busy else int(1000 * PING_SECONDS)))
-                # Always before the messages: those of members of a newer view would be dropped.
+                # New views come first: messages of members that only a newer view contains would be dropped.
                 if descriptor in ready:
                     self._follow(self._views.current())
                 if self._gatekeeper is not None and self._gatekeeper.socket in ready:
@@ -139,13 +140,13 @@ class ServerService:
             self._close()
 
     def stop(self) -> None:
-        """Have :meth:`run` return soon; may be called from a signal handler or another thread."""
+        """Have :meth:`run` return soon. A signal handler or another thread may call this method."""
         self._stopping.set()
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
     def figures(self) -> dict[str, float]:
-        """Updates made, bytes sent and received; for any thread."""
+        """Return the number of updates, and the bytes sent and received. Any thread may call this method."""
         return {"step": self.role.mode.finished, "sent": self._sent, "received": self._received}
 
     def _close(self) -> None:
@@ -161,7 +162,7 @@ class ServerService:
     # Membership
 
     def _admitted(self, key: str) -> bool:
-        """Whether a key belongs to a member; the newest view is asked, for members knock as soon as they are one."""
+        """Return whether a key belongs to a member of the newest view: new members connect at once."""
         self._follow(self._views.current())
         return self.role.admits(key)
 
@@ -173,13 +174,13 @@ class ServerService:
         self.act(effects)
 
     def _connect(self) -> None:
-        """Connect to the servers of the view, and drop those that are gone or replaced."""
-        now = {server.id: server for server in self.role.view.servers if server.id != self.role.id}
+        """Connect to the other servers of the view, and disconnect from those that are gone or replaced."""
+        infos = {server.id: server for server in self.role.view.servers if server.id != self.role.id}
         for server, (info, dealer) in list(self._dealers.items()):
-            if now.get(server) != info:
+            if infos.get(server) != info:
                 dealer.close(linger=0)
                 del self._dealers[server], self._bundles[server]
-        for server, info in now.items():
+        for server, info in infos.items():
             if server not in self._dealers:
                 dealer = client_socket(self._context, info, self._keys, self._largest, self._specification.timeout)
                 self._dealers[server] = info, dealer
@@ -191,11 +192,11 @@ class ServerService:
         handled = 0
         while handled < MESSAGES_AT_ONCE:
             try:
-                together = self._inbox.receive()
+                messages = self._inbox.receive()
             except zmq.Again:
                 return
-            handled += max(1, len(together))
-            for received in together:
+            handled += max(1, len(messages))
+            for received in messages:
                 self._handle(received)
 
     def _handle(self, received: Received) -> None:
@@ -212,7 +213,7 @@ class ServerService:
             self.act(effects)
 
     def act(self, effects: Effects) -> None:
-        """Do what the role says; in the thread that runs it."""
+        """Carry out the role's effects, in the thread that runs the service."""
         for effect in effects:
             if isinstance(effect, Parcel):
                 to, header, payload, wait = effect
@@ -227,7 +228,7 @@ class ServerService:
                 _LOG.warning("%s", effect.text)
 
     def _bundle_for(self, to: int | bytes) -> Bundle:
-        """Of a worker's new route; those that workers had before are forgotten."""
+        """Return the bundle of a worker's new route, and forget the bundles of earlier routes."""
         assert isinstance(to, bytes), "servers of the view are connected"
         routes = set(self.role.routes.values())
         self._bundles = {

@@ -1,6 +1,6 @@
 """Sockets of the data plane: a server's ROUTER, a worker's DEALERs, and sends without copies.
 
-And what the system must let a process have for them: files, of which each connection is one, and threads.
+The module also checks the system's limits on what sockets need: files (each connection is one) and threads.
 """
 
 import resource
@@ -18,14 +18,21 @@ from cnnstrategies.paramserver.security import ZAP_DOMAIN, KeyPair, check_endpoi
 
 
 class Listener:
-    """An address that is bound and listening, for a server whose specification is not known yet.
+    """A bound and listening socket, for a server whose specification is not known yet.
 
-    Connections wait in the kernel until the server takes it over. The endpoint is ``ipc://path`` or
-    ``tcp://address:port``; with port ``*`` for any free one, the attribute has that.
+    Connections wait in the kernel until the server takes the socket over.
+
+    Args:
+        endpoint: ``ipc://path`` or ``tcp://address:port``; port ``*`` stands for any free one.
+        encrypted: Whether the server will use encryption.
+        insecure: Allow an endpoint that other machines reach without encryption.
+
+    Attributes:
+        endpoint: The endpoint, with the real port.
 
     Raises:
-        ConfigurationError: The endpoint is no such address, or open to other machines without encryption.
-        OSError: It cannot be bound.
+        ConfigurationError: The endpoint is not valid, or open to other machines without encryption.
+        OSError: The endpoint cannot be bound.
     """
 
     def __init__(self, endpoint: str, encrypted: bool = False, insecure: bool = False) -> None:
@@ -43,7 +50,7 @@ class Listener:
             self.endpoint = f"tcp://{host}:{self._socket.getsockname()[1]}"
 
     def detach(self) -> int:
-        """The listening socket's file descriptor, for whom it now belongs to."""
+        """Return the listening socket's file descriptor, which belongs to the caller from now on."""
         return self._socket.detach()
 
     def close(self) -> None:
@@ -56,31 +63,36 @@ class Listener:
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 
-# Messages that wait unread, of each connection to a server; what lies beyond waits at the sender.
+# Unread messages that a server keeps for each connection; further messages wait at the sender.
 WAITING_MESSAGES = 64
 LINGER_MS = 500
-# Until a member that a server does not know yet tries again; over links with a second from end to end it must do, too.
+# Time until a member that a server does not know yet tries to connect again. It must also suffice for a handshake over
+# links with a delay of a second.
 KNOCK_MS = 3000
 # Small payloads wait for each other until they are as many or as large as this.
 MOST_TOGETHER, BUNDLE_BYTES = 32, 1 << 19
-MOST_OPEN = 1 << 12  # headers that are kept for payloads: of connections that ended there, too
-SLOWEST = 1_250_000  # bytes per second that a connection has at least: 10 Mbit/s
-IO_THREADS = 2  # of libzmq in each process: one copies for one connection while the other does for another
-THREADS = 8  # of a process with its own, libzmq's and torch's, about
-OWN_FILES = 256  # of a process besides its connections: its program, its data, libzmq's own
+MOST_OPEN = 1 << 12  # most headers that wait for their payloads, including those of connections that have ended
+SLOWEST = 1_250_000  # least speed of a connection, in bytes per second: 10 Mbit/s
+IO_THREADS = 2  # of libzmq in each process: two connections can be served at the same time
+THREADS = 8  # approximate number in a process: its own, libzmq's and torch's
+OWN_FILES = 256  # of a process besides its connections: its program, its data, and libzmq's files
 
 
 def server_socket(context: Context, listener: Listener, keys: KeyPair | None, largest: int) -> Socket:
-    """A ROUTER on an address that is already bound, which belongs to it from now on.
+    """Return a ROUTER that takes over a listener's socket.
 
-    A peer that announces more than the bytes of the largest frame is disconnected before anything is allocated.
+    Args:
+        context: libzmq's context.
+        listener: The bound and listening socket.
+        keys: CURVE keys; None for no encryption.
+        largest: Bytes of the largest frame. A peer that announces more is disconnected before memory is allocated.
     """
     router: Socket = context.socket(zmq.ROUTER)
     router.copy_threshold = SMALL_BYTES
     router.linger = LINGER_MS
     router.setsockopt(zmq.MAXMSGSIZE, largest)
     router.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
-    router.setsockopt(zmq.SNDHWM, 0)  # a ROUTER drops what is over its limit
+    router.setsockopt(zmq.SNDHWM, 0)  # With a limit, a ROUTER would drop messages above it.
     secure(router, keys)
     router.setsockopt(zmq.USE_FD, listener.detach())
     router.bind(listener.endpoint)
@@ -88,7 +100,15 @@ def server_socket(context: Context, listener: Listener, keys: KeyPair | None, la
 
 
 def client_socket(context: Context, server: ServerInfo, keys: KeyPair | None, largest: int, patience: float) -> Socket:
-    """A DEALER that is connected to a server; so many seconds of silence are a failure."""
+    """Return a DEALER that is connected to a server.
+
+    Args:
+        context: libzmq's context.
+        server: The server.
+        keys: CURVE keys; None for no encryption.
+        largest: Bytes of the largest frame.
+        patience: Seconds of silence that count as a failure.
+    """
     dealer: Socket = context.socket(zmq.DEALER)
     dealer.copy_threshold = SMALL_BYTES
     dealer.linger = LINGER_MS
@@ -104,7 +124,13 @@ def client_socket(context: Context, server: ServerInfo, keys: KeyPair | None, la
 
 
 def secure(socket: Socket, keys: KeyPair | None, server: str = "") -> None:
-    """Encrypt what goes over a socket: to a server with a public key, or as one; without keys nothing is."""
+    """Set up the encryption of a socket; without keys, nothing is encrypted.
+
+    Args:
+        socket: The socket, not connected or bound yet.
+        keys: CURVE keys of this process; None for no encryption.
+        server: Public key of the server to connect to; empty if this process is the server.
+    """
     if not server:
         socket.zap_domain = ZAP_DOMAIN
     if keys is None:
@@ -117,12 +143,16 @@ def secure(socket: Socket, keys: KeyPair | None, server: str = "") -> None:
 
 
 def notice_silence(socket: Socket, seconds: float, largest: int = 0) -> None:
-    """Have libzmq make a connection anew over which nothing comes, or that does not come about.
+    """Have libzmq renew a connection that is silent, or that is not established.
 
-    It does so itself where a stream has ended or broken; but where the other end waits for the rest of something that
-    was never sent so long, because a length has changed on its way, only a question without an answer shows it. That
-    takes at most 5/8 of the seconds that are a failure; a frame shows only when it is whole, so the largest one, of so
-    many bytes, may take longer. The socket is not connected yet.
+    libzmq renews a connection whose stream has ended or broken. But if a length was corrupted on its way, the other end
+    waits for bytes that were never sent, and only a heartbeat without an answer shows the fault. That takes at most 5/8
+    of the given seconds. A frame is seen only when it is complete, so that the largest frame may need more time.
+
+    Args:
+        socket: The socket, not connected yet.
+        seconds: Seconds of silence that count as a failure.
+        largest: Bytes of the largest frame.
     """
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(125 * seconds))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(max(500 * seconds, 1000 * largest / SLOWEST)))
@@ -130,9 +160,9 @@ def notice_silence(socket: Socket, seconds: float, largest: int = 0) -> None:
 
 
 def send(socket: Socket, frame: Any) -> None:
-    """Send a frame without waiting, over a new connection where libzmq has given up the last.
+    """Send a frame without waiting, over a new connection if libzmq has given up the last one.
 
-    That it does when a byte came otherwise than it was sent, and never connects again by itself.
+    libzmq gives up a connection when a byte was corrupted on its way, and never connects again by itself.
     """
     try:
         socket.send(frame, zmq.NOBLOCK, copy=False)
@@ -142,7 +172,7 @@ def send(socket: Socket, frame: Any) -> None:
 
 
 def reconnect(socket: Socket) -> None:
-    """Make a socket's one connection anew: what is on its way is lost."""
+    """Renew a socket's only connection; messages that are on their way are lost."""
     endpoint = socket.get_string(zmq.LAST_ENDPOINT)
     linger, socket.linger = socket.linger, 0
     socket.disconnect(endpoint)
@@ -151,16 +181,24 @@ def reconnect(socket: Socket) -> None:
 
 
 def largest_frame(payload: int) -> int:
-    """Bytes of the largest frame that a :class:`Bundle` sends, for those of the largest payload."""
+    """Return the bytes of the largest frame that a :class:`Bundle` sends, from those of the largest payload."""
     return max(payload, BUNDLE_BYTES + SMALL_BYTES + (MOST_TOGETHER + 1) * HEADER_BYTES)
 
 
 class Bundle:
-    """Sends messages to one peer; small ones may wait for each other and then leave together.
+    """Messages to one peer; small messages may wait for each other and are then sent together.
 
-    Most parameters of a CNN are small, and each message on its own wakes a thread at both ends. What leaves is always
-    one frame: libzmq ends this process where a connection breaks in the middle of a message of several, just when its
-    socket is closed. A large payload follows the frame with its header, as a message of its own, for it is not copied.
+    Most parameters of a CNN are small, and each single message wakes a thread at both ends. Every libzmq message has
+    only one frame: libzmq aborts the process if a connection breaks within a message of several frames at the moment
+    when its socket is closed. A large payload is not copied, and follows the frame with its header as a message of its
+    own.
+
+    Args:
+        to: The socket.
+        route: Route of the peer, if the socket is a ROUTER.
+
+    Attributes:
+        route: Route of the peer, if the socket is a ROUTER.
     """
 
     def __init__(self, to: Socket, route: bytes | None = None) -> None:
@@ -170,9 +208,9 @@ class Bundle:
         self._bytes = 0
 
     def send(self, header: Header, payload: Any = b"", wait: bool = False) -> None:
-        """Send a message after those that wait, or have it wait with them, if it is small.
+        """Send a message after those that wait; a small message may `wait` with them.
 
-        The memory of a large payload is read later, by libzmq's thread, and kept alive until then.
+        A large payload's memory is kept alive, and read later by a thread of libzmq.
         """
         self._waiting.append(header.pack())
         if len(payload) > SMALL_BYTES:
@@ -185,7 +223,7 @@ class Bundle:
             self.flush()
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Send the waiting messages."""
         if self._waiting:
             frame = b"".join(self._waiting)
             self._waiting, self._bytes = [], 0
@@ -198,14 +236,18 @@ class Bundle:
 
 
 def take(socket: Socket, routed: bool) -> tuple[bytes, zmq.Frame]:
-    """The frame that waits, and where it came from; an empty one if it was not alone, as all that is sent here is.
+    """Return the sender's route and the next frame of a socket.
 
-    At a ROUTER (`routed`) a frame with the sender's route comes first.
+    The frame is empty if the message has further frames: all messages of this package have one.
+
+    Args:
+        socket: The socket.
+        routed: Whether the socket is a ROUTER, which puts a frame with the sender's route first.
 
     Raises:
-        zmq.Again: Nothing is waiting.
+        zmq.Again: No message is waiting.
     """
-    route = socket.recv(zmq.NOBLOCK) if routed else b""  # Another frame always follows.
+    route = socket.recv(zmq.NOBLOCK) if routed else b""  # Another frame always follows the route.
     frame = socket.recv(zmq.NOBLOCK, copy=False)
     if not frame.more:
         return route, frame
@@ -215,12 +257,12 @@ def take(socket: Socket, routed: bool) -> tuple[bytes, zmq.Frame]:
 
 
 def key_of(frame: zmq.Frame) -> str:
-    """The CURVE key with which a frame has come, in Z85 form, as the gatekeeper admitted it; of an empty one none."""
-    return str(frame.get("User-Id")) if len(frame) else ""  # Libzmq tells nothing of one that has not come.
+    """Return the CURVE key of a frame's sender, in Z85 form, as the gatekeeper admitted it; "" for an empty frame."""
+    return str(frame.get("User-Id")) if len(frame) else ""  # The empty frame of `take` was not received from libzmq.
 
 
 class Received(NamedTuple):
-    """One message, not checked yet; `user` is the sender's CURVE key."""
+    """A message that is not checked yet; `user` is the sender's CURVE key."""
 
     route: bytes
     header: bytes
@@ -229,28 +271,35 @@ class Received(NamedTuple):
 
 
 class Inbox:
-    """Takes apart what the :class:`Bundle` of each peer has sent to a DEALER, or a ROUTER (`routed`)."""
+    """Messages that the :class:`Bundle` of each peer sends to a socket.
+
+    Args:
+        socket: A DEALER, or a ROUTER.
+        session: Number of the run.
+        routed: Whether the socket is a ROUTER.
+        encrypted: Whether connections are encrypted.
+    """
 
     def __init__(self, socket: Socket, session: int, routed: bool, encrypted: bool) -> None:
         self._socket = socket
         self._session = session
         self._routed = routed
-        self._names = encrypted and routed
-        self._open: dict[bytes, bytes] = {}  # By route, the header whose payload is the next frame.
+        self._has_users = encrypted and routed
+        self._open: dict[bytes, bytes] = {}  # by route, the header whose payload is the next frame
 
     def receive(self) -> list[Received]:
-        """The messages that are whole with the frame that came next; of one that no bundle sends only what is wrong.
+        """Return the messages that the next frame completes; a frame that no bundle sends becomes one invalid message.
 
         Raises:
-            zmq.Again: Nothing is waiting.
+            zmq.Again: No frame is waiting.
         """
         route, frame = take(self._socket, self._routed)
-        user = key_of(frame) if self._names else ""
+        user = key_of(frame) if self._has_users else ""
         header, rest = self._open.pop(route, None), frame.buffer
-        # If the connection was lost between the two, this is no payload.
+        # If the connection was lost between header and payload, this frame is not the payload.
         if header is not None and not begins(rest, self._session):
             return [Received(route, header, rest, user)]
-        found: list[Received] = []
+        messages: list[Received] = []
         while begins(rest, self._session):
             header, length = bytes(rest[:HEADER_BYTES]), length_in(rest)
             rest = rest[HEADER_BYTES:]
@@ -258,36 +307,41 @@ class Inbox:
                 self._open[route] = header
                 if len(self._open) > MOST_OPEN:
                     del self._open[next(iter(self._open))]
-                return found
-            found.append(Received(route, header, rest[:length], user))
+                return messages
+            messages.append(Received(route, header, rest[:length], user))
             rest = rest[length:]
-        if found and not len(rest):
-            return found
-        return [Received(route, bytes(rest[:HEADER_BYTES]), rest[HEADER_BYTES:], user)]  # The checks refuse it.
+        if messages and not len(rest):
+            return messages
+        return [Received(route, bytes(rest[:HEADER_BYTES]), rest[HEADER_BYTES:], user)]  # `unpack` refuses it.
 
 
-def allow_files(connections: int, who: str) -> None:
-    """Raise this process's limit of open files as far as it may, so that strangers who connect keep no member out.
+def allow_files(connections: int, process: str) -> None:
+    """Raise this process's limit on open files to its maximum, so that strangers' connections cannot lock members out.
 
     Args:
-        connections: How many it has at least, and sockets, each of which is a file, too.
-        who: It is.
+        connections: Least number of connections and sockets, each of which is a file.
+        process: Name of this process in the error.
 
     Raises:
-        ConfigurationError: It may not have so many.
+        ConfigurationError: The limit cannot be raised far enough.
     """
     count = OWN_FILES + connections
+
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < count:
         raise ConfigurationError(
-            f"{who} needs {count} open files, for its connections, and may have {hard}: raise the limit (`ulimit -Hn`, "
-            "LimitNOFILE or limits.conf), or use fewer workers and servers"
+            f"{process} needs {count} open files for its connections, and the limit is {hard}: raise the limit "
+            "(`ulimit -Hn`, LimitNOFILE or limits.conf), or use fewer workers and servers"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def allow_threads(processes: int) -> None:
-    """Look whether this user may have the threads that so many processes will start: libzmq aborts without them."""
+    """Check that this user may have the threads that some processes will start: libzmq aborts without them.
+
+    Raises:
+        ConfigurationError: The user's limit is too low.
+    """
     go_on, size = threading.Event(), threading.stack_size(1 << 16)
     threads = [threading.Thread(target=go_on.wait) for _ in range(processes * THREADS)]
     try:
@@ -295,8 +349,8 @@ def allow_threads(processes: int) -> None:
             thread.start()
     except RuntimeError as error:
         raise ConfigurationError(
-            f"{processes} processes on this machine need some {len(threads)} threads, and this user may not have "
-            "so many more: raise the limit (`ulimit -u`, TasksMax or pids.max), or use fewer workers or servers"
+            f"{processes} processes on this machine need about {len(threads)} threads, which is more than this user "
+            "may start: raise the limit (`ulimit -u`, TasksMax or pids.max), or use fewer workers or servers"
         ) from error
     finally:
         go_on.set()

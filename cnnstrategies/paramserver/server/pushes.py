@@ -223,7 +223,7 @@ class Updater:
         self._todo: deque[int] = deque()
         self._waiting: set[int] = set()  # keys of slices that lack pushes of the decided step
         self._members: tuple[MemberKey, ...] = ()  # workers whose pushes take part
-        self._present: Collection[MemberKey] = ()  # live members, whose pushes will arrive
+        self._live_members: Collection[MemberKey] = ()  # live members, whose pushes will arrive
         self._waits_for_any = False  # whether a slice without any push also waits for one
 
     def plan(
@@ -233,14 +233,14 @@ class Updater:
 
         Args:
             decision: The decided step, if there is one.
-            present: The live members of the step.
+            live_members: The live members of the step.
             successors: Workers that may push a slice that no member has pushed.
         """
         self._todo = deque()
         self._waiting = set()
         if decision is None:
             return
-        self._members, self._present, self._waits_for_any = (
+        self._members, self._live_members, self._waits_for_any = (
             (*decision.members, *successors),
             live_members,
             bool(successors),
@@ -257,7 +257,7 @@ class Updater:
 
     def _has_needed(self, pushes: Pushes, key: int) -> bool:
         """Whether all pushes that a slice waits for have arrived."""
-        return pushes.has(key, self._present) and not (self._waits_for_any and pushes.has_none(key))
+        return pushes.has(key, self._live_members) and not (self._waits_for_any and pushes.has_none(key))
 
     @property
     def busy(self) -> bool:
@@ -293,7 +293,7 @@ class Updater:
         """
         pushes = self._backlog.pushes_of(decision.step)
         keys = [key for key in self._shard.own_keys if self._shard.store.versions[key] == decision.step]
-        if not all(pushes.has(key, self._present) for key in keys):
+        if not all(pushes.has(key, self._live_members) for key in keys):
             return None
         means = [self._mean(pushes, key, decision.members) for key in keys]
         norms = [torch.linalg.vector_norm(mean, dtype=torch.float64).item() for mean in means if mean is not None]

@@ -106,7 +106,9 @@ class Server:
         self._note_time(now)
         if view.number <= self.view.number:
             return []
-        before, since = ({server.id: server.since for server in shown.servers} for shown in (self.view, view))
+        before, since = (
+            {server.id: server.since for server in servers} for servers in (self.view.servers, view.servers)
+        )
         if self.id in before and self.id not in since:
             reason = (
                 f"server {self.id} is no longer in the view (number {view.number}): the coordinator took it for dead, "
@@ -118,10 +120,10 @@ class Server:
             self.store.changes.set_origin(since[self.id])
         self._senders.follow(view)
         self._outbox.follow(view)
-        owned = self.shard.own_key_set
+        own_keys_before = self.shard.own_key_set
         self.shard.place(view)
         self.mode.follow(view)
-        if self.shard.own_key_set - owned:
+        if self.shard.own_key_set - own_keys_before:
             for worker in list(self._outbox.routes):
                 self._outbox.ask_again(worker)  # Messages that it sent here before this view were dropped.
         self._heard = {
@@ -257,15 +259,15 @@ class Server:
             if self._asynchronous is not None:
                 self._asynchronous.note_first_step(member, first)
         # A newcomer first only asks where to begin. It counts as a member once it names its first step.
-        begins: int | None = 0
+        first_step: int | None = 0
         if joins:
-            begins = (
+            first_step = (
                 self._synchronous.join(worker, step, gradients_step)
                 if self._synchronous is not None
                 else self.mode.join(worker, step)
             )
         self.mode.note_position(worker)
-        if begins is None:
+        if first_step is None:
             return  # The worker asks again until this server knows the other workers' steps.
         answer = {
             "ready": self.shard.ready and not lacks,
@@ -276,12 +278,14 @@ class Server:
             "held": request is not None,
         }
         # These slices will be answered without a further request: the pull, and the push before it, are here.
-        held = (
+        settled_keys = (
             []
             if request is None
             else [key for key in self.shard.own_keys if self.mode.will_answer(key, member, request)]
         )
-        self._outbox.to_worker(worker, Kind.WELCOME, pack_keys(held), step=begins, json=answer, encoding=Encoding.KEYS)
+        self._outbox.to_worker(
+            worker, Kind.WELCOME, pack_keys(settled_keys), step=first_step, json=answer, encoding=Encoding.KEYS
+        )
 
     def _silent_servers(self) -> list[int]:
         """Return the view's servers that were silent for too long. A dead server has left the view by then."""

@@ -192,10 +192,10 @@ MemberKey = tuple[int, int]
 
 
 def check_absent(absent: int, slice_: Slice) -> None:
-    """Check that parts without gradient, given as bits, are parts of the slice, and not all of them.
+    """Check that parts without gradient, given as bits, are parts of the slice, and not all of its parts.
 
     Raises:
-        InvalidMessageError: They are not.
+        InvalidMessageError: The bits stand for other parts, or for all parts.
     """
     if not 0 <= absent < (1 << len(slice_.parts)) - 1 and absent:
         raise InvalidMessageError("parts that the slice does not have")

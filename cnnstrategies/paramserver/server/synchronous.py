@@ -35,7 +35,7 @@ class Synchronous:
     Attributes:
         clock: The present step and its members.
         roll: The workers whose step this server, as a new leader, does not know yet.
-        leader: Id of the server that decides: the server with the highest age.
+        leader: Id of the server that decides: the oldest one.
     """
 
     def __init__(self, specification: Specification, shard: Shard, server: int, outbox: Outbox) -> None:
@@ -141,10 +141,10 @@ class Synchronous:
             self._forget_before(step - 1)  # Workers report their steps, but decisions may not arrive.
             self._ask_early_workers()
         waited = self._waits_for_successors
-        begins = self.clock.join(worker, step)
+        first_step = self.clock.join(worker, step)
         if waited and not self._waits_for_successors:
             self._plan()
-        return begins
+        return first_step
 
     @property
     def _waits_for_successors(self) -> bool:
@@ -275,7 +275,7 @@ class Synchronous:
             self._outbox.to_server(server, Kind.DECIDE, json=decision.as_dict())
 
     def _accept(self, decision: Decision) -> None:
-        """Make a decision the present one, unless this server has the same decision or a newer one."""
+        """Make a decision the present one, unless the present one is the same or newer."""
         known = self._decision
         if known is not None and (decision.step, decision.scale is not None) <= (known.step, known.scale is not None):
             return
@@ -330,7 +330,7 @@ class Synchronous:
         return complete
 
     def adopt(self, decision: Decision) -> None:
-        """Take over a decision that arrived with a slice's values; a new leader also sends it to the others.
+        """Take over a decision that arrived with a slice's values; a new leader also sends it to the other servers.
 
         The server that first sent the decision may be dead by now.
         """

@@ -1,8 +1,8 @@
-"""Which encodings a worker uses where the user leaves it to the run: those with which whole steps take the least time.
+"""The choice of encodings under ``compression: auto``: the encodings with which whole steps take the least time.
 
-The time of steps says what the link and the processors make of an encoding, and needs no model of either. Encodings
-form a ladder, from what is exact to what is smallest. Where halving the bytes gains nothing, the link is not what
-takes the time, and nothing smaller is tried.
+The measured time of steps contains the effect of an encoding on both the link and the processors, and needs no model of
+either. The encodings form a ladder, from the exact one to the smallest. If half the bytes save no time, the link is not
+the bottleneck, and no smaller encoding is tried.
 """
 
 import math
@@ -14,17 +14,19 @@ from cnnstrategies.paramserver.specification import PullCompression, PushCompres
 
 Codecs = tuple[PushCompression, PullCompression]
 
-WARM_UP = 3  # steps before anything is tried
-PAIRS = 5  # steps with what is tried, at most, each beside one with what is used
-GAIN = 0.95  # of the time: what is smaller must bring it below; what is more exact must only take no more
-WORSE, BETTER = 1.5, 1.25  # times the time: when so much more, or for two steps so much less, needs no further pairs
-SETTLED = 8  # steps whose median is the time that others are compared with
-SLACK = math.log(1.1)  # by which steps differ all the time, until that was taken for a change
+WARM_UP = 3  # steps before the first trial
+PAIRS = 5  # most steps with the encodings on trial; each is paired with a step with the present encodings
+GAIN = 0.95  # A smaller encoding must bring a step below this part of its time; a more exact one must not be slower.
+# A trial ends early if a step takes WORSE times as long, or if two steps are BETTER times as fast.
+WORSE, BETTER = 1.5, 1.25
+SETTLED = 8  # steps whose median is the time with which later steps are compared
+SLACK = math.log(1.1)  # usual variation of a step's time; it grows after a false alarm
 MOST_SLACK = math.log(1.5)
-LARGEST = math.log(3)  # that one step counts: one alone is no change
-THRESHOLD = 1.6  # two steps of three times the time, three of twice, six of one and a half times
+LARGEST = math.log(3)  # most that a single step counts, so that one step alone is not a change
+THRESHOLD = 1.6  # reached by two steps of three times the time, three of twice, or six of one and a half times
 WAIT, LONGEST_WAIT = 32, 1024  # steps between two rounds without a change
-STEPS_PER_COST = 100  # between two rounds for each step's time that the first has cost: 1 %
+# Steps until the next round for each step's time that the last round has cost: rounds cost at most 1 %.
+STEPS_PER_COST = 100
 
 
 def ladder(specification: Specification) -> list[Codecs]:
@@ -43,19 +45,24 @@ def ladder(specification: Specification) -> list[Codecs]:
 
 
 class CodecChooser:
-    """Finds the rung of a ladder with which steps take the least time, and again when that time changes for good.
+    """Search for the level of a ladder with which steps take the least time, repeated when that time changes for good.
 
-    A round compares the present rung with its neighbours, step by step in turns, and climbs while that gains. Rounds
-    come when the time of steps has changed, twice if the first finds nothing, and now and then without a change: seldom
-    where they find nothing, and so seldom that they cost 1 % at most. A change is found by two one-sided cumulative
-    sums (Page, "Continuous Inspection Schemes", Biometrika 1954) of the logarithm of the time.
+    A round compares the present level with its neighbours, in alternating steps, and moves on while a move saves time.
+    A round begins when the time of steps has changed (a second one follows if the first changes nothing), and now and
+    then without a change. Rounds without a change become rarer as long as they change nothing, and cost at most 1 % of
+    the time. A change is detected by two one-sided cumulative sums (Page, "Continuous Inspection Schemes", Biometrika
+    1954) of the logarithm of the time.
 
-    Where all workers step together one alone gains nothing by another rung. So the first of them chooses, and the
-    others use in each step what that one has used two steps before, since only even steps try something. The first try
-    of a rung tells nothing then.
+    If all workers step together, a single worker gains nothing by another level. The first worker chooses then; in each
+    step the others use the level that the first worker used two steps before, which works because only even steps try
+    a level. The first step that tries a level is ignored then, because the other workers do not use the level yet.
+
+    Args:
+        levels: Number of levels.
+        followed: Whether other workers follow this worker's choice.
 
     Attributes:
-        chosen: The rung that is used, but for the steps that try another one.
+        chosen: The present level. Single steps may try another level.
     """
 
     def __init__(self, levels: int, followed: bool = False) -> None:
@@ -64,32 +71,44 @@ class CodecChooser:
         self._followed = followed
         self._step = 0
         self._cost = 0.0  # seconds that the present round has cost
-        self._heard: list[int] = []  # rungs of the first worker in the last two steps, while this one follows it
-        self._course = self._run(WARM_UP, (1, -1))
-        self._next = next(self._course)
+        self._levels_of_first: list[int] = []  # the first worker's levels in the last two steps, while this one follows
+        self._search = self._run(WARM_UP, (1, -1))
+        self._next = next(self._search)
 
     def next(self, step: int, seconds: float | None) -> int:
-        """The rung of a step that begins, when the one before has taken so long; None where that says nothing."""
+        """Return the level of a step that begins; for the first worker.
+
+        Args:
+            step: Number of the step.
+            seconds: Time of the step before; None if that time does not count.
+        """
         self._step = step
-        if self._heard:  # It is the first one now.
-            self._heard.clear()
-            self._course = self._run(0, ())
-            self._next = next(self._course)
+        if self._levels_of_first:  # This worker followed another one, and is the first one now.
+            self._levels_of_first.clear()
+            self._search = self._run(0, ())
+            self._next = next(self._search)
         elif seconds is not None:
-            self._next = self._course.send(max(seconds, 1e-9))
+            self._next = self._search.send(max(seconds, 1e-9))
         return self._next
 
     def follow(self, step: int, first: int | None) -> int:
-        """The same of another worker; the first one has used a rung in the step before, None if that is not known."""
-        heard = self._next if first is None else min(first, self._levels - 1)
-        self._heard = [*self._heard, heard][-2:]
-        self._next = self._heard[0]
+        """Return the level of a step that begins; for the workers that follow the first one.
+
+        Args:
+            step: Number of the step.
+            first: Level of the first worker in the step before; None if it is not known.
+        """
+        level = self._next if first is None else min(first, self._levels - 1)
+        self._levels_of_first = [*self._levels_of_first, level][-2:]
+        self._next = self._levels_of_first[0]
         if step % 2 == 0:
-            self.chosen = heard
+            self.chosen = level
         return self._next
 
+    # The generators below yield the level of the next step, and receive the seconds that the step has taken.
+
     def _run(self, warm_up: int, directions: Sequence[int]) -> Generator[int, float]:
-        """Gives the rung of the next step, and takes what that has taken; so do all below."""
+        """Search for the best level in these directions, then watch the time and search again, without end."""
         for _ in range(warm_up):
             yield self.chosen
         times = yield from self._climb([], directions)
@@ -99,7 +118,7 @@ class CodecChooser:
             before, self._cost = self.chosen, 0.0
             directions = (-1, 1) if change < 0 else (1, -1)
             times = yield from self._climb([last] if change else [], directions)
-            if change and self.chosen == before:  # A link that has just become slow still loses packets.
+            if change and self.chosen == before:  # Try again: a link that has just become slow still loses packets.
                 times = yield from self._climb([(yield self.chosen)], directions)
             if self.chosen != before:
                 wait, slack = WAIT, SLACK
@@ -110,7 +129,11 @@ class CodecChooser:
                 wait *= 2
 
     def _watch(self, times: Sequence[float], wait: int, slack: float) -> Generator[int, float, tuple[int, float]]:
-        """Wait for a change or the next round; 1 for slower, -1 for faster, 0 for none, and what the last step took."""
+        """Wait until the time of steps changes or the next round is due.
+
+        Returns:
+            1 if steps have become slower, -1 if faster, 0 if the round was due; and the seconds of the last step.
+        """
         settled = list(times)
         slower = faster = 0.0
         count = 0
@@ -128,7 +151,15 @@ class CodecChooser:
                 return 0, seconds
 
     def _climb(self, times: list[float], directions: Sequence[int]) -> Generator[int, float, list[float]]:
-        """Move to where steps take the least time, in the first direction that gains; what they take there."""
+        """Move to the level with the shortest steps, in the first direction that saves time.
+
+        Args:
+            times: Seconds of steps at the present level.
+            directions: Directions to try: 1 towards smaller encodings, -1 towards more exact ones.
+
+        Returns:
+            Seconds of steps at the chosen level; at least two.
+        """
         before = self.chosen
         for direction in directions:
             while 0 <= self.chosen + direction < self._levels:
@@ -144,15 +175,18 @@ class CodecChooser:
         return times
 
     def _try(self, level: int, times: list[float]) -> Generator[int, float, list[float]]:
-        """What steps take with another rung; those between, with the present one, are added to `times`."""
+        """Try another level in even steps, and return the seconds of these steps.
+
+        The seconds of the odd steps between, which use the present level, are added to `times`.
+        """
         tried: list[float] = []
-        spoiled = self._followed
+        ignore_next = self._followed
         while len(tried) < PAIRS:
             while self._step % 2 or not times:
                 times.append((yield self.chosen))
-            if spoiled:
+            if ignore_next:
                 yield level
-                spoiled = False
+                ignore_next = False
                 continue
             tried.append((yield level))
             if min(tried) > WORSE * median(times) or (len(tried) > 1 and BETTER * max(tried) < min(times)):

@@ -1,4 +1,4 @@
-"""A worker's connections to the servers: who has which slice, what is sent and counted, and who is alive."""
+"""A worker's connections to the servers: primaries of the slices, numbered messages, counters, and live servers."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from cnnstrategies.paramserver.specification import Specification
 
 @dataclass
 class Counters:
-    """What a worker has sent, received and waited since it was made.
+    """A worker's traffic, steps and waiting times since the worker was made.
 
     Attributes:
         bytes_sent: Bytes of pushes, headers included.
-        bytes_received: Bytes of pulls, headers included.
+        bytes_received: Bytes of pulled payloads.
         seconds_waited: Time in a worker's ``wait`` and ``wait_all``.
-        steps: Steps finished, or left out to catch up.
-        samples: That the pushed gradients are means of.
-        staleness: Updates that others made between the values that this worker has computed with and its own update,
-            as its first slice has seen them.
-        dropped: Steps that were made without this worker's node, which it left out to catch up.
+        steps: Steps finished, or skipped to catch up.
+        samples: Number of samples of which the pushed gradients are means.
+        staleness: Updates of other workers between the values with which this worker computed and its own update,
+            summed over the steps and counted at the first slice.
+        dropped: Steps that were made without this worker's node, and that this worker skipped to catch up.
     """
 
     bytes_sent: int = 0
@@ -35,7 +35,7 @@ class Counters:
     dropped: int = 0
 
     def figures(self) -> dict[str, float]:
-        """The same, under the names that the coordinator takes."""
+        """Return the counters under the names that the coordinator uses."""
         return {
             "step": self.steps,
             "samples": self.samples,
@@ -47,12 +47,14 @@ class Counters:
 
 
 class Connections:
-    """Numbers what is sent to servers, and notes when each was heard.
+    """Connections to the servers of the present view, with the messages to send and the times of received messages.
 
     Attributes:
-        owners: The primary of each slice, and since which view it is there; no primary (-1) before the first view.
+        view: The present view.
+        owners: By key, the slice's primary and the view with which the primary's process came; the primary is -1
+            before the first view and for a slice without live servers.
         sequence: Number of the last message sent.
-        parcels: What is to be sent.
+        parcels: Messages to send.
     """
 
     def __init__(self, specification: Specification, slices: Sequence[Slice], id: int, incarnation: int) -> None:
@@ -66,33 +68,34 @@ class Connections:
         self._incarnation = incarnation
         self._servers: dict[int, ServerInfo] = {}
         self._last: dict[int, int] = {}
-        self._heard: dict[int, float] = {}  # when each server was, or since when its silence counts
-        self._came: dict[int, float] = {}  # when its last message did
-        self._probed: dict[int, float] = {}
-        self._orphaned_since: float | None = None
-        self._meets_until = 0.0
+        # Times in seconds, by server.
+        self._heard: dict[int, float] = {}  # of the last message, or the time since when the server's silence counts
+        self._received: dict[int, float] = {}  # of the last message
+        self._probed: dict[int, float] = {}  # of the last probe or pull's answer
+        self._orphaned_since: float | None = None  # since when slices have not had a primary
+        self._meet_deadline = 0.0
         self._was_member = False
 
     # Membership
 
     def begin_meeting(self, now: float) -> None:
-        """From now on :meth:`met` waits, not for ever."""
-        self._meets_until = now + self._specification.timeout
+        """Set the deadline of :meth:`met`."""
+        self._meet_deadline = now + self._specification.timeout
 
     def met(self, now: float) -> bool:
-        """Whether this worker and all servers are in the view, but those that have died already.
+        """Return whether this worker and all servers are in the view; servers that have died do not count.
 
         Raises:
-            ServersUnreachableError: They did not come in time.
+            ServersUnreachableError: A member is missing after the time-out.
         """
         missing = self._missing - {*self.view.lost}
         if not missing and self._is_member():
             self._was_member = True
             return True
-        if now > self._meets_until:
-            who = f"servers {sorted(missing)}" if missing else f"worker {self._id} itself"
+        if now > self._meet_deadline:
+            members = f"servers {sorted(missing)}" if missing else f"worker {self._id} itself"
             raise ServersUnreachableError(
-                f"worker {self._id}: {who} did not join within {self._specification.timeout} s: look at their "
+                f"worker {self._id}: {members} did not join within {self._specification.timeout} s: look at their "
                 "logs, or raise timeout"
             )
         return False
@@ -105,10 +108,10 @@ class Connections:
         return any((worker.id, worker.incarnation) == (self._id, self._incarnation) for worker in self.view.workers)
 
     def follow(self, now: float, view: View) -> bool:
-        """Take over a newer view; whether its servers are others.
+        """Follow a view if it is newer, and return whether its servers differ from those of the view before.
 
         Raises:
-            RemovedError: This worker is not in it.
+            RemovedError: This worker is no longer in the view.
         """
         if view.number <= self.view.number:
             return False
@@ -125,14 +128,14 @@ class Connections:
         gone = {server for server, info in before.items() if self._servers.get(server) != info}
         for server in gone:
             self._last.pop(server, None)
-            self._came.pop(server, None)
+            self._received.pop(server, None)
         self.parcels = [parcel for parcel in self.parcels if parcel.to not in gone]
         return before != self._servers
 
     # Slices
 
     def place(self) -> list[int]:
-        """Find the slices' primaries in the view: those that are now another server's, or another process's of it."""
+        """Find the slices' primaries in the view; return the keys whose primary is another server or process now."""
         since = {server.id: server.since for server in self.view.servers}
         before = self.owners
         primaries = [next(iter(holders(slice_, self.view)), -1) for slice_ in self._slices]
@@ -140,19 +143,28 @@ class Connections:
         return [key for key, owner in enumerate(self.owners) if owner != before[key]]
 
     def primary(self, key: int) -> int:
-        """A slice's primary; -1 if it has none."""
+        """Return a slice's primary; -1 if it does not have one."""
         return self.owners[key][0]
 
     def of(self, server: int) -> list[int]:
-        """The slices that a server is the primary of."""
+        """Return the keys of the slices of which a server is the primary."""
         return [key for key, owner in enumerate(self.owners) if owner[0] == server]
 
     # Messages
 
     def send(self, server: int, kind: Kind, payload: Any = b"", **fields: Any) -> int:
-        """Send a message, which begins with a JSON object if one is given; nothing if the server is not in the view.
+        """Send a message, unless the server is not in the view.
 
-        Small pushes may wait for each other. Returns how many bytes.
+        Small pushes may wait for each other.
+
+        Args:
+            server: Id of the server.
+            kind: Kind of the message.
+            payload: Bytes after the header and the JSON object.
+            **fields: Header fields, and `json` for a JSON object before the payload.
+
+        Returns:
+            Bytes of the message; 0 if it is not sent.
         """
         if server not in self._servers:
             return 0
@@ -165,64 +177,76 @@ class Connections:
         return HEADER_BYTES + len(payload)
 
     def take(self) -> list[Parcel]:
-        """What is to be sent; it is not kept."""
+        """Return the messages to send, and forget them."""
         parcels, self.parcels = self.parcels, []
         return parcels
 
     def heard(self, now: float, server: int, header: Header) -> bool:
-        """Note that a message has come; whether it is to be acted on."""
+        """Note that a message has arrived, and return whether it is new: repeated and old messages are ignored."""
         if header.sender != SERVER + server or header.sequence <= self._last.get(server, 0):
             return False
         self._last[server] = header.sequence
-        self._heard[server] = self._came[server] = now
+        self._heard[server] = self._received[server] = now
         if header.kind == Kind.PULLED:
             self._probed[server] = now
         return True
 
-    # Who is alive
+    # Live servers
 
     def begin_waiting(self, now: float) -> None:
-        """From now on silence counts."""
+        """Begin to count the servers' silence."""
         self._heard = dict.fromkeys(self._servers, now)
         self._probed = dict.fromkeys(self._servers, now)
 
     def stopped(self, now: float, seconds: float) -> None:
-        """This process was stopped for some seconds, up to now: nobody was silent meanwhile."""
+        """Note that this process was stopped for some seconds up to now: they do not count as silence of servers."""
         for times in (self._heard, self._probed):
             times.update({server: min(time + seconds, now) for server, time in times.items()})
-        self._meets_until += seconds
+        self._meet_deadline += seconds
         if self._orphaned_since is not None:
             self._orphaned_since = min(self._orphaned_since + seconds, now)
 
     def unanswering(self, now: float, seconds: float) -> list[int]:
-        """The servers that have answered no request, and not been asked, for some seconds; they count as asked now."""
-        asked = [server for server in self._servers if now - self._probed.setdefault(server, now) >= seconds]
-        self._probed.update(dict.fromkeys(asked, now))
-        return asked
+        """Return the servers that have neither answered a pull nor been probed for some seconds.
+
+        From now on these servers count as probed.
+        """
+        silent = [server for server in self._servers if now - self._probed.setdefault(server, now) >= seconds]
+        self._probed.update(dict.fromkeys(silent, now))
+        return silent
 
     def check_deaf(self, now: float, server: int, deaf: Collection[int]) -> None:
-        """Give up if a server hears nothing from others although they are there.
+        """Give up if a server receives nothing from another server from which this worker receives messages.
 
-        One that is silent here too may be dead, and nobody has noticed it yet.
+        A server that is also silent towards this worker may be dead, which the coordinator will notice.
+
+        Args:
+            now: The time, in seconds.
+            server: The server that reports.
+            deaf: Servers from which it receives nothing.
 
         Raises:
-            ServersUnreachableError: It does.
+            ServersUnreachableError: The connection between two servers is broken.
         """
         since = now - self._specification.timeout
         others = {int(other) for other in deaf} & self._servers.keys()
-        there = sorted(other for other in others if self._came.get(other, -inf) > since)
-        if there:
+        alive = sorted(other for other in others if self._received.get(other, -inf) > since)
+        if alive:
             raise ServersUnreachableError(
-                f"server {server} has heard nothing from server {', '.join(map(str, there))} for "
+                f"server {server} has heard nothing from server {', '.join(map(str, alive))} for "
                 f"{self._specification.deaf_after:g} s, and worker {self._id} hears both: look at the "
                 "connection between their machines"
             )
 
     def check(self, now: float, trains: bool) -> None:
-        """Give up if a server has not answered for the time-out, or slices of one that trains had none for so long.
+        """Give up if a server has been silent, or slices have been without a primary, for the time-out.
+
+        Args:
+            now: The time, in seconds.
+            trains: Whether this worker takes part in steps; slices count only then.
 
         Raises:
-            ServersUnreachableError: One of them is the case.
+            ServersUnreachableError: A server is silent, or slices are lost.
         """
         limit = self._specification.patience
         dead = [server for server in self._servers if now - self._heard.setdefault(server, now) > limit]
@@ -243,7 +267,7 @@ class Connections:
             )
 
     def lost(self, server: int) -> None:
-        """A server was replaced by one that has no values.
+        """Give up because a server was replaced by a process without values.
 
         Raises:
             ServersUnreachableError: Always.

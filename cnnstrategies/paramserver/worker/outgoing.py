@@ -1,4 +1,4 @@
-"""The pushes of a worker's step."""
+"""A worker's pushes in a step."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,13 +17,21 @@ from cnnstrategies.paramserver.worker.pulls import Pulls
 
 
 class Outgoing:
-    """Sends a step's pushes, and keeps each until it is answered, so that it can be sent again.
+    """A worker's pushes of the present step; each is kept until it is answered, so that it can be sent again.
 
-    Where every gradient is an update of its own, it is clipped here.
+    In modes in which every gradient is an update, gradients are clipped here.
 
     Args:
+        specification: The run's specification.
+        slices: All slices.
+        connections: Connections to the servers.
+        counters: Counters of this worker.
         began_with: In mode ``local`` the parameters' values before the worker's own steps.
-        answers: Where each push asks for its answer: what waits for that.
+        answers: This worker's pulls, if each push also requests its answer.
+
+    Attributes:
+        unanswered: By key: payload, encoding and missing parts (as bits) of the pushes that have no answer yet.
+        options: Hyper-parameters of the present step, one dictionary for each parameter group.
     """
 
     def __init__(
@@ -47,14 +55,17 @@ class Outgoing:
         self._answers = answers
         self._begin: tuple[int, dict[str, Any], float] | None = None
         self._pulls, self._level = int(Encoding.NOTHING), 0
-        self._sent: set[int] = set()  # slices
+        self._sent: set[int] = set()  # keys of the slices that were pushed in this step
         self._filling: dict[int, Filling] = {}
-        self._clipped: dict[int, Tensor] = {}
+        self._unclipped: dict[int, Tensor] = {}  # gradients that wait until the norm of all is known
 
     def encode_as(self, compression: PushCompression, pulls: int, level: int) -> None:
-        """Encode the next gradients in this way; those that are on their way stay as they are.
+        """Encode the gradients from now on in this way; pushes that were sent already stay as they are.
 
-        `pulls` says how what comes of the step will be pulled, `rung` what the header says of that.
+        Args:
+            compression: Compression of the gradients.
+            pulls: Encoding in which the step's result will be pulled.
+            level: Value of the header's field; see :class:`~cnnstrategies.paramserver.messages.Header`.
         """
         self._pulls, self._level = pulls, level
         for encoder in self._encoders:
@@ -77,30 +88,33 @@ class Outgoing:
             self._send_begin(server.id)
 
     def push(self, index: int, gradient: Tensor) -> None:
-        """Send a parameter's gradient, or keep it until the norm of all is known; in mode ``local`` its difference."""
+        """Send a parameter's gradient, or keep it until the norm of all gradients is known.
+
+        In mode ``local`` the argument is the parameter's value, and the difference to its earlier value is sent.
+        """
         assert self._begin is not None, "push before begin_step"
         flat = gradient.detach().to("cpu").contiguous().view(-1)
         if self._began_with:
-            # Of the sign of a gradient. A tensor of its own: new values come while it may still be on its way.
+            # The difference has a gradient's sign. It needs memory of its own: new values may arrive before it is sent.
             flat = self._began_with[index].view(-1) - flat
         if not self._specification.aggregates:
             if self._specification.clip_norm is not None:
-                self._clipped[index] = flat
+                self._unclipped[index] = flat
                 return
             if self._specification.clip_value is not None:
                 flat = flat.clamp(-self._specification.clip_value, self._specification.clip_value)
         self._encode(index, flat)
 
     def finish(self) -> None:
-        """Send what was kept, and that the other parameters have no gradient."""
-        if self._clipped:
-            gradients = list(self._clipped.values())
+        """Send the gradients that were kept, and tell the servers that the other parameters have no gradient."""
+        if self._unclipped:
+            gradients = list(self._unclipped.values())
             norm = torch.nn.utils.get_total_norm(gradients)
             assert self._specification.clip_norm is not None
             factor = torch.clamp(self._specification.clip_norm / (norm + 1e-6), max=1.0)
-            for index, gradient in self._clipped.items():
+            for index, gradient in self._unclipped.items():
                 self._encode(index, gradient * factor)
-            self._clipped.clear()
+            self._unclipped.clear()
         for key, filling in self._filling.items():
             self._encode_slice(key, filling.values, filling.absent)
         self._filling.clear()
@@ -110,14 +124,14 @@ class Outgoing:
                 self._send(slice_.key)
 
     def send_again(self, keys: Collection[int], step: int) -> None:
-        """Send the pushes of some slices that have not been answered; `step` is or will be worked on next."""
+        """Send the unanswered pushes of some slices again; `step` is the step that is or will be worked on next."""
         self.begin_again([server.id for server in self._connections.view.servers], step)
         for key in [key for key in keys if key in self.unanswered]:
             self._send(key)
 
     def begin_again(self, servers: Iterable[int], step: int) -> None:
-        """Tell some servers again what comes before the pushes of the present step, if there are or will be some."""
-        # Also in the middle of a step that has pushed nothing yet: a new server must hear of it.
+        """Send some servers the beginning of the present step again, if the step has pushes or will have some."""
+        # This includes a step that has not pushed anything yet: a new server must learn that the step has begun.
         if self._begin is not None and (self.unanswered or self._begin[0] == step):
             for server in servers:
                 self._send_begin(server)
@@ -186,11 +200,11 @@ def check_range(
 
 
 class Filling:
-    """The gradients of the small parameters that share a slice, as they come.
+    """Gradients of the small parameters that share a slice, while they are collected.
 
     Attributes:
-        values: Theirs, in memory of their own: what was pushed last may still be on its way.
-        absent: The parts that have not come, as bits.
+        values: The gradients, in new memory for each step: the last step's push may still be on its way.
+        absent: Parts of the slice that are still missing, as bits.
     """
 
     def __init__(self, slice_: Slice) -> None:
@@ -200,7 +214,7 @@ class Filling:
         self._parts = {part.parameter: (place, views[place]) for place, part in enumerate(slice_.parts)}
 
     def put(self, parameter: int, gradient: Tensor) -> None:
-        """One has come."""
+        """Add a parameter's gradient."""
         place, part = self._parts[parameter]
         part.copy_(gradient)
         self.absent &= ~(1 << place)

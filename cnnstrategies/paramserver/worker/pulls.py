@@ -1,4 +1,4 @@
-"""The pulls of a worker: what it waits for, and where it is written."""
+"""A worker's pulls: the slices that it waits for, and the memory into which they are written."""
 
 from collections.abc import Collection, Sequence
 
@@ -15,18 +15,22 @@ MOST_QUESTIONS = (1 << 32) - 1
 
 
 class Pulls:
-    """Asks for the parameters, in the order in which they were used last time, and writes what comes into them.
+    """Requests for the parameters, in the order of their last use, and the writing of the answers into the parameters.
 
     Args:
-        copies: Further tensors, one for each parameter, that the same is written to.
-        changes: Whether what comes may be changes of what came before.
+        slices: All slices.
+        parameters: The parameters, into which pulled values are written.
+        connections: Connections to the servers.
+        copies: Further tensors, one for each parameter, into which the same values are written.
+        changes: Whether answers may be changes of the values that arrived before.
 
     Attributes:
-        step: The one that was last asked for.
-        pending: The slices that have not come, in the order in which they are needed.
-        refreshing: Whether what was last asked for are the present values, not those after an own push.
-        states: The optimizer's state of the slices that have come, where that was last asked for; else None.
-        encoding: In which values after an own push are asked for; `NOTHING` for that of the specification.
+        step: The step whose parameters were requested last.
+        pending: Keys of the slices that have not arrived, in the order in which they are needed.
+        refreshing: Whether the last request was for the present values, and not for values that contain this worker's
+            last push.
+        states: Optimizer's states that have arrived, by key, if the last request was for them; None otherwise.
+        encoding: Encoding in which values after a push are requested; `NOTHING` for the specification's encoding.
     """
 
     def __init__(
@@ -46,31 +50,34 @@ class Pulls:
         self._by_parameter = keys_by_parameter(slices, len(parameters))
         self._targets = [PullTarget(parameter) for parameter in parameters]
         self._copies = [PullTarget(copy) for copy in copies]
-        self._had = Had(slices) if changes else None
+        self._pulled_values = PulledValues(slices) if changes else None
         self._connections = connections
-        self._question = 0  # number of the last one for the present values
-        self._left = [0] * len(parameters)
+        self._question = 0  # number of the last request for the present values
+        self._left = [0] * len(parameters)  # number of each parameter's slices that have not arrived
         self._order: list[int] = list(range(len(parameters)))
-        self._used: dict[int, None] = {}
+        self._used: dict[int, None] = {}  # parameters in the order of their use in this step
 
     def waits_for(self, index: int) -> bool:
-        """Whether a parameter is not up to date."""
+        """Return whether a parameter is not up to date."""
         return self._left[index] > 0
 
     def use(self, index: int) -> None:
-        """Note that a parameter is the next that is needed."""
+        """Note that a parameter is the next one that is needed."""
         self._used.setdefault(index)
 
     def reorder(self) -> None:
-        """A step is over: from now on ask in the order of its uses, if it has used all parameters."""
+        """End a step: later requests follow the order in which the step used the parameters, if it used all of them."""
         if len(self._used) == len(self._by_parameter):
             self._order = list(self._used)
         self._used = {}
 
     def request(self, step: int, refresh: bool, states: bool = False) -> None:
-        """Ask for all parameters, of the step that will be worked on next or, to refresh, as they are now.
+        """Request all parameters.
 
-        Or for the present `states` of their optimizer, which leaves the parameters as they are.
+        Args:
+            step: The step that will be worked on next.
+            refresh: Request the present values, and not the values that `step` begins with.
+            states: Request the optimizer's states instead, which leaves the parameters as they are.
         """
         keys = list(dict.fromkeys(key for index in self._order for key in self._by_parameter[index]))
         self.refreshing = refresh
@@ -79,34 +86,38 @@ class Pulls:
             self._question = self._question % MOST_QUESTIONS + 1
         self.step = step
         self.pending = dict.fromkeys(keys)
-        self._left = [len(own) for own in self._by_parameter]
+        self._left = [len(slice_keys) for slice_keys in self._by_parameter]
         self._send(keys)
 
     def begin(self, step: int) -> None:
-        """Where pushes ask for their answers: those that follow ask for the parameters of the next step."""
+        """Begin a step whose pushes request their answers: they request the parameters of step `step`."""
         self.refreshing, self.states = False, None
         self.step = step
 
     def with_push(self, key: int) -> None:
-        """A slice's push asks for its answer, too."""
+        """Note that a slice's push also requests its answer."""
         if key not in self.pending:
             self.pending[key] = None
             for part in self._slices[key].parts:
                 self._left[part.parameter] += 1
 
     def send_again(self, keys: Collection[int]) -> None:
-        """Ask again for those of some slices that have not come."""
+        """Repeat the requests for those of some slices that have not arrived."""
         wanted = set(keys)
         pulls = [key for key in self.pending if key in wanted]
         if pulls:
             self._send(pulls)
 
     def take(self, header: Header, payload: memoryview) -> bool:
-        """Write a slice that has come; whether it was waited for."""
+        """Write a slice that has arrived into its parameters, and return whether it was waited for.
+
+        Raises:
+            InvalidMessageError: The payload does not fit the slice.
+        """
         if header.key not in self.pending or header.step != self.step:
             return False
         if header.question != (self._question if self.refreshing else 0):
-            return False  # A question that was asked twice is answered twice, and the second answer may come late.
+            return False  # A request that was sent twice is answered twice; the second answer may arrive late.
         slice_ = self._slices[header.key]
         if self.states is not None:
             self.states[header.key] = unpack_state(payload, slice_)
@@ -116,17 +127,17 @@ class Pulls:
             return True
         check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
         values = decode(payload, header.encoding, slice_.numel, slice_.dtype)
-        if self._had is not None and not self.refreshing:
-            known = self._had.take(header, values)
-            if known is None:
+        if self._pulled_values is not None and not self.refreshing:
+            whole = self._pulled_values.take(header, values)
+            if whole is None:
                 return False
-            values = known
+            values = whole
         del self.pending[header.key]
-        for part, own in zip(slice_.parts, values.split_with_sizes(slice_.sizes), strict=True):
+        for part, part_values in zip(slice_.parts, values.split_with_sizes(slice_.sizes), strict=True):
             self._left[part.parameter] -= 1
-            self._targets[part.parameter].write(part.start, own)
+            self._targets[part.parameter].write(part.start, part_values)
             if self._copies:
-                self._copies[part.parameter].write(part.start, own)
+                self._copies[part.parameter].write(part.start, part_values)
             if not self._left[part.parameter]:
                 self._targets[part.parameter].finish()
         return True
@@ -135,22 +146,26 @@ class Pulls:
         by_server: dict[int, list[int]] = {server.id: [] for server in self._connections.view.servers}
         for key in keys:
             by_server.setdefault(self._connections.primary(key), []).append(key)
-        # Lowest bit: the present values. Above it: the encoding.
-        asked = 1 if self.refreshing else self.encoding << 1
-        for server, own in by_server.items():
-            parts = {0.0: own} if self._had is None else self._had.by_mark(own, self.step - 1)
-            for mark, part in parts.items():
+        # The lowest bit requests the present values; the bits above it are the encoding.
+        base = 1 if self.refreshing else self.encoding << 1
+        for server, server_keys in by_server.items():
+            if self._pulled_values is None:
+                by_mark = {0.0: server_keys}
+            else:
+                by_mark = self._pulled_values.by_mark(server_keys, self.step - 1)
+            for mark, marked_keys in by_mark.items():
                 self._connections.send(
-                    server, Kind.PULL, pack_keys(part), step=self.step, base=asked, weight=mark,
+                    server, Kind.PULL, pack_keys(marked_keys), step=self.step, base=base, weight=mark,
                     encoding=Encoding.KEYS, question=self._question if self.refreshing else 0,
                     level=int(self.states is not None),
                 )  # fmt: skip
 
 
-class Had:
-    """What has come of slices that may come as changes, from which their values were put together.
+class PulledValues:
+    """Values of slices that are pulled as changes: the sum of all changes so far.
 
-    The parameters themselves do not do for that: now and then they are the servers' own, with what changes left out.
+    The parameters cannot serve as this sum: now and then they hold the servers' own values, which contain the
+    remainders that the changes have left out.
     """
 
     def __init__(self, slices: Sequence[Slice]) -> None:
@@ -159,14 +174,14 @@ class Had:
         self._marks = [0.0] * len(slices)
 
     def by_mark(self, keys: Sequence[int], version: int) -> dict[float, list[int]]:
-        """Slices by what to tell a server of what is here of a version; 0 where that is another."""
-        parts: dict[float, list[int]] = {}
+        """Return slices by the mark of the values that this worker has; mark 0 if they are not of this version."""
+        marked: dict[float, list[int]] = {}
         for key in keys:
-            parts.setdefault(self._marks[key] if self._versions[key] == version else 0.0, []).append(key)
-        return parts or {0.0: []}
+            marked.setdefault(self._marks[key] if self._versions[key] == version else 0.0, []).append(key)
+        return marked or {0.0: []}
 
     def take(self, header: Header, values: Tensor) -> Tensor | None:
-        """A slice's values after an answer; None if it is a change of something else."""
+        """Return a slice's values after an answer; None if the answer is a change of other values than these."""
         key = header.key
         if not PAYLOADS[header.encoding].lossy:
             if header.weight == ALONE:
@@ -182,7 +197,7 @@ class Had:
 
 
 class PullTarget:
-    """Where a parameter's pulled values are written: its own memory, or a buffer if that is not flat CPU memory."""
+    """Memory for a parameter's pulled values: its own memory, or a buffer if that is not flat CPU memory."""
 
     def __init__(self, parameter: Tensor) -> None:
         self._parameter = parameter.detach()
@@ -191,10 +206,10 @@ class PullTarget:
         self._flat = buffer.view(-1)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Write a slice."""
+        """Write a slice of the values, beginning at element `start`."""
         self._flat[start : start + values.numel()].copy_(values)
 
     def finish(self) -> None:
-        """All slices are written."""
+        """Copy the buffer, if there is one, into the parameter, when all slices are written."""
         if not self._direct:
             self._parameter.copy_(self._flat.view(self._parameter.shape))

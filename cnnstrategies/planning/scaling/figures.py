@@ -137,7 +137,7 @@ class Facts:
         accelerator: Whether the devices are accelerators, which compute asynchronously.
         cores: Processor cores for all ranks together.
         threads: Threads with which a rank computes.
-        with_fewer: Samples/s with fewer threads, if the ranks share the cores without competing for them.
+        with_fewer: Samples/s with so few threads that the ranks do not compete for the cores.
         workers: Loading processes of each rank.
         loader: Samples/s of all loaders while nothing is trained.
         load: Time in which one sample is loaded.

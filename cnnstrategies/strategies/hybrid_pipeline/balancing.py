@@ -11,7 +11,7 @@ from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.timetable import KINDS, Placement
 from cnnstrategies.planning.redeal import in_flight, redeal
 from cnnstrategies.shares import Deals, Proposal
-from cnnstrategies.strategies.balancing import Balance, Rows, Stopwatch
+from cnnstrategies.strategies.balancing import Balance, GatherRows, Stopwatch
 
 if TYPE_CHECKING:
     from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
@@ -22,7 +22,7 @@ class StageBalance(Balance):
 
     unit = "microbatches"
 
-    def __init__(self, deals: Deals, placement: Placement, device: Any, gather: Rows) -> None:
+    def __init__(self, deals: Deals, placement: Placement, device: Any, gather: GatherRows) -> None:
         self._clocks = {kind: Stopwatch(device) for kind in KINDS}
         super().__init__(deals, list(self._clocks.values()), gather)
         self._placement = placement
@@ -73,7 +73,7 @@ class StageBalance(Balance):
         return [list(self._placement.ranks(stage)) for stage in range(self._placement.stages)]
 
 
-def begin_dealing(strategy: "HybridPipelineStrategy", trainer: Trainer, gather: Rows) -> Deals | None:
+def begin_dealing(strategy: "HybridPipelineStrategy", trainer: Trainer, gather: GatherRows) -> Deals | None:
     """The shares of all ranks in each batch of training, None where they are equal.
 
     Where they are to be found, a callback does that, which is added before Lightning gives callbacks their states of a

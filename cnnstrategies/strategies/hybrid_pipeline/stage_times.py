@@ -13,7 +13,7 @@ from typing_extensions import override
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.timetable import KINDS
-from cnnstrategies.strategies.balancing import Rows, Stopwatch
+from cnnstrategies.strategies.balancing import GatherRows, Stopwatch
 from cnnstrategies.strategies.hybrid_pipeline.layout import Recutter
 
 WARM_UP = 4  # batches, in which caches and connections are new
@@ -28,7 +28,7 @@ class StageTimes(Callback):
         gather: Brings the numbers of all ranks together.
     """
 
-    def __init__(self, pipeline: Pipeline, recut: Recutter | None, gather: Rows) -> None:
+    def __init__(self, pipeline: Pipeline, recut: Recutter | None, gather: GatherRows) -> None:
         self._pipeline = pipeline
         self._recut = recut
         self._gather = gather

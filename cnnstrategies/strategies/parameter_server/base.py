@@ -1,4 +1,4 @@
-"""A DDP strategy whose ranks meet at a coordinator instead of a torch process group."""
+"""A DDP strategy whose ranks register with a coordinator instead of joining a torch process group."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -35,12 +35,14 @@ from cnnstrategies.strategies.without_ddp import (
 
 
 class CoordinatedStrategy(StrategyFacts, DDPStrategy):
-    """Starts and watches the processes of a run, and serves the collectives that Lightning asks for.
+    """Starts and watches the processes of a run, and provides the collectives that Lightning uses.
 
-    Before a session is open, after it, and once this worker acts alone, collectives are of its own values only.
+    A collective covers only this worker's own value before a session is open, after the session, and once the worker
+    acts alone.
 
     Attributes:
-        membership: This worker's; None unless a session is open.
+        membership: This worker's membership; None unless a session is open.
+        options: The options of the servers and of the run.
     """
 
     gradient_weighting: GradientWeighting = "by_rank"  # The servers weight each worker's gradient by its samples.
@@ -53,8 +55,8 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         check_keywords(type(self).__name__, kwargs)
         super().__init__(start_method=start_method, timeout=timedelta(seconds=options.timeout), **kwargs)
         self.options = options
-        self._address: RunAddress | None = None  # Where the run can be watched and joined.
-        self._folder: Path | None = None  # that says so
+        self._address: RunAddress | None = None  # The address at which the run can be watched and joined.
+        self._folder: Path | None = None  # The folder that holds the address in a file.
         self._start = start_method
         self._services: Supervision | None = None
         self._interrupted = False
@@ -64,7 +66,10 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         self._metrics: list[tuple[Metric, Any, Any]] = []
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """This strategy itself: weight averaging copies the module with its trainer and metrics, but the run is one."""
+        """Return this strategy itself.
+
+        Weight averaging copies the module with its trainer and metrics, and the copy must belong to the same run.
+        """
         return self
 
     # Processes
@@ -78,7 +83,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
             self._launcher = WatchingProcessLauncher(self, self._start)
 
     def layout(self) -> NodeLayout:
-        """The nodes."""
+        """Return the nodes of the run as Lightning knows them."""
         environment = self.cluster_environment
         assert environment is not None
         address, port = environment.main_address, environment.main_port
@@ -115,23 +120,23 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         self.register(worker_address(self.options, place, self.global_rank), key_file)
 
     def register(self, address: Address, key_file: str | None) -> None:
-        """Become a member of a run."""
+        """Register as a member of a run."""
         self._address = RunAddress(address.coordinator, key_file)
         self.membership = Membership(address, keys=load_keys(key_file))
         self._collectives = Collectives(self.membership)
 
     def leave_address(self, trainer: Trainer) -> None:
-        """Leave ``watch.json`` in the log directory until the session ends, for ``cnnstrategies watch --run``."""
+        """Write ``watch.json`` into the log directory, for ``cnnstrategies watch --run``, until the session ends."""
         if trainer.fast_dev_run or not trainer.loggers:  # type: ignore[attr-defined]  # set outside the class
             return
-        folder = trainer.log_dir  # A broadcast: every rank asks.
+        folder = trainer.log_dir  # A broadcast, in which every rank must take part.
         if self._address is not None and self.global_rank == 0 and folder is not None and "://" not in folder:
             self._folder = Path(folder)
             self._address.save(self._folder)
 
     @property
     def collectives(self) -> Collectives:
-        """All that the coordinator offers; only while a session is open."""
+        """The coordinator's collectives; a session must be open."""
         assert self._collectives is not None, "the strategy has been set up"
         return self._collectives
 
@@ -168,7 +173,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         super().teardown()
 
     def leave_session(self) -> None:
-        """Leave the coordinator; a second time does nothing."""
+        """Leave the session; do nothing if none is open."""
         if self.membership is not None:
             present = None if self._collectives is None else self._collectives.present
             SESSIONS.lost = [] if present is None else [rank for rank in range(self.world_size) if rank not in present]
@@ -184,10 +189,10 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         self._services = None
 
     def unregister(self, done: Mapping[str, object] | None = None) -> None:
-        """Be no member any more; a second time does nothing.
+        """End this worker's membership; do nothing if the worker is not a member.
 
         Args:
-            done: What this worker has processed of an epoch, for others to do the rest.
+            done: The batches of an epoch that this worker has processed, so that other workers process the rest.
         """
         membership, self.membership, self._collectives = self.membership, None, None
         if membership is not None:
@@ -196,7 +201,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     # Collectives
 
     def gather(self, value: Any, operation: str) -> dict[int, Any]:
-        """The values of all workers that are there, by rank."""
+        """Return the values of all present workers, by rank."""
         if self._alone or self._collectives is None:
             return {self.global_rank: value}
         return self._collectives.gather(value, operation).values
@@ -207,37 +212,40 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of one rank, on all; nothing is pickled."""
+        """Return the object of one rank on all ranks; objects are not pickled."""
         return obj if self._alone or self._collectives is None else self._collectives.broadcast(obj, src)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
-        """Combine a tensor over the workers that are there; anything else is returned as it is."""
+        """Combine a tensor over all present workers; return any other value unchanged."""
         if not isinstance(tensor, Tensor) or self._alone or self._collectives is None:
             return tensor
         name = str(reduce_op or "sum").lower().removeprefix("redoptype.").replace("avg", "mean")
         if name not in REDUCTIONS:
-            raise ConfigurationError(f"reduce_op={reduce_op!r}: accepted are {', '.join(REDUCTIONS)} and avg")
+            raise ConfigurationError(f"reduce_op={reduce_op!r}: use one of {', '.join(REDUCTIONS)}, avg")
         return self._collectives.reduce(tensor, name)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of all workers that are there, stacked along a new first dimension."""
+        """Return the tensors of all present workers, stacked along a new first dimension."""
         if sync_grads:
-            raise ConfigurationError("all_gather(sync_grads=True): workers exchange no gradients of activations")
+            raise ConfigurationError(
+                "all_gather(sync_grads=True): workers do not exchange gradients of activations; leave it out, or use "
+                "strategy ddp"
+            )
         values = self.gather(tensor, "all_gather")
         return torch.stack([values[rank] for rank in sorted(values)]).to(tensor.device)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all workers, or any, have decided so."""
+        """Return whether all workers, or any of them, have decided so."""
         decisions = self.gather(bool(decision), "decision").values()
         return bool(min(decisions) if all else max(decisions))
 
     # Metrics
 
     def share_metrics(self, module: nn.Module) -> None:
-        """Have a module's metrics combine their states over the workers, until the session ends."""
+        """Make a module's metrics combine their states over the workers, until the session ends."""
         for metric in module.modules():
             if isinstance(metric, Metric):
                 self._metrics.append((metric, metric.dist_sync_fn, metric.distributed_available_fn))

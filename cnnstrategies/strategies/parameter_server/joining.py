@@ -1,4 +1,4 @@
-"""A process that joins a run: it takes batches and pushes gradients, and nothing else."""
+"""Strategy of a process that joins a running run: it takes batches and pushes gradients, and does nothing else."""
 
 import signal
 import threading
@@ -36,29 +36,29 @@ from cnnstrategies.strategies.parameter_server.options import ParameterServerOpt
 from cnnstrategies.strategies.parameter_server.start import (
     agreed_specification,
     connection,
-    places,
     restore_trainer,
     seed,
+    value_tensors,
 )
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TOLD = "it was told to leave"
-LEAST_BEATS = 4  # signs of life in the coordinator's time-out
+LEAST_BEATS = 4  # Smallest number of heartbeats within the coordinator's time-out.
 
 
 class JoinedDispatch(BatchDispatch):
-    """Takes batches from the first one on that it was let in with, and none from when it is told to leave."""
+    """Takes batches from the one with which the process was admitted until the process is told to leave."""
 
     def __init__(self, strategy: "JoiningStrategy") -> None:
         super().__init__(strategy)
         self._joiner = strategy
-        self.first: Chunk | None = None  # It was taken to see whether there is one.
+        self.first: Chunk | None = None  # The batches that were taken at the admission, to see whether any are left.
         self._rests = False
 
     @override
     def epoch(self, trainer: Trainer) -> int:
-        # Lightning iterates before the epoch, and once more in it unless it is the first.
+        # Lightning iterates over the loader before each epoch, and again within each epoch except the first.
         begun = trainer.fit_loop.epoch_progress.current.ready > trainer.current_epoch
         self._rests = trainer.current_epoch > 0 and not begun
         return trainer.current_epoch
@@ -71,13 +71,13 @@ class JoinedDispatch(BatchDispatch):
         theirs = self._joiner.collectives.begin_epoch(epoch, batches, 1)
         if theirs not in (0, batches):
             raise ConfigurationError(
-                f"an epoch of the run has {theirs} batches and of this configuration {batches}: batches are given out "
-                "by their number, so give the run's own data and batch size"
+                f"an epoch of the run has {theirs} batches, and an epoch of this configuration {batches}: use the "
+                "run's own data and batch size"
             )
 
     @override
     def progress(self, epoch: int) -> str:
-        return ""  # It saves nothing.
+        return ""  # A joiner saves no checkpoints.
 
     @override
     def take(self, epoch: int) -> Chunk:
@@ -90,25 +90,31 @@ class JoinedDispatch(BatchDispatch):
 
 
 class JoiningStrategy(ParameterServerStrategy):
-    """A worker beside those of a run, from whose coordinator it gets its batches; alone for all that Lightning asks.
+    """An additional worker of a run, which gets its batches from the run's coordinator.
 
-    Each ``fit`` is an epoch of the run, or what is left of it: it waits to be let in, and leaves at the end, for the
-    others to go on.
+    For Lightning the process is alone. Each ``fit`` covers an epoch of the run, or its rest: the worker waits for its
+    admission, and leaves at the end, so that the other workers end the epoch.
 
     Attributes:
-        leaving: Whether it was told to leave.
-        epochs: In which it has taken part.
-        batches: How many it has worked on; so for ``samples``.
+        leaving: Whether the process was told to leave.
+        epochs: Epochs in which the process has taken part.
+        batches: Number of batches that the process has computed.
+        samples: Number of samples in these batches.
+
+    Args:
+        options: The options of the run's configuration.
+        address: The run's address.
+        place: The place that the coordinator offers.
     """
 
     def __init__(self, options: ParameterServerOptions, address: RunAddress, place: JoinPlace) -> None:
-        given = {field.name: getattr(options, field.name) for field in fields(ParameterServerOptions)}
-        super().__init__(**{**given, "endpoints": list(options.endpoints)}, start_method="popen")
+        arguments = {field.name: getattr(options, field.name) for field in fields(ParameterServerOptions)}
+        super().__init__(**{**arguments, "endpoints": list(options.endpoints)}, start_method="popen")
         self.leaving = False
         self.epochs: set[int] = set()
         self.batches = self.samples = 0
         self._alone = True
-        self._configured: tuple[Any, int] | None = None  # Epochs and steps, at most.
+        self._configured: tuple[Any, int] | None = None  # The configured maximum of epochs and of steps.
         self._run = address
         self._patience = FIRST_SECONDS + place.timeout
         self._waiting = False
@@ -123,31 +129,31 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def open_session(self) -> None:
-        """It is opened when all is set up here: a place would be kept for as long as that takes."""
+        """Do nothing: the session opens after the set-up, so that no place is reserved during the set-up."""
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Those of a worker of the run: a sampler is asked for the samples of all of them."""
+        """Arguments for a sampler of all workers' samples; the coordinator's numbers refer to these."""
         return {"num_replicas": self.world_size, "rank": 0}
 
     @override
     def setup(self, trainer: Trainer) -> None:
         loop = trainer.fit_loop
         self._configured = self._configured or (loop.max_epochs, loop.max_steps)
-        # Schedules are made from the configuration, as those of the others.
+        # Schedules follow the configuration, as on the other workers.
         loop.max_epochs, loop.epoch_loop.max_steps = self._configured
         super().setup(trainer)
         worker = self._enter()
-        self.collectives.membership.tell(worker.counters.figures)
+        self.collectives.membership.report_figures(worker.counters.figures)
         self.epochs.add(self._epoch)
-        # Setting up has begun with the same random numbers each time.
+        # Without this, each epoch would begin with the same random numbers.
         seed_all(mixed_seed(torch.initial_seed(), self.global_rank, self._epoch))
-        # The run says when it is over.
+        # The run's coordinator decides when the run is over.
         loop.max_epochs, loop.epoch_loop.max_steps = trainer.current_epoch + 1, -1
 
     def _handle_signals(self) -> None:
-        """Leave on Ctrl-C and SIGTERM, after what was taken; a second one ends this process."""
+        """Make Ctrl-C and SIGTERM leave the run after the batches that were taken; a second signal ends the process."""
         if threading.current_thread() is threading.main_thread():
             for signum in SIGNALS:
                 signal.signal(signum, self._on_signal)
@@ -171,12 +177,12 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """The run goes on without it."""
+        """Do nothing: the run goes on without this process."""
 
-    # In and out
+    # Joining and leaving
 
     def _enter(self) -> Worker:
-        """Wait to be let in, and for a first batch.
+        """Wait for the admission and a first batch; return the connection to the servers.
 
         Raises:
             RunEnded: The run is over, or this process was told to leave.
@@ -193,7 +199,7 @@ class JoiningStrategy(ParameterServerStrategy):
         return worker
 
     def _try(self) -> Worker | None:
-        """The connection to the servers, once there is a place, and a batch to work on."""
+        """Return the connection to the servers; None if another process took the place, or no batch is left."""
         place = self._find_place()
         try:
             self._take(place)
@@ -201,10 +207,10 @@ class JoiningStrategy(ParameterServerStrategy):
             self.unregister()
             if ended.clean:
                 raise
-            time.sleep(PAUSE)  # Another was faster, or the coordinator has gone: who asks again hears which.
+            time.sleep(PAUSE)  # Another process took the place, or the coordinator has ended: the next try tells which.
             return None
         try:
-            worker, specification = self._stand_with_the_others()
+            worker, specification = self._wait_for_admission()
         except ConfigurationError:
             self.unregister()
             raise
@@ -223,29 +229,29 @@ class JoiningStrategy(ParameterServerStrategy):
         except ConfigurationError as error:
             if not self.epochs:
                 raise
-            raise RunEnded(OVER, clean=True) from error  # It has answered before.
+            raise RunEnded(OVER, clean=True) from error  # The coordinator answered before, so the run has ended.
 
     def _take(self, place: JoinPlace) -> None:
-        """Become a member in a place.
+        """Register as a member in a place.
 
         Raises:
-            RunEnded: Another was faster, or the run is over.
+            RunEnded: Another process took the place, or the run is over.
         """
         heartbeat = min(self.options.heartbeat, place.timeout / LEAST_BEATS)
-        # The coordinator has just answered: it is not waited for as at a run's start.
+        # The coordinator has just answered, so the long wait of a run's start is not needed.
         appear = max(place.timeout, ANSWER_SECONDS)
         address = Address(
             self._run.coordinator, WORKER, place.id, place.incarnation, heartbeat, place.timeout, appear, place.session
         )
         self.register(address, self._run.key_file)
 
-    def _stand_with_the_others(self) -> tuple[Worker, Specification]:
-        """Wait to be let in; the connection to the servers, and what all processes of the run agree on."""
+    def _wait_for_admission(self) -> tuple[Worker, Specification]:
+        """Wait for the admission; return the connection to the servers and the run's specification."""
         module, optimizer, run = self.module, self.optimizers[0], self.collectives
         specification = agreed_specification(self)
         check_parameters(specification, self.options.specification(module, optimizer, 1, self.world_size))
         started = run.start()
-        worker = connection(run.membership, specification, places(module, specification))
+        worker = connection(run.membership, specification, value_tensors(module, specification))
         state = started.values[started.leader]
         check_seed(state["seed"])
         self.options = replace(self.options, mode=specification.mode, staleness=specification.staleness)
@@ -253,7 +259,7 @@ class JoiningStrategy(ParameterServerStrategy):
         worker.join()
         if not started.midway:
             run.barrier("admitted")
-        optimizer.state.clear()  # It is the servers'.
+        optimizer.state.clear()  # The servers hold the state.
         self._epoch = int(state["epoch"])
         return worker, specification
 
@@ -261,10 +267,10 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """It has come in already."""
-        self._handle_signals()  # Lightning has set its own until the end of the fit.
+        """Install the signal handlers again; the connection to the servers exists already."""
+        self._handle_signals()  # Lightning has installed its own handlers for the time of the fit.
         for config in self.trainer.lr_scheduler_configs:
-            config.strict = False  # What it monitors is measured by others.
+            config.strict = False  # Only the run's own workers measure the monitored value.
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -282,7 +288,7 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """Leave when what was taken is done, for the others to end the epoch."""
+        """Leave after the batches that were taken, so that the other workers end the epoch."""
         assert self._stepper is not None
         self._stepper.worker.wait_all()
         self._leave_servers()
@@ -293,21 +299,21 @@ class JoiningStrategy(ParameterServerStrategy):
         return optimizer.state_dict()
 
 
-def check_parameters(wanted: Specification, own: Specification) -> None:
-    """Refuse a network that is not the run's."""
-    for theirs, mine in zip_longest(wanted.parameters, own.parameters):
+def check_parameters(run: Specification, configured: Specification) -> None:
+    """Refuse a network whose parameters differ from the run's, by a ConfigurationError."""
+    for theirs, mine in zip_longest(run.parameters, configured.parameters):
         if theirs != mine:
             raise ConfigurationError(
-                f"the run trains {len(wanted.parameters)} parameters and this configuration {len(own.parameters)}: "
-                f"{theirs} there is {mine} here; give the run's own configuration"
+                f"the run trains {len(run.parameters)} parameters, and this configuration "
+                f"{len(configured.parameters)}: {theirs} there is {mine} here; use the run's own configuration"
             )
 
 
 def check_seed(theirs: str) -> None:
-    """Refuse another order of the samples."""
+    """Refuse a seed that differs from the run's, and so gives another order of samples, by a ConfigurationError."""
     mine = seed()
     if theirs != mine:
         raise ConfigurationError(
-            f"the run has seed_everything {theirs or 'false'} and this configuration {mine or 'false'}, so samples are "
-            "in another order here: give the run's own configuration"
+            f"the run has seed_everything={theirs or 'false'}, and this configuration {mine or 'false'}, so samples "
+            "would have another order here: use the run's own configuration"
         )

@@ -1,6 +1,6 @@
-"""Launchers that watch the ranks: one that is killed is started again, or the others go on without it.
+"""Launchers that watch the ranks: a killed rank is restarted, or the other ranks go on without it.
 
-The process that launches only watches: rank 0 is one of its children, and may die like the others.
+The launching process only watches. Rank 0 is one of its children and may die like any other rank.
 """
 
 import contextlib
@@ -39,15 +39,15 @@ from cnnstrategies.runtime.processes import end_with_parent
 from cnnstrategies.strategies.parameter_server.checks import check_callbacks, check_dispatch
 from cnnstrategies.strategies.parameter_server.run import INCARNATION, SESSIONS, choose_rendezvous, open_supervision
 
-ENDED = 75  # exit code of a rank whose run was ended by another's failure: EX_TEMPFAIL
+ENDED = 75  # Exit code (EX_TEMPFAIL) of a rank whose run has ended because another process failed.
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @contextlib.contextmanager
 def forwarding(supervision: Supervision) -> Iterator[None]:
-    """Signals to this process go on to the workers, which stop at the end of their step.
+    """Forward signals from this process to the workers, which stop at the end of their step.
 
-    Ctrl-C reaches them from the terminal itself.
+    Ctrl-C is not forwarded, because the terminal sends it to the workers as well.
     """
 
     def forward(signum: int, frame: FrameType | None) -> None:
@@ -63,13 +63,13 @@ def forwarding(supervision: Supervision) -> Iterator[None]:
 
 
 class _Watching:
-    """What both launchers have in common: the ranks of this node, watched."""
+    """Common part of both launchers: checks before the start, and the watch over this node's processes."""
 
     _strategy: Any
     _supervision: Supervision | None = None
 
     def check(self, trainer: Trainer | None) -> bool:
-        """Refuse what cannot be done here; whether there is something to train."""
+        """Refuse a run that servers cannot do; return whether the run trains."""
         if trainer is None:
             return False
         self._strategy.check()
@@ -86,12 +86,16 @@ class _Watching:
         start: Callable[[int, int], Handle],
         tick: Callable[[], None] = lambda: None,
     ) -> Supervision:
-        """Start the coordinator, servers and ranks of this node, until the ranks have ended; nothing of them is left.
+        """Run the coordinator, servers and ranks of this node until the ranks have ended.
 
         Args:
-            method: How the others than ranks are started.
-            start: Starts a rank, given its number on this node and how often it was started before.
+            training: Whether the run trains, and so needs servers.
+            method: How the coordinator and the servers are started.
+            start: Starts a rank; called with the rank's number on this node and the number of its earlier starts.
             tick: Called many times a second.
+
+        Returns:
+            The supervision of the processes, which have all ended.
         """
         options, layout = self._strategy.options, self._strategy.layout()
         place = choose_rendezvous(options, layout, SESSIONS.launch(), supervised=True)
@@ -112,28 +116,29 @@ class _Watching:
         return supervision
 
     def kill(self, signum: int) -> None:
-        """Send a signal to the ranks; Lightning asks for it."""
+        """Send a signal to the ranks; Lightning calls this."""
         if self._supervision is not None:
             self._supervision.send_signal(signum)
 
 
 class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
-    """Starts the ranks by fork or spawn and watches them."""
+    """Starts the ranks by fork or spawn, and watches them."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """What a function returned on rank 0 of those that run it.
+        """Run a function on all ranks, and return the result of rank 0.
 
         Raises:
-            RunEnded: The run could not go on; the message says who died.
-            ProcessRaisedException: It raised on a rank.
+            RunEnded: The run could not go on; the message names the processes that died.
+            ProcessRaisedException: The function raised an error on a rank.
         """
         check_start(self._start_method, self._strategy.root_device)
         training = self.check(trainer)
         if self._already_fit and training:
             raise NotImplementedError(
-                "Calling `trainer.fit()` twice on the same Trainer: its loops stay in the ranks that start_method "
-                f"{self._start_method} has started; make a new Trainer, and give its fit a checkpoint of the first"
+                f"trainer.fit() cannot be called twice on the same Trainer with start_method {self._start_method}, "
+                "because the trainer's loops stay in the ranks: make a new Trainer, and resume from a checkpoint of "
+                "the first"
             )
         assert self._strategy.cluster_environment is not None
         os.environ["MASTER_PORT"] = str(self._strategy.cluster_environment.main_port)
@@ -152,11 +157,11 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
             pipes.append(receiver)
             return Forked(process)
 
-        news = _News()
-        supervision = self.watch(training, "fork" if forked else "program", start_rank, lambda: news.read(pipes))
-        news.read(pipes)
+        reports = _Reports()
+        supervision = self.watch(training, "fork" if forked else "program", start_rank, lambda: reports.read(pipes))
+        reports.read(pipes)
         code = max((worker.code or 0 for worker in supervision.workers), default=0)
-        output = news.result(supervision.deaths, code)
+        output = reports.result(supervision.deaths, code)
         if trainer is None:
             return output
         self._already_fit |= training
@@ -179,7 +184,7 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
         end_with_parent(starter.pid)
         os.environ[INCARNATION] = str(incarnation)
         try:
-            # In the place of the queue into which Lightning puts rank 0's result.
+            # Replaces the queue into which Lightning puts rank 0's result.
             queue: Any = SimpleNamespace(put=lambda value: pipe.send(("result", local_rank, value)))
             self._wrapping_function(local_rank, *call, queue, state)
         except RunEnded as ended:
@@ -187,9 +192,9 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
             pipe.send(("ended", local_rank, str(ended)))
             sys.exit(ENDED)
         except Exception as error:
-            # Lightning does this in the process that has called `fit`, which here is not the one that has failed.
+            # Lightning calls this hook in the process that has called `fit`, but here the rank has failed.
             self._strategy.on_exception(error)
-            pipe.send(("failed", local_rank, traceback.format_exc()))  # Raised by the process that has called `fit`.
+            pipe.send(("failed", local_rank, traceback.format_exc()))  # The process that called `fit` raises it.
             sys.exit(1)
         finally:
             strategy: Any = self._strategy
@@ -201,7 +206,7 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
 
 
 class WatchingScriptLauncher(_Watching, ScriptLauncher):
-    """Starts this program once for each rank and watches them; where something else starts the ranks, does nothing."""
+    """Starts this program once for each rank, and watches the ranks, unless another launcher has started them."""
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
@@ -209,10 +214,10 @@ class WatchingScriptLauncher(_Watching, ScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Run this program on every rank, and end with them; on a rank, run the function.
+        """Run this program on every rank and end after the ranks; on a rank, run the function.
 
         Raises:
-            SystemExit: In the process that has watched the ranks: it has nothing more to do.
+            SystemExit: In the process that has watched the ranks, after they have ended.
         """
         training = self.check(trainer)
         if self.cluster_environment.creates_processes_externally:
@@ -220,7 +225,7 @@ class WatchingScriptLauncher(_Watching, ScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         supervision = self.watch(training, "program", self._start_rank)
         codes = [worker.code or 0 for worker in supervision.workers]
-        # A worker that was killed and not replaced has not ended the run, unless the others say so.
+        # A negative code is a killed worker without a replacement. It is a failure only if all workers were killed.
         sys.exit(2 if 2 in codes else max(0, *codes) or int(all(code < 0 for code in codes)))
 
     def _start_rank(self, local_rank: int, incarnation: int) -> Handle:
@@ -236,34 +241,44 @@ class WatchingScriptLauncher(_Watching, ScriptLauncher):
         return subprocess.Popen(script_command(), env=environment)
 
 
-class _News:
-    """What the ranks have said: a result, or why they ended."""
+class _Reports:
+    """Reports of the ranks: a result, or the reason why a rank has ended."""
 
     def __init__(self) -> None:
-        self.said: list[tuple[str, int, Any]] = []
+        self.received: list[tuple[str, int, Any]] = []  # Kind, rank and value of each report.
 
     def read(self, pipes: list[Connection]) -> None:
-        """Take what has come; a large result waits in the pipe until it is read."""
+        """Read the reports that have arrived. A rank with a large result waits until its pipe is read."""
         for pipe in list(pipes):
             try:
                 while pipe.poll():
-                    self.said.append(pipe.recv())
+                    self.received.append(pipe.recv())
             except (EOFError, OSError):
                 pipes.remove(pipe)
 
     def result(self, deaths: list[str], code: int) -> Any:
-        """The result of rank 0."""
-        failed = [(rank, text) for kind, rank, text in self.said if kind == "failed"]
-        failed.sort(key=lambda one: "ConfigurationError" not in one[1])
+        """Return the result of rank 0, or raise the error that has ended the ranks.
+
+        Args:
+            deaths: Texts about processes that have died.
+            code: Largest exit code of a rank.
+
+        Raises:
+            ProcessRaisedException: A rank has raised an error; a ConfigurationError takes precedence.
+            SystemExit: The ranks were stopped by a signal.
+            RunEnded: The run could not go on.
+        """
+        failed = [(rank, text) for kind, rank, text in self.received if kind == "failed"]
+        failed.sort(key=lambda failure: "ConfigurationError" not in failure[1])
         for rank, text in failed:
             message = f"\n\n-- Process {rank} terminated with the following error:\n{text}"
             raise ProcessRaisedException(message, rank, os.getpid())
-        for kind, _, value in self.said:
+        for kind, _, value in self.received:
             if kind == "result":
                 return value
         if code > 128:
             sys.exit(code)
-        for kind, _, value in self.said:
+        for kind, _, value in self.received:
             if kind == "ended":
                 raise RunEnded(value)
         raise RunEnded("; ".join(deaths) or f"the ranks ended with exit code {code} and without a result")

@@ -1,4 +1,7 @@
-"""A training loader whose batches are given out by the coordinator, to whoever asks, in an order that all know."""
+"""A training loader whose batches the coordinator gives to the workers that ask for them.
+
+All workers know the same order of an epoch's batches, so that the coordinator names batches by their positions.
+"""
 
 import zlib
 from collections.abc import Iterator
@@ -16,12 +19,16 @@ from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 
 
 class ChunkSampler:
-    """Yields those of a sampler's items whose positions are given out to this worker.
+    """Yields the items of a sampler whose positions the coordinator gives to this worker.
 
     Attributes:
-        epoch: That is given out.
-        count: Its number of items.
-        before: Epoch, number of items, and what had been worked on of them when a checkpoint was saved.
+        epoch: The epoch that is being given out.
+        count: Number of items of the epoch.
+        before: State of a checkpoint: the epoch, its number of items, and the items that had been processed.
+
+    Args:
+        sampler: Sampler, or batch sampler, of the whole epoch.
+        dispatch: Link to the coordinator.
     """
 
     def __init__(self, sampler: Any, dispatch: "BatchDispatch") -> None:
@@ -31,29 +38,33 @@ class ChunkSampler:
         self.before = (-1, 0, "")
 
     def __iter__(self) -> Iterator[Any]:
-        """The items of this worker in the epoch that is given out, while there are some."""
+        """Yield this worker's items of the epoch until the coordinator has none left."""
         epochs = {self.epoch: items_of(self.sampler, self.epoch)}
         self.count = len(epochs[self.epoch])
         epoch, count, done = self.before
         if epoch == self.epoch and count != self.count:
             raise ConfigurationError(
-                f"the checkpoint is from within epoch {epoch} of {count} batches, and this run's epochs have "
-                f"{self.count}: restore the data and the batch size, or go on from the end of an epoch"
+                f"the checkpoint was saved within epoch {epoch} of {count} batches, and this run's epochs have "
+                f"{self.count}: restore the data and the batch size, or resume from the end of an epoch"
             )
         self.dispatch.begin(self.epoch, self.count, done if epoch == self.epoch else "")
         while chunk := self.dispatch.take(self.epoch):
             if chunk.epoch not in epochs:
-                # Left behind by a worker that died at the end of an earlier epoch.
+                # A worker that died at the end of an earlier epoch has left these items.
                 epochs[chunk.epoch] = items_of(self.sampler, chunk.epoch)
             yield from epochs[chunk.epoch][chunk.start : chunk.stop]
 
 
 class BatchDispatch:
-    """Takes this worker's batches from the coordinator, and tells it how many of them have been processed.
+    """Takes this worker's batches from the coordinator, and tells it how many have been processed.
 
     Attributes:
-        seen: Batches of the present epoch that were worked on.
-        processed: Those of them whose gradients have left.
+        seen: Batches of the present epoch that this worker has begun.
+        processed: Batches of the present epoch whose gradients have been sent.
+        has_loader: Whether a training loader exists already.
+
+    Args:
+        strategy: The strategy, whose collectives reach the coordinator.
     """
 
     def __init__(self, strategy: CoordinatedStrategy) -> None:
@@ -62,11 +73,11 @@ class BatchDispatch:
         self._strategy = strategy
 
     def loader(self, dataloader: object, trainer: Trainer) -> "DispatchedLoader":
-        """The training loader in which batches are given out."""
+        """Return the training loader whose batches the coordinator gives out."""
         if self.has_loader:
             raise ConfigurationError(
-                "training has several loaders (CombinedLoader): data_dispatch: dynamic gives out the batches of one, "
-                "and those of the others would be given to nobody; use data_dispatch: static"
+                "training has several loaders (CombinedLoader), and data_dispatch: dynamic gives out the batches of "
+                "one: use data_dispatch: static"
             )
         self.has_loader = True
         dispatched = DispatchedLoader(dataloader, self, trainer)
@@ -74,11 +85,17 @@ class BatchDispatch:
         return dispatched
 
     def epoch(self, trainer: Trainer) -> int:
-        """That of a trainer which begins to load; `current_epoch` lags behind in a resumed run."""
+        """Return the epoch of a trainer that begins to load; `current_epoch` is too small in a resumed run."""
         return int(trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
 
     def begin(self, epoch: int, batches: int, done: str) -> None:
-        """Announce an epoch, its number of batches, and those that were worked on before the run began."""
+        """Announce an epoch to the coordinator.
+
+        Args:
+            epoch: Number of the epoch.
+            batches: Number of its batches.
+            done: The batches that were processed before the run began, as a checkpoint holds them.
+        """
         workers = self._strategy.world_size
         if batches < workers:
             raise ConfigurationError(
@@ -88,23 +105,23 @@ class BatchDispatch:
         self._strategy.collectives.begin_epoch(epoch, batches, 1, done)
 
     def progress(self, epoch: int) -> str:
-        """What all have worked on, for rank 0, which saves it; called on every rank."""
+        """Return the batches that all workers have processed, for the checkpoint that rank 0 saves; a collective."""
         run = self._strategy
         return "" if run.membership is None else run.collectives.progress(epoch, self.processed)
 
     def take(self, epoch: int) -> Chunk:
-        """The next ones of an epoch."""
+        """Return the next batches of an epoch for this worker."""
         return self._strategy.collectives.take(epoch, self.processed)
 
 
 class DispatchedLoader(DataLoader[Any]):
-    """One without a length: how many batches a worker gets shows only while they are given out."""
+    """A loader without a length: the number of a worker's batches is known only at the end of an epoch."""
 
     def __init__(self, loader: Any, dispatch: BatchDispatch, trainer: Trainer) -> None:
         if not isinstance(loader, DataLoader):
             raise ConfigurationError(
-                f"the training data is a {type(loader).__name__}: data_dispatch: dynamic gives out the positions of a "
-                "torch DataLoader; use data_dispatch: static"
+                f"the training data is a {type(loader).__name__}, and data_dispatch: dynamic needs a torch DataLoader: "
+                "use data_dispatch: static"
             )
         self.dispatch = dispatch
         self.trainer = trainer
@@ -119,24 +136,24 @@ class DispatchedLoader(DataLoader[Any]):
         super().__init__(loader.dataset, **options)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: the epoch, its number of batches, and which of them were worked on by anybody.
+        """Return the epoch, its number of batches, and the batches that any worker has processed.
 
-        What a worker has left behind that died at the end of the epoch before is not told.
+        Batches of the previous epoch that a dead worker has left are not part of the state.
         """
         epoch = self.chunks.epoch
         return {"epoch": epoch, "batches": self.chunks.count, "done": self.dispatch.progress(epoch)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Leave out the batches that were worked on before the checkpoint was saved."""
+        """Skip the batches that were processed before the checkpoint was saved."""
         if not {"epoch", "batches", "done"} <= state.keys():
             raise ConfigurationError(
-                "the checkpoint is from within an epoch that was divided among the ranks, and this run gives its "
-                "batches out one by one: go on with data_dispatch: static, or from the end of an epoch"
+                "the checkpoint was saved within an epoch of data_dispatch: static, and this run has data_dispatch: "
+                "dynamic: resume with data_dispatch: static, or from the end of an epoch"
             )
         self.chunks.before = int(state["epoch"]), int(state["batches"]), str(state["done"])
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """The batches of the trainer's epoch that this worker is given."""
+        """Yield this worker's batches of the trainer's epoch."""
         self.chunks.epoch = self.dispatch.epoch(self.trainer)
         for batch in super().__iter__():
             if isinstance(batch, ConfigurationError):
@@ -145,7 +162,7 @@ class DispatchedLoader(DataLoader[Any]):
 
 
 def check_order(sampler: Any, strategy: CoordinatedStrategy) -> None:
-    """Refuse a sampler of the user's own that gives another order each time, or in each worker; a collective."""
+    """Refuse a user's own sampler whose order changes from call to call or from worker to worker; a collective."""
     inner = distributed(sampler)
     if not isinstance(inner, DistributedSamplerWrapper):
         return
@@ -153,24 +170,23 @@ def check_order(sampler: Any, strategy: CoordinatedStrategy) -> None:
     name = type(wrapped_sampler(inner)).__name__
     if drawn[0] != drawn[1]:
         raise ConfigurationError(
-            f"{name} gives another order of an epoch's samples each time it is asked: data_dispatch: dynamic gives out "
-            "places in an order that all workers know; leave out a generator of its own, as torch's is then seeded for "
-            "each epoch, or use data_dispatch: static"
+            f"{name} returns another order of the same epoch in each call, and data_dispatch: dynamic needs one order "
+            "that all workers know: leave out the sampler's own generator, because torch's is seeded for each epoch, "
+            "or use data_dispatch: static"
         )
     if len(set(strategy.gather(drawn[0], "order of the samples").values())) > 1:
         raise ConfigurationError(
-            f"{name} gives the samples in another order in each worker: data_dispatch: dynamic gives out places in an "
-            "order that all workers know; make it from the same seed in each (seed_everything), or use data_dispatch: "
-            "static"
+            f"{name} returns another order in each worker, and data_dispatch: dynamic needs one order that all workers "
+            "know: seed it equally in each worker (seed_everything), or use data_dispatch: static"
         )
 
 
 def distributed(sampler: Any) -> DistributedSampler[Any]:
-    """The distributed sampler in a batch sampler or sampler."""
+    """Return the distributed sampler inside a sampler or batch sampler; refuse all other samplers."""
     inner = getattr(sampler, "sampler", sampler)
     if not isinstance(inner, DistributedSampler):
         raise ConfigurationError(
-            f"the training data is sampled by {type(inner).__name__}: data_dispatch: dynamic needs a "
-            "DistributedSampler, which Lightning puts in place unless use_distributed_sampler is false"
+            f"the training data is sampled by {type(inner).__name__}, and data_dispatch: dynamic needs a "
+            "DistributedSampler: set trainer.use_distributed_sampler to true, or use data_dispatch: static"
         )
     return inner

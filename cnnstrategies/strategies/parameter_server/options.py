@@ -1,4 +1,4 @@
-"""What a user asks of the parameter server: checked before any process starts, and told in words."""
+"""Options of the strategy parameter_server, with their checks and the texts about them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -25,26 +25,26 @@ from cnnstrategies.strategies.differences import differences_of_replicas
 Dispatch = Literal["static", "dynamic"]
 Security = Literal["auto", "curve", "none"]
 
-PIPELINED_BYTES = 1 << 19  # of a slice, where each is made when its own pushes are there
-MOST_HEARTBEAT, BEATS = 0.5, 20  # seconds; signs of life in a time-out
-AVERAGING = (1.0, 0.0)  # outer_lr and outer_momentum: the outer step ends at the mean of the workers' weights
-USUAL_STALENESS, USUAL_SYNC_EVERY = 4, 8  # in the modes ssp and local
-LEAST_SECONDS = 5.0  # for a server that gives signs of life to answer: it may be short of a processor
+PIPELINED_BYTES = 1 << 19  # Size of a slice if each slice is updated as soon as its own pushes have arrived.
+MOST_HEARTBEAT, BEATS = 0.5, 20  # Seconds between two heartbeats, at most; heartbeats within a time-out.
+AVERAGING = (1.0, 0.0)  # With these outer_lr and outer_momentum the outer step gives the mean of the workers' weights.
+USUAL_STALENESS, USUAL_SYNC_EVERY = 4, 8  # Defaults in the modes ssp and local.
+LEAST_SECONDS = 5.0  # Time for the answer of a server with heartbeats, which may be short of processor time.
 
 
 def usual_staleness(mode: Mode) -> int:
-    """Return the staleness of a run that names none; 0 in modes that allow none."""
+    """Return the default staleness of a mode; 0 for modes without staleness."""
     return USUAL_STALENESS if mode == "ssp" else 0
 
 
 def usual_sync_every(mode: Mode) -> int:
-    """Return the steps between two outer steps of a run that names none; 1 in modes without outer steps."""
+    """Return the default number of steps between two outer steps; 1 for modes without outer steps."""
     return USUAL_SYNC_EVERY if mode == "local" else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServerOptions(RunOptions):
-    """The strategy's arguments, those of the engine and of where and how its processes run; see there."""
+    """Options of the strategy, which also decide where and how its processes run; the strategy describes them."""
 
     sync_every: int
     outer_lr: float
@@ -67,11 +67,11 @@ class ParameterServerOptions(RunOptions):
         yield from self._mistakes_of_places()
 
     def _mistakes_of_modes(self) -> Iterator[str]:
-        """What is for other modes."""
+        """Yield the mistakes of options that the mode does not allow."""
         if self.sync_every > 1 and self.mode != "local":
             yield f"sync_every={self.sync_every} is for mode: local, not mode: {self.mode}; leave it out"
         if not 0 < self.outer_lr < math.inf:
-            yield f"outer_lr={self.outer_lr}: use more than 0, and a finite one; 1 with outer_momentum 0 averages"
+            yield f"outer_lr={self.outer_lr}: use a finite value above 0; 1 with outer_momentum 0 averages weights"
         if not 0 <= self.outer_momentum < 1:
             yield f"outer_momentum={self.outer_momentum}: use 0 or more and less than 1"
         if (self.outer_lr, self.outer_momentum) != AVERAGING and self.mode != "local":
@@ -86,43 +86,43 @@ class ParameterServerOptions(RunOptions):
             )
         if self.shares != "equal" and self.mode != "sync":
             yield (
-                f"shares={self.shares} are for mode: sync, not mode: {self.mode}, in which workers make steps of their "
-                "own; leave them out, or have faster workers take more with mode: async and data_dispatch: dynamic"
+                f"shares={self.shares} are for mode: sync, not mode: {self.mode}, in which workers make separate "
+                "steps; leave shares out, or let faster workers take more with mode: async and data_dispatch: dynamic"
             )
         if self.max_joiners and self.aggregates:
             mode = self.mode + (" with staleness 0" if self.mode == "ssp" else "")
             yield (
-                f"max_joiners={self.max_joiners} is for mode: async, and ssp with a staleness: in mode: {mode} all "
-                "workers step together, and none can come and go; use one of these, or leave it out"
+                f"max_joiners={self.max_joiners} is for mode: async, and ssp with a staleness above 0: in mode: {mode} "
+                "all workers step together, and none can join or leave; use one of these modes, or leave it out"
             )
         if self.max_joiners and self.data_dispatch != "dynamic":
             yield (
-                f"max_joiners={self.max_joiners} with data_dispatch: {self.data_dispatch}: the shares of an epoch are "
-                "divided before anybody joins; use data_dispatch: dynamic"
+                f"max_joiners={self.max_joiners} with data_dispatch: {self.data_dispatch}: an epoch would be divided "
+                "before a worker joins; use data_dispatch: dynamic"
             )
         if self.combine_per_node and self.mode != "sync":
             yield (
-                f"combine_per_node: true is for mode: sync, not mode: {self.mode}: in others the workers of a node "
-                "make steps of their own, or send seldom; leave it out"
+                f"combine_per_node: true is for mode: sync, not mode: {self.mode}: in other modes the workers of a "
+                "node make separate steps, or send rarely; leave it out"
             )
         if self.combine_per_node and self.max_restarts:
             yield (
-                f"combine_per_node: true with max_restarts={self.max_restarts}: a restarted worker has no node; use "
-                "one of the two"
+                f"combine_per_node: true with max_restarts={self.max_restarts}: a restarted worker cannot share the "
+                "node's memory; use one of the two"
             )
 
     def _mistakes_of_places(self) -> Iterator[str]:
-        """What nobody can reach, or too many could."""
+        """Yield the mistakes of addresses, numbers of servers and the key file."""
         for endpoint in self.endpoints:
             if not endpoint.startswith("tcp://") or endpoint.endswith("*"):
-                yield f"endpoint {endpoint!r}: name where the dedicated server listens as tcp://address:port"
+                yield f"endpoint {endpoint!r}: write the dedicated server's address as tcp://address:port"
             check_endpoint(endpoint, encrypted=self.security != "none", insecure=self.security == "none")
-            is_local(endpoint)  # Raises if nothing can listen there.
+            is_local(endpoint)  # Raises an error if the address is not valid.
         if self.coordinator is not None:
             is_local(self.coordinator)
         if self.endpoints and self.coordinator is None:
             yield (
-                "endpoints: dedicated servers must find the coordinator, which the machine of rank 0 runs: set "
+                "endpoints: dedicated servers must find the coordinator, which runs on the machine of rank 0: set "
                 "coordinator: tcp://address:port"
             )
         if self.endpoints and self.servers_per_node > 1:
@@ -139,7 +139,7 @@ class ParameterServerOptions(RunOptions):
             )
 
     def check_nodes(self, nodes: int) -> None:
-        """Refuse more copies than there are servers."""
+        """Refuse a replication that is larger than the number of servers, by a ConfigurationError."""
         if self.replication > self.server_count(nodes):
             raise ConfigurationError(
                 f"replication={self.replication} needs as many servers, but servers_per_node={self.servers_per_node} "
@@ -148,29 +148,29 @@ class ParameterServerOptions(RunOptions):
 
     @property
     def heartbeat(self) -> float:
-        """Seconds between two signs of life of a process."""
+        """Seconds between two heartbeats of a process."""
         return min(MOST_HEARTBEAT, self.timeout / BEATS)
 
     @property
     def waits_for_pushes(self) -> bool:
-        """Whether each worker waits for the gradients of all others, or for those of some steps before."""
+        """Whether each worker waits for gradients of all other workers, of this step or of some steps before."""
         return self.mode == "ssp" or self.aggregates
 
     def combines(self, per_node: int) -> bool:
-        """Whether the workers of a node push as one."""
+        """Return whether the workers of a node, of which there are `per_node`, push as one."""
         return self.combine_per_node and per_node > 1
 
     def server_count(self, nodes: int) -> int:
-        """Number of servers of a run."""
+        """Return the number of servers of a run on a number of nodes."""
         return len(self.endpoints) or self.servers_per_node * nodes
 
     def encrypted(self, coordinator: str) -> bool:
-        """Whether a run whose coordinator listens there uses CURVE.
+        """Return whether a run whose coordinator listens at an address encrypts by CURVE.
 
         Raises:
-            ConfigurationError: It must, and there is no key file that every machine has.
+            ConfigurationError: The run must encrypt, and no key file is configured that every machine could have.
         """
-        ipc = coordinator.startswith("ipc://")  # In a directory that only this user can enter.
+        ipc = coordinator.startswith("ipc://")  # The socket is in a directory that only this user can enter.
         local = is_local(coordinator) and all(is_local(endpoint) for endpoint in self.endpoints)
         wanted = self.security == "curve" or (self.security == "auto" and not ipc)
         if wanted and self.key_file is None and not local:
@@ -184,12 +184,20 @@ class ParameterServerOptions(RunOptions):
     def specification(
         self, module: LightningModule, optimizer: Optimizer, nodes: int, workers: int, **changes: Any
     ) -> Specification:
-        """The engine's specification for a module and its optimizer; mode ``local`` has the outer one in its place."""
-        options = {of.name: getattr(self, of.name) for of in fields(RunOptions)}
+        """Return the engine's specification of a run; in mode ``local`` its optimizer is the outer one.
+
+        Args:
+            module: The module.
+            optimizer: The module's optimizer.
+            nodes: Number of nodes.
+            workers: Number of workers.
+            **changes: Fields of the specification with other values than the options'.
+        """
+        options = {field.name: getattr(self, field.name) for field in fields(RunOptions)}
         options |= {"servers": self.server_count(nodes), "timeout": max(self.timeout, LEAST_SECONDS), **changes}
         if self.mode == "local":
             optimizer = self._outer(module, optimizer)
-        # Values come back while gradients leave: with dedicated servers, else both share the nodes' links.
+        # Values return while gradients are sent only with dedicated servers: else both would share the nodes' links.
         dedicated = bool(self.endpoints) and self.mode == "sync" and not may_be_lossy(self.pull_compression)
         if dedicated and "clip_norm" not in changes:
             options = {"pipelined": True, "slice_bytes": PIPELINED_BYTES, **options}
@@ -198,19 +206,19 @@ class ParameterServerOptions(RunOptions):
         return Specification.of(module.named_parameters(), optimizer, workers // together, **options)
 
     def _outer(self, module: LightningModule, optimizer: Optimizer) -> Optimizer:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        trained = [parameter for parameter in module.parameters() if id(parameter) in held]
+        optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        trained = [parameter for parameter in module.parameters() if id(parameter) in optimized]
         return SGD(trained, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=self.outer_momentum > 0)
 
-    # In words
+    # Texts
 
     def describe(self, nodes: int) -> list[tuple[str, str]]:
-        """Mode and servers."""
+        """Return the start panel's rows about mode and servers."""
         if self.endpoints:
-            where = "dedicated"
+            places = "dedicated"
         else:
-            where = f"{self.servers_per_node} on each of {nodes} nodes" if nodes > 1 else "on this node"
-        text = f"{self.server_count(nodes)} ({where})"
+            places = f"{self.servers_per_node} on each of {nodes} nodes" if nodes > 1 else "on this node"
+        text = f"{self.server_count(nodes)} ({places})"
         if self.replication > 1:
             text += f"; each part is on {self.replication} of them"
         mode = self.mode + (f", staleness {self.staleness}" if self.mode == "ssp" else "")
@@ -226,26 +234,29 @@ class ParameterServerOptions(RunOptions):
         accumulated: int = 1,
         sees_gradients: Sequence[str] = (),
     ) -> list[str]:
-        """What is different from one device, one line each.
+        """Return one line for each difference from a run on one device.
 
         Args:
-            batch_size: Samples of a worker's batch; None where they are not known.
-            accumulated: Batches that a worker makes an update from.
+            module: The module.
+            workers: Number of workers.
+            batch_size: Samples in a batch of one worker; None if the number is not known.
+            accumulated: Number of batches whose gradients a worker accumulates for an update.
+            sees_gradients: Names of the user's hooks that may read or change gradients.
         """
         lines = [*self._different_steps(batch_size, accumulated)] if workers > 1 else []
         if self.data_dispatch == "dynamic":
             lines.append("faster workers take more of the batches")
         pushed = "differences" if self.mode == "local" else "gradients"
-        for what, compression in (
+        for subject, compression in (
             (f"{pushed} are sent as", self.compression),
             ("forward and backward use weights that are sent as", self.pull_compression),
         ):
             if compression != "none":
-                lines.append(f"{what} {self._in_words(compression)}")
+                lines.append(f"{subject} {self._in_words(compression)}")
         if sees_gradients and self.mode != "local":
-            lines.append(f"gradients leave after {', '.join(sees_gradients)}")
+            lines.append(f"gradients are sent after {', '.join(sees_gradients)}")
             if workers > 1:
-                lines[-1] += ", which finds those of each worker's own images, not their mean"
+                lines[-1] += ", which sees the gradients of each worker's own images, not their mean"
         return lines + differences_of_replicas(module, workers, batch_size, "the workers' mean")
 
     def _different_steps(self, batch_size: int | None, accumulated: int) -> Iterator[str]:
@@ -255,16 +266,16 @@ class ParameterServerOptions(RunOptions):
                 yield f"weights are averaged every {self.sync_every} steps"
             else:
                 outer = f"outer_lr {self.outer_lr:g}, outer_momentum {self.outer_momentum:g}"
-                yield f"an outer step every {self.sync_every} steps, on the mean of what they changed ({outer})"
+                yield f"an outer step every {self.sync_every} steps, on the mean of the workers' changes ({outer})"
         elif not self.aggregates:
             images = "" if batch_size is None else f" on {batch_size * accumulated} images"
             yield f"each update is one worker's gradient{images}"
             if self.mode == "ssp":
                 yield f"no worker is more than {self.staleness} steps ahead of the slowest"
             else:
-                yield "of weights that may be any number of updates old"
+                yield "the weights of a gradient may be any number of updates old"
 
     def _in_words(self, compression: str) -> str:
         if compression == AUTO:
-            return "what makes steps fastest, down to one bit a value"
+            return "the encoding with the fastest steps, down to one bit a value"
         return payload_compression(compression).describe(self.topk_density)

@@ -1,4 +1,4 @@
-"""Where the processes of a session meet, and which of them a node starts."""
+"""Sessions of a run: the address at which their processes meet, and the processes that each node starts."""
 
 import atexit
 import contextlib
@@ -31,19 +31,22 @@ from cnnstrategies.strategies.parameter_server.options import ParameterServerOpt
 
 VARIABLE = "CNNSTRATEGIES_PARAMETER_SERVER"
 INCARNATION = "CNNSTRATEGIES_INCARNATION"
-WAIT = 300.0  # seconds for all processes to be there
-LATER = 600.0  # seconds to wait for a later session: rank 0 may have something to do between two trainer functions
-OF_A_LAUNCH = 1 << 16  # sessions, at most
+WAIT = 300.0  # Seconds within which all processes must register.
+LATER = 600.0  # Seconds to wait for a later session: rank 0 may do other work between two trainer functions.
+SESSIONS_OF_LAUNCH = 1 << 16  # Largest number of sessions of one launch.
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where a run's processes meet; the processes of a node read it from the environment.
+    """Meeting point of a session's processes, which a node's processes read from the environment.
 
     Attributes:
-        directory: For sockets and keys; None where processes are on other machines, too.
-        key_file: None for no encryption.
-        wait: Seconds in which all must be there.
+        coordinator: Address of the coordinator.
+        directory: Directory for sockets and keys; None if the run has processes on other machines.
+        key_file: File with the run's keys; None without encryption.
+        supervised: Whether a launcher of this package watches the processes.
+        session: Number of the session.
+        wait: Seconds within which all processes must register.
     """
 
     coordinator: str
@@ -54,19 +57,28 @@ class Rendezvous:
     wait: float = WAIT
 
     def publish(self) -> None:
-        """Tell the processes that this one starts."""
+        """Write the meeting point into the environment, for the processes that this process starts."""
         os.environ[VARIABLE] = json.dumps(asdict(self))
 
     @classmethod
     def published(cls) -> "Rendezvous | None":
-        """What the process that started this one has told."""
+        """Return the meeting point that the starting process has published; None if it has published none."""
         text = os.environ.get(VARIABLE)
         return None if text is None else cls(**json.loads(text))
 
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """The nodes of a run as Lightning knows them, and how long these are waited for."""
+    """Nodes of a run as Lightning knows them.
+
+    Attributes:
+        nodes: Number of nodes.
+        node: Number of this node.
+        processes: Ranks of each node.
+        main_address: Lightning's main address.
+        main_port: Lightning's main port.
+        wait: Seconds within which all processes must register.
+    """
 
     nodes: int
     node: int
@@ -83,7 +95,15 @@ def choose_rendezvous(
     supervised: bool = False,
     directory: str | None = None,
 ) -> Rendezvous:
-    """Decide where the processes of a session meet, in the directory of whoever has started them if there is one."""
+    """Return the meeting point of a session's processes.
+
+    Args:
+        options: The strategy's options.
+        layout: The nodes.
+        session: Number of the session.
+        supervised: Whether a launcher of this package watches the processes.
+        directory: The directory of the process that has started the ranks, if it has one.
+    """
     if layout.nodes == 1 and options.coordinator is None:
         if directory is None:
             directory = str(make_run_directory() if supervised else machine_directory(layout))
@@ -96,23 +116,27 @@ def choose_rendezvous(
 
 
 def machine_directory(layout: NodeLayout) -> Path:
-    """Where the ranks of one machine meet that something else has started; the last to end removes it."""
-    # A job of the cluster may start several runs, which have the same port.
+    """Return the directory for the ranks of one machine that another launcher has started.
+
+    The last rank to end removes the directory.
+    """
+    # A job may start several runs with the same port. Its step tells them apart.
     step = [launcher.launch_id(os.environ) for launcher in detected(os.environ)]
     return _shared_directory(f"{layout.main_address}:{layout.main_port} {step}")
 
 
 def _shared_directory(name: str) -> Path:
-    """One that all processes of this user on this machine find by a name, until the last of them ends."""
+    """Return a directory that this user's processes on this machine share by a name until the last of them ends."""
     directory = shared_directory(name)
     atexit.register(let_go, directory)
     return directory
 
 
 def key_file_of(options: ParameterServerOptions, coordinator: str) -> str | None:
-    """The file with the keys of a run that meets at a TCP address; None for no encryption.
+    """Return the file with the keys of a run whose coordinator has a TCP address; None without encryption.
 
-    Where all listen at this machine's own addresses and no file is named, its private directory has one.
+    If no file is configured, and all processes listen at this machine's own addresses, the file is in a private
+    directory.
     """
     if not options.encrypted(coordinator):
         return None
@@ -124,9 +148,18 @@ def key_file_of(options: ParameterServerOptions, coordinator: str) -> str | None
 def open_supervision(
     options: ParameterServerOptions, layout: NodeLayout, place: Rendezvous, training: bool, method: StartMethod
 ) -> Supervision:
-    """Start this node's coordinator and servers."""
+    """Start this node's coordinator and servers, and return their supervision.
+
+    Args:
+        options: The strategy's options.
+        layout: The nodes.
+        place: Meeting point of the session.
+        training: Whether the session trains, and so needs servers.
+        method: How the processes are started.
+    """
     allow_threads(1 + layout.processes + options.servers_per_node)
-    if layout.node == 0 and place.session == 0:  # A later session's waits for the one before to make room.
+    # A later session's coordinator is not checked: it waits until the previous coordinator has released the port.
+    if layout.node == 0 and place.session == 0:
         _check_free(place.coordinator)
     servers = options.server_count(layout.nodes) if training else 0
     address = _address(options, place, "supervision", layout.node)
@@ -135,7 +168,7 @@ def open_supervision(
     workers = layout.nodes * layout.processes
     max_joiners = options.max_joiners if training else 0
     if layout.node == 0:
-        again = options.max_restarts if place.supervised else 0
+        coordinator_restarts = options.max_restarts if place.supervised else 0
         settings = CoordinatorSettings(
             _listening(place.coordinator),
             workers,
@@ -143,18 +176,19 @@ def open_supervision(
             options.timeout,
             place.wait,
             survivable=options.replication - 1,
-            supervised=again > 0,
+            supervised=coordinator_restarts > 0,
             session=place.session,
             nodes=layout.nodes,
             supervisor=supervision.process,
             max_joiners=max_joiners,
         )
-        service = CoordinatorProcess(settings, place.key_file, place.directory, _journal(place) if again else None)
+        journal = _journal(place) if coordinator_restarts else None
+        service = CoordinatorProcess(settings, place.key_file, place.directory, journal)
 
         def start_coordinator(incarnation: int) -> Handle:
             return start(replace(service, follows=incarnation > 0), method)
 
-        supervision.start(Watched(COORDINATOR, 0, start_coordinator, again))
+        supervision.start(Watched(COORDINATOR, 0, start_coordinator, coordinator_restarts))
     if servers and not options.endpoints:
         for index in range(options.servers_per_node):
             identity = layout.node * options.servers_per_node + index
@@ -164,7 +198,7 @@ def open_supervision(
 
 
 def worker_address(options: ParameterServerOptions, place: Rendezvous, rank: int) -> Address:
-    """Who a rank is to the coordinator."""
+    """Return the address with which a rank registers."""
     incarnation = int(os.environ.get(INCARNATION, "0"))
     later = place.session > 0 and not place.supervised
     appear = LATER if later else place.wait
@@ -180,7 +214,7 @@ def _address(
 
 
 def _journal(place: Rendezvous) -> str:
-    """The file of a coordinator that may be started again, which goes on with it: in a directory of this machine."""
+    """Return the file, on this machine, from which a restarted coordinator recovers its state."""
     directory = place.directory or _shared_directory(place.coordinator)
     return f"{directory}/coordinator-{place.session}.journal"
 
@@ -194,7 +228,7 @@ def _start_server(
     elif is_local(place.coordinator) or not is_local(f"tcp://{own_address(place.coordinator)}:1"):
         endpoint = f"tcp://{own_address(place.coordinator)}:*"
     else:
-        # The machine of the coordinator, whose name leads to loopback there.
+        # On the coordinator's own machine its name resolves to a loopback address, which other machines cannot reach.
         endpoint, known_as = "tcp://0.0.0.0:*", place.coordinator.removeprefix("tcp://").rpartition(":")[0]
     address = _address(options, place, SERVER, identity, incarnation)
     service = ServerProcess(address, endpoint, place.key_file, options.security == "none", known_as, os.getpid())
@@ -202,7 +236,10 @@ def _start_server(
 
 
 def _listening(coordinator: str) -> str:
-    """The endpoint to bind for one that others connect to: a name may resolve to loopback on its own machine."""
+    """Return the endpoint that a coordinator binds.
+
+    It binds all interfaces for the address of another host name, which may resolve to loopback on its own machine.
+    """
     if coordinator.startswith("ipc://"):
         return coordinator
     host, _, port = coordinator.removeprefix("tcp://").rpartition(":")
@@ -212,11 +249,11 @@ def _listening(coordinator: str) -> str:
 
 
 def _check_free(coordinator: str) -> None:
-    """Refuse a place for the coordinator that another program has, or that has no address."""
+    """Refuse a coordinator's address with a port that is taken, or with a name that does not resolve."""
     endpoint = _listening(coordinator)
     if endpoint.startswith("ipc://"):
         return
-    own_address(coordinator)  # libzmq would ask for the address again and again.
+    own_address(coordinator)  # libzmq would try to resolve the name again and again.
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     with socket.socket(socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -224,30 +261,34 @@ def _check_free(coordinator: str) -> None:
             probe.bind((host, int(port)))
         except OSError as error:
             raise ConfigurationError(
-                f"coordinator {coordinator}: it cannot listen at port {port} of this machine ({error.strerror}): end "
-                "what does (`ss -ltnp`), or give another port"
+                f"coordinator {coordinator}: port {port} of this machine cannot be used ({error.strerror}): end the "
+                "program that listens there (`ss -ltnp` shows it), or choose another port"
             ) from error
 
 
 def own_address(coordinator: str) -> str:
-    """The address of this machine from which it reaches the coordinator."""
+    """Return this machine's address on the way to the coordinator.
+
+    Raises:
+        ConfigurationError: The coordinator's address cannot be reached.
+    """
     host, _, port = coordinator.removeprefix("tcp://").rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, int(port)))  # Sends nothing.
+            probe.connect((host, int(port)))  # Sends nothing, because UDP has no connections.
         except OSError as error:
             raise ConfigurationError(
-                f"coordinator {coordinator}: no way leads there from this machine ({error.strerror}): give the name or "
-                "IPv4 address of rank 0's machine by which the others reach it"
+                f"coordinator {coordinator}: the address cannot be reached from this machine ({error.strerror}): set "
+                "the name or IPv4 address by which other machines reach rank 0's machine"
             ) from error
         return str(probe.getsockname()[0])
 
 
 class Sessions:
-    """Numbers the sessions of this process, which are the same on all ranks.
+    """Numbers of this process's sessions, which are the same on all ranks.
 
     Attributes:
-        lost: Ranks that were there at the beginning of the last session and not at its end.
+        lost: Ranks that died during the last session.
     """
 
     def __init__(self) -> None:
@@ -257,28 +298,41 @@ class Sessions:
         self._store = contextlib.ExitStack()
 
     def launch(self) -> int:
-        """Number of the first session of ranks that this process is about to start."""
+        """Return the number of the first session of the ranks that this process is about to start."""
         self._launches += 1
-        return (self._launches - 1) * OF_A_LAUNCH
+        return (self._launches - 1) * SESSIONS_OF_LAUNCH
 
     def open(self, options: ParameterServerOptions, layout: Callable[[], NodeLayout], training: bool) -> Rendezvous:
-        """Where this rank's next session meets; the nodes are asked for once torchrun's store is out of the way."""
+        """Return the meeting point of this rank's next session.
+
+        Args:
+            options: The strategy's options.
+            layout: Returns the nodes; called after torchrun's store has been replaced, which changes the main port.
+            training: Whether the session trains.
+
+        Raises:
+            RunEnded: A rank has died in an earlier session, and every rank is needed.
+            ConfigurationError: Dedicated servers have ended with the first session.
+        """
         published = Rendezvous.published()
         opened, self._opened = self._opened, self._opened + 1
         if published is not None and opened == 0:
             return published
         if self.lost:
             ranks = ", ".join(f"rank {rank}" for rank in self.lost)
-            raise RunEnded(f"{ranks} died before, and every rank is needed here: run this part as a script of its own")
+            raise RunEnded(
+                f"{ranks} died in an earlier trainer function, and every rank is needed here: run this part as a "
+                "separate script"
+            )
         if opened and training and options.endpoints:
             raise ConfigurationError(
-                f"endpoints: dedicated servers end with the first function of a script, and this is number "
-                f"{opened + 1}: start them and a script of its own for it, or leave endpoints out"
+                f"endpoints: dedicated servers end with the first function of a script, and this is function "
+                f"{opened + 1}: start the servers again with a separate script, or leave endpoints out"
             )
         first = 0 if published is None else published.session
         directory = None if published is None else published.directory
         if published is None:
-            self._store.enter_context(own_store(listens=True))  # torchrun's own store has the main port.
+            self._store.enter_context(own_store(listens=True))  # torchrun's store occupies the main port.
         return choose_rendezvous(options, layout(), first + opened, directory=directory)
 
 

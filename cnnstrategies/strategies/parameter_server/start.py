@@ -1,4 +1,4 @@
-"""How a worker begins to train: with the state of rank 0, the servers, and where the others stand."""
+"""The start of a worker's training: the state of rank 0, the connection to servers, the progress of a running run."""
 
 import os
 import sys
@@ -24,25 +24,29 @@ from cnnstrategies.paramserver.specification import Mode, Specification, hyperpa
 from cnnstrategies.paramserver.worker.codecs import ladder
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 
-PAUSE_SECONDS = 1e-4  # between two looks at what others of the node have written
-LOOK_SECONDS = 0.02  # between two looks at who lives
-SEED = "PL_GLOBAL_SEED"  # Lightning's: the order of the samples follows from it
-PIECE_BYTES = 1 << 20  # 0.8 s over 10 Mbit/s: signs of life go the same way, and stand behind what was sent before
+PAUSE_SECONDS = 1e-4  # Between two looks at the shared memory of the node's workers.
+LOOK_SECONDS = 0.02  # Between two looks at the view for workers that have died.
+SEED = "PL_GLOBAL_SEED"  # Lightning's variable; the order of the samples follows from its value.
+# A piece takes 0.8 s over 10 Mbit/s. Heartbeats use the same connection, and wait for a piece that is being sent.
+PIECE_BYTES = 1 << 20
 
 # The servers
 
 
-def meet_servers(
+def join_servers(
     strategy: CoordinatedStrategy, module: LightningModule, optimizer: Optimizer, outer_state: Mapping[str, Any] | None
 ) -> tuple[Worker | CombinedWorker, Specification, int | None]:
-    """Agree on the run's specification, and join; a worker that was started again waits until the others let it in.
+    """Agree on the run's specification and join the servers; a restarted worker waits until the run admits it.
 
     Args:
-        outer_state: In mode ``local``, the outer optimizer's from a checkpoint.
+        strategy: The strategy, with an open session.
+        module: The module.
+        optimizer: The module's optimizer.
+        outer_state: State of the outer optimizer of mode ``local`` from a checkpoint.
 
     Returns:
-        The connection to the servers, what all processes of the run agree on, and, where the others were training
-        already and have let this one in, their steps since the last outer one (in mode ``local``); None if all begin.
+        The worker; the specification; and, if the run was training already and has admitted this worker, the other
+        workers' steps since the last outer step (0 unless the mode is ``local``), else None.
     """
     options, run, trainer = strategy.options, strategy.collectives, module.trainer
     if strategy.global_rank == 0:
@@ -50,9 +54,9 @@ def meet_servers(
         whole = options.specification(module, optimizer, strategy.num_nodes, strategy.world_size, **clipping)
         run.put(whole.to_json())
     specification = agreed_specification(strategy)
-    parameters = places(module, specification)
-    # From here on the servers know this worker, and admit its keys.
-    # Where batches are given out, who was started again finds some in the middle of an epoch.
+    parameters = value_tensors(module, specification)
+    # From here on the servers know this worker and accept its keys. If the coordinator gives out batches, a restarted
+    # worker need not wait for the end of the epoch.
     started = run.start(midway=options.data_dispatch == "dynamic" and not options.aggregates)
     connect = partial(connection, run.membership, specification, parameters)
     worker: Worker | CombinedWorker
@@ -65,23 +69,23 @@ def meet_servers(
         state = started.values[started.leader]
         restore_trainer(trainer, optimizer, state)
         if options.data_dispatch == "dynamic":
-            run.give_back(trainer.current_epoch)  # Lightning has begun to load another epoch.
+            run.give_back(trainer.current_epoch)  # Lightning has already taken batches of another epoch.
         own_steps = int(state["own_steps"])
-        notice = f"Rank {strategy.global_rank} was started again and goes on in epoch {state['epoch']}"
+        notice = f"Rank {strategy.global_rank} was restarted and goes on in epoch {state['epoch']}"
         print(notice, file=sys.stderr, flush=True)
     else:
-        own = optimizer.state_dict() if optimizer.state else None
-        worker.initialise(outer_state if options.mode == "local" else own)
+        optimizer_state = optimizer.state_dict() if optimizer.state else None
+        worker.initialise(outer_state if options.mode == "local" else optimizer_state)
     worker.join()
     if started.joined and not started.midway:
         run.barrier("admitted")
     if options.mode != "local":
-        optimizer.state.clear()  # It is the servers' now.
+        optimizer.state.clear()  # The servers hold the state now.
     return worker, specification, own_steps
 
 
 def agreed_specification(strategy: CoordinatedStrategy) -> Specification:
-    """That of the run, once rank 0 has told it."""
+    """Return the run's specification; wait until rank 0 has published it."""
     return Specification.from_json(strategy.collectives.get())
 
 
@@ -89,23 +93,31 @@ def connection(
     membership: Membership,
     specification: Specification,
     parameters: Sequence[Tensor],
-    came: Callable[[int, Tensor], None] | None = None,
+    on_value: Callable[[int, Tensor], None] | None = None,
 ) -> Worker:
-    """That of a member to the servers."""
+    """Return a member's connection to the servers.
+
+    Args:
+        membership: The membership.
+        specification: The run's specification.
+        parameters: Tensors into which received values are written.
+        on_value: Called with the number of a parameter and its value when the value has been received.
+    """
     address = membership.address
     return Worker(
-        specification, parameters, membership.source(), address.id, address.incarnation, membership.keys, came
+        specification, parameters, membership.source(), address.id, address.incarnation, membership.keys, on_value
     )
 
 
-def places(module: LightningModule, specification: Specification) -> list[Tensor]:
-    """Where a worker takes the servers' values: in the parameters, but for those that are frozen.
+def value_tensors(module: LightningModule, specification: Specification) -> list[Tensor]:
+    """Return the tensors into which a worker writes the servers' values.
 
-    These are the module's own: a teacher's weights follow others, though the optimizer was given them.
+    These are the parameters themselves, except for frozen parameters, which get copies: the module may write them
+    itself, as with a teacher's weights that follow a student's, even if the optimizer has them.
     """
     named = dict(module.named_parameters())
-    trained = [named[info.name] for info in specification.parameters]
-    return [one.data if one.requires_grad else one.data.clone() for one in trained]
+    parameters = [named[info.name] for info in specification.parameters]
+    return [parameter.data if parameter.requires_grad else parameter.data.clone() for parameter in parameters]
 
 
 def _clipping(trainer: Trainer, mode: Mode) -> dict[str, float]:
@@ -122,18 +134,18 @@ def combined_worker(
     parameters: Sequence[Tensor],
     connect: Callable[[Callable[[int, Tensor], None]], Worker],
 ) -> CombinedWorker:
-    """Share memory with the other workers of this node; a collective, after training has begun."""
-    size, own, per_node = size_of(parameters), strategy.global_rank, strategy.num_processes
+    """Return a worker that shares memory with the other workers of its node; a collective at the start of training."""
+    size, this_rank, per_node = size_of(parameters), strategy.global_rank, strategy.num_processes
     memory = SharedMemory(size)
     where = strategy.gather(memory.where, "shared memory")
-    first = own // per_node * per_node
-    ranks = [rank for rank in range(first, first + per_node) if rank in where and rank != own]
-    shared = {own: memory.own, **open_shared(ranks, where, size)}
+    first = this_rank // per_node * per_node
+    ranks = [rank for rank in range(first, first + per_node) if rank in where and rank != this_rank]
+    shared = {this_rank: memory.own, **open_shared(ranks, where, size)}
     strategy.barrier("shared memory is open")
     memory.opened()
-    boards = {rank: SharedState(shared[rank], parameters) for rank in sorted(shared)}
-    alive = Alive(strategy.collectives.membership.views.current, boards.keys())
-    return CombinedWorker(own, boards, parameters, connect, alive, _pause, ladder(specification)[0])
+    states = {rank: SharedState(shared[rank], parameters) for rank in sorted(shared)}
+    alive = Alive(strategy.collectives.membership.views.current, states.keys())
+    return CombinedWorker(this_rank, states, parameters, connect, alive, _pause, ladder(specification)[0])
 
 
 def _pause() -> None:
@@ -141,7 +153,12 @@ def _pause() -> None:
 
 
 class Alive:
-    """Who of a node's workers lives, looked at now and then."""
+    """Record of a node's workers that are alive, updated at most every `LOOK_SECONDS`.
+
+    Args:
+        view: Returns the present view.
+        ranks: Ranks of the node's workers.
+    """
 
     def __init__(self, view: Callable[[], View], ranks: Collection[int]) -> None:
         self._view = view
@@ -149,7 +166,7 @@ class Alive:
         self._next = 0.0
 
     def __call__(self) -> frozenset[int]:
-        """Their ranks.
+        """Return the ranks of the workers that are alive.
 
         Raises:
             RunEnded: The run is over.
@@ -163,14 +180,18 @@ class Alive:
         return self._alive
 
 
-# What the servers do not hold: buffers, and where a trainer stands
+# State that the servers do not hold: buffers and the trainer's progress
 
 
 def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int) -> dict[str, Any]:
-    """Where training stands, at the first batch of an epoch; parameters and the optimizer's state are the servers'.
+    """Return the trainer's progress at the first batch of an epoch, for workers that are admitted there.
+
+    The servers hold the parameters and the optimizer's state, so they are not part of it.
 
     Args:
-        own_steps: In mode ``local``, those since the last outer step: a newcomer counts on from there.
+        trainer: The trainer.
+        optimizer: The optimizer, for its options.
+        own_steps: In mode ``local``, the steps since the last outer step.
     """
     callbacks = {}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the callback connector
@@ -190,15 +211,15 @@ def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int) -> dic
 
 
 def seed() -> str:
-    """What `seed_everything` was given, from which the order of the samples follows; empty if nothing."""
+    """Return the seed of `seed_everything`, from which the order of the samples follows; empty without a seed."""
     return os.environ.get(SEED, "")
 
 
 def restore_trainer(trainer: Trainer, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Put a trainer that is about to begin its first epoch where the others stand."""
+    """Set a trainer that is about to begin its first epoch to the progress of the other workers."""
     loop = trainer.fit_loop
     if trainer.current_epoch != int(state["epoch"]):
-        loop.restarting = False  # Else it would go on with batches of the epoch whose checkpoint it has loaded.
+        loop.restarting = False  # Otherwise it would go on within the epoch of the checkpoint that it has loaded.
         loop.on_iteration_done()
     epochs, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
     for progress in (epochs.current, epochs.total):
@@ -227,19 +248,21 @@ def _can_be_sent(state: Any) -> bool:
 
 
 def take_state_of_rank_zero(module: nn.Module, strategy: CoordinatedStrategy) -> None:
-    """Start from rank 0's parameters and buffers on every rank; they come in pieces."""
+    """Copy the parameters and buffers of rank 0 to every rank, in pieces; a collective."""
     state = (*module.parameters(), *module.buffers())
-    flat = [tensor.detach().reshape(-1) for tensor in state]
-    for piece in _pieces(part for one in flat for part in torch.split(one, PIECE_BYTES // one.element_size())):
+    flattened = [tensor.detach().reshape(-1) for tensor in state]
+    parts = (part for flat in flattened for part in torch.split(flat, PIECE_BYTES // flat.element_size()))
+    for piece in _pieces(parts):
         for part, value in zip(piece, strategy.broadcast(piece, 0), strict=True):
             part.copy_(value)
     with torch.no_grad():
-        for tensor, one in zip(state, flat, strict=True):  # Of what is not contiguous the flat one is a copy.
-            tensor.copy_(one.reshape(tensor.shape))
+        # The flat form of a tensor that is not contiguous is a copy.
+        for tensor, flat in zip(state, flattened, strict=True):
+            tensor.copy_(flat.reshape(tensor.shape))
 
 
 def _pieces(parts: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Those that are sent together."""
+    """Yield lists of tensors that are sent together, each of at most `PIECE_BYTES`."""
     piece: list[Tensor] = []
     size = 0
     for part in parts:
@@ -253,7 +276,10 @@ def _pieces(parts: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def average_buffers(module: nn.Module, strategy: CoordinatedStrategy) -> None:
-    """Replace floating-point buffers by their mean over the workers, others by their maximum; not those of metrics."""
+    """Replace floating-point buffers by their mean over the workers and all others by their maximum; a collective.
+
+    Buffers of metrics stay as they are, because metrics combine their states themselves.
+    """
     metrics = {id(b) for m in module.modules() if isinstance(m, Metric) for b in m.buffers()}
     buffers = [buffer for buffer in module.buffers() if id(buffer) not in metrics]
     if not buffers or strategy.world_size == 1:

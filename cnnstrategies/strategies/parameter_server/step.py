@@ -1,4 +1,4 @@
-"""How gradients leave during backward, and how a forward waits for its own parameters only."""
+"""A worker's training step: gradients are sent during backward, and each forward waits for its own parameters."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,25 +20,32 @@ from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.strategies.observer_hooks import tensors_in
 
-NOTED_STEPS = 2  # in which it is found out who reads parameters
+NOTED_STEPS = 2  # First steps, which note the parameters that are read outside of their own modules.
 
 
 class Stepper:
     """Connects a module's training to a worker.
 
-    Where nobody else looks, each gradient is pushed by a hook as soon as backward has accumulated it, and each module
-    waits for its own parameters right before its forward. Else gradients leave in the optimizer's step, as they are
-    there, and all values are there when a step ends. Parameters that others than their own modules read are waited for
-    when a step begins; the first steps wait for all, and find out which these are.
+    If no hook of the user can notice it, each gradient is pushed as soon as backward has accumulated it, and each
+    module waits for its own parameters right before its forward. Otherwise gradients are sent in the optimizer's step,
+    as they are then, and all values are awaited at the end of a step. A parameter that is read outside of its own
+    module is awaited when a step begins. The first steps wait for all parameters, and note which ones are read so.
 
     Args:
-        early: Whether gradients may leave before the hooks between backward and the optimizer's step.
-        sees_weights: Who may look at weights between two steps, for whom all are waited for when one ends.
-        sync_every: In mode ``local``, own steps between two outer ones; else 0.
-        own_steps: What the others have made of these, where this one comes later.
+        module: The module.
+        worker: The worker, which sends gradients and receives values.
+        specification: The run's specification.
+        optimizer: The module's optimizer.
+        early: Whether gradients may be sent before the hooks between backward and the optimizer's step.
+        sees_weights: Names of the hooks that may read weights between two steps.
+        sync_every: In mode ``local``, the worker's steps between two outer steps; else 0.
+        own_steps: Initial value of the attribute, for a worker that joins others.
 
     Attributes:
-        own_steps: In mode ``local``, those since the last outer step.
+        own_steps: In mode ``local``, the worker's steps since the last outer step.
+        accumulating: Whether the next backward only accumulates gradients.
+        eager: Whether all values are awaited at the end of each step.
+        parameters: The trained parameters, in the order of the specification.
     """
 
     def __init__(
@@ -58,8 +65,8 @@ class Stepper:
         self.own_steps = own_steps
         self._sync_every = sync_every
         self.accumulating = False
-        self._samples = self._batches = 0  # of the step
-        self._left_out = 0  # steps, the present one among them
+        self._samples = self._batches = 0  # Of the present step.
+        self._left_out = 0  # Steps to leave out, including the present one.
         named = dict(module.named_parameters())
         self.parameters: list[nn.Parameter] = [named[info.name] for info in specification.parameters]
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
@@ -68,18 +75,19 @@ class Stepper:
         self._early = early
         self._sees_weights = sees_weights
         self._readers = Readers(module, self._index)
-        self._noted = 0  # steps in which readers are noted
-        if is_compiled_whole(module) or any(is_compiled(child) for child in module.modules()):  # Nobody sees inside.
-            self._noted, self._readers.found = NOTED_STEPS, set(range(len(self.parameters)))
-        self._waited: set[int] = set()  # parameters whose modules have computed in this step
+        self._noted = 0  # Steps in which reads were noted.
+        # Reads inside compiled code cannot be noted.
+        if is_compiled_whole(module) or any(is_compiled(child) for child in module.modules()):
+            self._noted, self._readers.indices = NOTED_STEPS, set(range(len(self.parameters)))
+        self._waited: set[int] = set()  # Parameters whose modules have computed in this step.
         self._written = [writes(parameter) for parameter in self.parameters]
         self._memory = [parameter.data_ptr() for parameter in self.parameters]
-        self._had: list[Tensor] | None = None  # the values that came, where somebody may write others
-        self._had_from: int | None = None  # the rank that spoke for this node
+        self._received: list[Tensor] | None = None  # Copies of the received values, if hooks may write weights.
+        self._received_from: int | None = None  # The rank that received them for this node.
         self._in_step = False
         self._codecs = worker.codecs
-        self._pushed: dict[int, tuple[Tensor, int]] = {}  # gradients, and their versions when they left
-        self._options = [group.options for group in specification.groups]  # in mode local the outer optimizer's
+        self._pushed: dict[int, tuple[Tensor, int]] = {}  # Gradients, with their write counts when they were sent.
+        self._options = [group.options for group in specification.groups]  # In mode local those of the outer optimizer.
         self._handles: list[Any] = []
         if not sync_every and early:
             for index, parameter in enumerate(self.parameters):
@@ -88,10 +96,10 @@ class Stepper:
                 handle = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
         for child in () if sync_every else module.modules():
-            own = [self._index[id(p)] for p in child.parameters(recurse=False) if id(p) in self._index]
-            if own:
-                # Before those that compute a weight from others, as torch's weight_norm does.
-                self._handles.append(child.register_forward_pre_hook(self._waiter(own), prepend=True))
+            indices = [self._index[id(p)] for p in child.parameters(recurse=False) if id(p) in self._index]
+            if indices:
+                # Must run before hooks that compute a weight from other parameters, as torch's weight_norm does.
+                self._handles.append(child.register_forward_pre_hook(self._waiter(indices), prepend=True))
         if not sync_every:
             self._handles.append(optimizer.register_step_pre_hook(self._take_gradients))
 
@@ -102,26 +110,26 @@ class Stepper:
         self._handles.clear()
 
     def leaves_out(self) -> bool:
-        """Whether the batch that comes is of a step that the others have made already: it would be worked on in vain.
+        """Return whether the next batch belongs to a step that the others have made already, and is left out.
 
-        The steps' numbers stay those of the trainer, and with them schedules and the end of the epoch.
+        The trainer still counts these steps, so that schedules and the end of the epoch stay where they are.
         """
         if isinstance(self.worker, CombinedWorker) and not self._left_out and not self._batches:
-            self.worker.wait(0)  # The forward waits for it anyway. It says how far the others are.
+            self.worker.wait(0)  # The forward waits for it anyway, and its version shows how far the others are.
             if self.worker.late:
                 self._left_out = self.worker.catch_up()
         return self._left_out > 0
 
     def count(self, samples: int) -> None:
-        """A batch of so many samples is worked on: by their number the gradient counts."""
+        """Count a batch of the present step; its samples are part of the gradient's weight."""
         self._samples += samples
         self._batches += 1
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A batch's forward: what others than its own modules read is there when it begins."""
+        """Surround a batch's forward; wait first for the parameters that are read outside of their own modules."""
         if self._sync_every or self._noted >= NOTED_STEPS:
-            for index in () if self._sync_every else self._readers.found:
+            for index in () if self._sync_every else self._readers.indices:
                 self.worker.wait(index)
             yield
             return
@@ -130,20 +138,20 @@ class Stepper:
             yield
 
     def before_backward(self) -> None:
-        """The next backward is the last one of a step, unless gradients are being accumulated."""
+        """Begin the push of a step before its last backward, unless gradients only accumulate in this backward."""
         if self._early and not (self.accumulating or self._sync_every or self._left_out):
             self._begin()
 
     @property
     def begun(self) -> int:
-        """How many common steps this worker has pushed, or is pushing; where a node pushes as one it waits in that."""
+        """Number of common steps that this worker has pushed or is pushing."""
         return self.worker.step + self._in_step
 
     def after_step(self, last: bool = False) -> None:
-        """The optimizer's step was made: in mode ``local`` by the optimizer itself.
+        """End a training step after the optimizer's step.
 
         Args:
-            last: Whether it is the epoch's: what runs at its end may look at weights.
+            last: Whether the step is the last one of an epoch, after which hooks may read weights.
         """
         if self._sync_every:
             self.own_steps += 1
@@ -155,23 +163,23 @@ class Stepper:
             self.note_values()
 
     def note_values(self) -> None:
-        """The weights are those that came: whoever writes others from now on is found."""
+        """Note that the weights are the received ones, so that later writes by other code are found."""
         self._written = [writes(parameter) for parameter in self.parameters]
         self._memory = [parameter.data_ptr() for parameter in self.parameters]
-        self._had_from = self.worker.leader
+        self._received_from = self.worker.leader
         if self._sees_weights and not self._sync_every:
-            self._had = [parameter.detach().clone() for parameter in self.parameters]
+            self._received = [parameter.detach().clone() for parameter in self.parameters]
 
     def outer_step(self) -> None:
-        """In mode ``local``, have the servers make an outer step of what own steps have changed, and go on from there.
+        """Let the servers make an outer step of mode ``local``, and take its weights.
 
-        After none it is left out: the momentum alone must not move the weights.
+        Without own steps there is no outer step, because momentum alone must not move the weights.
         """
         if not self.own_steps:
             return
-        assert not isinstance(self.worker, CombinedWorker), "in mode local each pushes for itself"
+        assert not isinstance(self.worker, CombinedWorker), "in mode local each worker pushes for itself"
         self.worker.begin_step(self._options, self._samples)
-        self._tell_of_codecs()
+        self._log_codecs()
         for index, parameter in enumerate(self.parameters):
             self.worker.push(index, parameter.detach())
         self.worker.end_step()
@@ -183,9 +191,9 @@ class Stepper:
             self.worker.begin_step(hyperparameters(self.optimizer), self._samples)
             self._in_step = True
             self._pushed.clear()
-            self._tell_of_codecs()
+            self._log_codecs()
 
-    def _tell_of_codecs(self) -> None:
+    def _log_codecs(self) -> None:
         if self.worker.codecs != self._codecs:
             self._codecs = pushes, pulls = self.worker.codecs
             rank_zero_info(f"From step {self.worker.step} on compression: {pushes}, pull_compression: {pulls}")
@@ -214,7 +222,7 @@ class Stepper:
         return wait
 
     def _take_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Have the optimizer's step run its closure, and find no gradients after it: the servers have them."""
+        """Make the optimizer's step run its closure, push the gradients, and find none: the servers make the step."""
         closure = kwargs["closure"]
 
         def closure_then_push() -> Any:
@@ -234,70 +242,81 @@ class Stepper:
         return args, {**kwargs, "closure": closure_then_push}
 
     def _check(self) -> None:
-        """See that nobody has looked at, or changed, what was sent sooner or came later than on one device."""
+        """Refuse uses of gradients or weights that would have another result than on one device.
+
+        Raises:
+            ConfigurationError: A gradient was changed after it was sent, a weight was read before it was received or
+                was changed between two steps, or a frozen parameter has a gradient.
+        """
         for index, (gradient, version) in self._pushed.items():
-            now = self.parameters[index].grad
-            if now is not gradient or writes(now) != version:
+            present = self.parameters[index].grad
+            if present is not gradient or writes(present) != version:
                 raise ConfigurationError(
-                    f"the gradient of {self._names[index]} was changed after backward, when it was on its way to the "
-                    "servers: change gradients in on_after_backward or on_before_optimizer_step of the module or of a "
-                    "callback, which strategy parameter_server waits for, or use strategy ddp"
+                    f"the gradient of {self._names[index]} was changed after backward had sent it to the servers: "
+                    "change gradients in on_after_backward or on_before_optimizer_step of the module or of a callback, "
+                    "which strategy parameter_server waits for, or use strategy ddp"
                 )
-        written = self._written_by_others()
-        late = self._readers.found if self._noted >= NOTED_STEPS else range(len(self.parameters))
+        changed = self._changed()
+        awaited = self._readers.indices if self._noted >= NOTED_STEPS else range(len(self.parameters))
         for index, parameter in enumerate(self.parameters):
             if self._frozen[index]:
                 if parameter.grad is not None:
                     raise ConfigurationError(
-                        f"{self._names[index]} was frozen when training began, and has a gradient now: the servers "
-                        "were not given it; train the parts one after the other in two fits, or use strategy ddp"
+                        f"{self._names[index]} was frozen when training began and has a gradient now, so the servers "
+                        "do not train it: train the parts one after the other in two fits, or use strategy ddp"
                     )
                 continue
-            if parameter.grad is not None and index not in self._waited and index not in late:
+            if parameter.grad is not None and index not in self._waited and index not in awaited:
                 raise ConfigurationError(
-                    f"{self._names[index]} was used without a forward of its own module, as in none of the first "
-                    f"{NOTED_STEPS} steps: its value may have been that of the step before; call its module, use it so "
-                    "from the first step on, or use strategy ddp"
+                    f"{self._names[index]} was used without a forward of its own module, unlike in the first "
+                    f"{NOTED_STEPS} steps, and may have had the value of the step before: call its module, use the "
+                    "parameter so from the first step on, or use strategy ddp"
                 )
-            # `.data =` counts no write; an average of weights, which has no gradient, may have its own memory.
+            # An assignment to `.data` does not count as a write, but it changes the memory. Weights without gradients
+            # may have other memory, as an average of weights has.
             moved = parameter.grad is not None and parameter.data_ptr() != self._memory[index]
-            if moved or writes(parameter) != self._written[index] or written[index]:
-                who = f" (maybe by {', '.join(self._sees_weights)})" if self._sees_weights else ""
+            if moved or writes(parameter) != self._written[index] or changed[index]:
+                suspects = f" (maybe by {', '.join(self._sees_weights)})" if self._sees_weights else ""
                 raise ConfigurationError(
-                    f"{self._names[index]} was changed between two steps, or in training_step{who}: the servers hold "
-                    "the parameters, and would put theirs in its place; use mode: local, or strategy ddp"
+                    f"{self._names[index]} was changed between two steps, or in training_step{suspects}: the servers "
+                    "hold the parameters, and would overwrite the change; use mode: local, or strategy ddp"
                 )
 
-    def _written_by_others(self) -> list[bool]:
-        """Which values are not those that came, where somebody may have written others; read at once."""
-        # A leader that takes over brings the values of the servers' present step.
-        if self._had is None or self._had_from != self.worker.leader:
+    def _changed(self) -> list[bool]:
+        """Return for each parameter whether its value differs from the received one, if hooks may write weights."""
+        # A new leader of the node brings the values of the servers' present step, which may be newer.
+        if self._received is None or self._received_from != self.worker.leader:
             return [False] * len(self.parameters)
-        pairs = zip(self.parameters, self._had, strict=True)
-        different: list[bool] = torch.stack([(now != had).any() for now, had in pairs]).tolist()
+        pairs = zip(self.parameters, self._received, strict=True)
+        # One read for all parameters, because each read waits for the device.
+        different: list[bool] = torch.stack([(value != received).any() for value, received in pairs]).tolist()
         return different
 
 
 class Readers(TorchFunctionMode):
-    """Notes which parameters are read while none of their own modules computes.
+    """Mode that notes which parameters are read while none of their own modules computes.
 
-    So is that of a head that is given to ``F.linear``, the last layer of ``nn.MultiheadAttention``, which is never
-    called, a weight in a penalty, or one that a moving average follows.
+    Examples are a head's weight that is passed to ``F.linear``, the last layer of ``nn.MultiheadAttention``, which is
+    never called, a weight in a penalty, and a weight that a moving average follows.
 
     Attributes:
-        found: The numbers of those that are.
+        indices: Numbers of the noted parameters.
+
+    Args:
+        module: The module.
+        index: Numbers of the parameters, by their ids.
     """
 
     def __init__(self, module: nn.Module, index: Mapping[int, int]) -> None:
         super().__init__()
-        self.found: set[int] = set()
+        self.indices: set[int] = set()
         self._module = module
         self._index = index
         self._computing: list[nn.Module] = []
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note what happens inside."""
+        """Note the reads inside this context."""
         with ExitStack() as stack:
             for child in self._module.modules():
                 for handle in _noted(child, self._computing):
@@ -306,21 +325,24 @@ class Readers(TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """See what a function is given, and call it."""
+        """Note the parameters among the arguments of a function, and call it."""
         for tensor in tensors_in((*args, *(kwargs or {}).values())):
             index = self._index.get(id(tensor))
-            if index is not None and not any(tensor is own for own in self._own()):
-                self.found.add(index)
+            if index is not None and not any(tensor is parameter for parameter in self._computing_parameters()):
+                self.indices.add(index)
         return func(*args, **(kwargs or {}))
 
-    def _own(self) -> Iterator[Tensor]:
-        """The parameters of the modules that compute now."""
+    def _computing_parameters(self) -> Iterator[Tensor]:
+        """Yield the parameters of the modules that are computing now."""
         for module in self._computing:
             yield from module.parameters(recurse=False)
 
 
 def _noted(child: nn.Module, computing: list[nn.Module]) -> Iterator[RemovableHandle]:
-    """Hooks that note when a module computes; functions, of which a copy of the module has no copies."""
+    """Register hooks that note when a module computes, and yield their handles.
+
+    The hooks are plain functions, because a copy of the module then shares them instead of copying what they refer to.
+    """
 
     def begin(module: nn.Module, *_: Any) -> None:
         computing.append(module)

@@ -1,4 +1,4 @@
-"""`strategy: parameter_server`: workers with a full replica each, servers that hold parameters and optimizer."""
+"""`strategy: parameter_server`: workers with a replica each, and servers with the parameters and the optimizer."""
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -38,75 +38,76 @@ from cnnstrategies.strategies.parameter_server.options import (
 )
 from cnnstrategies.strategies.parameter_server.start import (
     average_buffers,
-    meet_servers,
+    join_servers,
     take_state_of_rank_zero,
     trainer_state,
 )
 from cnnstrategies.strategies.parameter_server.step import Stepper
 from cnnstrategies.strategies.protocol import StepKind
 
-OUTER_STATE = "outer_optimizer_state"  # in a checkpoint
-CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")  # of a precision plugin
+OUTER_STATE = "outer_optimizer_state"  # Key of a checkpoint.
+CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")  # Methods of a precision plugin.
 
 
 class ParameterServerStrategy(CoordinatedStrategy):
-    """Data parallel through servers that hold the parameters, each a part, and make the optimizer's steps.
+    """Data parallelism through servers that each hold a part of the parameters and make the optimizer's steps.
 
     Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014. Gradients are pushed while
-    backward still runs, and a layer's forward waits for its own parameters only. There is no torch process group:
-    a worker that dies is left out, and one that is started again joins at the next epoch.
+    backward still runs, and a layer's forward waits only for the layer's own parameters. There is no torch process
+    group: the run goes on without a worker that dies, and a restarted worker joins at the next epoch.
 
-    BatchNorm's running statistics are those of each worker's batches; before each validation, test and checkpoint
-    they are averaged over the workers.
+    BatchNorm's running statistics come from each worker's own batches. They are averaged over the workers before each
+    validation, test and checkpoint.
 
     Args:
         mode: ``sync`` makes one step on the mean gradient of all workers, as DDP does. ``async`` applies each gradient
-            as it comes. ``ssp`` does too, but no worker runs more than ``staleness`` steps ahead of the slowest (Ho et
-            al., NeurIPS 2013). In ``local`` workers are independent for ``sync_every`` steps of their own optimizer;
-            then the servers make an outer step on the mean of the differences (DiLoCo, Douillard et al. 2023).
+            when it arrives. ``ssp`` is like ``async``, but no worker runs more than ``staleness`` steps ahead of the
+            slowest (Ho et al., NeurIPS 2013). In ``local`` each worker makes ``sync_every`` steps of its own optimizer;
+            then the servers make an outer step on the mean of the workers' changes (DiLoCo, Douillard et al. 2023).
         staleness: For ssp: steps that a worker may be ahead of the slowest one, 4 by default; 0 is sync.
         sync_every: For local: optimizer steps between two outer steps, 8 by default.
-        outer_lr: For local: learning rate of the outer step, which is SGD's. 1 without momentum averages the weights
-            (local SGD); DiLoCo's are 0.7 and 0.9.
+        outer_lr: For local: learning rate of the outer step, an SGD step. The value 1 without momentum averages the
+            weights (local SGD); DiLoCo uses 0.7 with momentum 0.9.
         outer_momentum: For local: Nesterov momentum of the outer step.
         servers_per_node: Server processes that each node starts.
-        endpoints: Addresses of dedicated servers, started with ``cnnstrategies-server``, instead. With them each slice
-            of a step in ``sync`` is made for itself, so that values come back while gradients leave.
-        coordinator: ``tcp://address:port`` on the machine of rank 0; by default a socket in a private directory on one
+        endpoints: Addresses of dedicated servers, which are started with ``cnnstrategies-server`` and replace the
+            nodes' own servers. With dedicated servers and ``sync``, each slice is updated by itself, so that values
+            return while gradients are still being sent.
+        coordinator: ``tcp://address:port`` on the machine of rank 0. By default a socket in a private directory on one
             machine, else Lightning's main address and port.
-        compression: Of pushed gradients: ``none``, ``fp16``, ``bf16``, or with error feedback ``topk`` and ``onebit``.
-            ``auto`` uses the one of ``none``, ``bf16`` and ``onebit`` with which steps take the least time, as
-            measured while it trains.
-        topk_density: Share of the elements that ``topk`` sends.
-        pull_compression: Of pulled parameters: ``none``, ``fp16`` or ``bf16``. Forward and backward then use rounded
-            weights; those of the servers keep their precision, and validation and checkpoints have them. For ``sync``
-            and ``local`` also ``topk`` and ``onebit``: of what each step changes, with error feedback (DoubleSqueeze,
-            Tang et al., ICML 2019). ``auto`` chooses, as above, between ``none``, ``fp16`` and, where all workers
-            have each step in common, ``onebit``.
-        replication: Servers that hold each part; with 2, one server can be lost without losing an update.
-        data_dispatch: ``static`` divides each epoch as DDP does. ``dynamic``, for async and ssp, gives batches to
-            whoever asks, so faster workers take more and a dead worker's batches are given out again.
-        security: ``curve`` encrypts and authenticates, ``none`` does not; ``auto`` does wherever TCP is used, and needs
-            ``key_file`` where other machines are reached.
-        key_file: The run's keys, the same on every machine.
-        timeout: Seconds, or ``minutes:seconds``, without a heartbeat or without an answer after which a
-            process counts as dead.
-        max_restarts: How often each process may be started again after it was killed, in the first trainer function
-            of a script. Without restarts a run goes on without a dead worker, but not without rank 0, which writes
+        compression: Compression of pushed gradients: ``none``, ``fp16``, ``bf16``, or, with error feedback, ``topk`` or
+            ``onebit``. ``auto`` measures step times during training, and uses the fastest of ``none``, ``bf16`` and
+            ``onebit``.
+        topk_density: Fraction of the elements that ``topk`` sends.
+        pull_compression: Compression of pulled parameters: ``none``, ``fp16`` or ``bf16``. Forward and backward then
+            use rounded weights, while the servers, validation and checkpoints keep full precision. ``sync`` and
+            ``local`` also accept ``topk`` and ``onebit``, which compress the change of each step with error feedback
+            (DoubleSqueeze, Tang et al., ICML 2019). ``auto`` chooses by step times between ``none``, ``fp16`` and, if
+            all workers make the same steps, ``onebit``.
+        replication: Number of servers that hold each part. With 2, one server can die without the loss of an update.
+        data_dispatch: ``static`` divides each epoch as DDP does. ``dynamic``, for async and ssp, gives batches to the
+            workers that ask for them: faster workers take more, and a dead worker's batches are given out again.
+        security: ``curve`` encrypts and authenticates, ``none`` does not. ``auto`` is ``curve`` for TCP connections and
+            ``none`` for the private directory; it needs ``key_file`` if the run has other machines.
+        key_file: File with the run's keys, the same on every machine.
+        timeout: Time in seconds, or as ``minutes:seconds``, after which a process without a heartbeat or an answer
+            counts as dead.
+        max_restarts: Number of times that each killed process may be restarted, in the first trainer function of a
+            script. Without restarts a run goes on without a dead worker, but not without rank 0, which writes
             checkpoints and logs.
-        max_joiners: How many workers may join and leave while it trains, with ``cnnstrategies join``. For async and
-            ssp, with ``data_dispatch: dynamic``.
-        combine_per_node: For sync: the workers of a node add their gradients up in memory that they share, and one of
-            them pushes and pulls for all, so that the node's link carries one worker's bytes. If it dies another takes
-            its place.
-        shares: For sync: each worker's part of a global batch in proportion to the others', such as ``[3, 1]``, or
-            ``auto``: equal at first, then by each worker's own time, as under ``ddp_balanced``.
+        max_joiners: Number of workers that may join and leave during training, with ``cnnstrategies join``. For async
+            and ssp, with ``data_dispatch: dynamic``.
+        combine_per_node: For sync: the workers of a node sum their gradients in shared memory, and one of them pushes
+            and pulls for all, so that the node's link carries the bytes of one worker. If that worker dies, another
+            one takes over.
+        shares: For sync: the workers' parts of a global batch as a list of proportions such as ``[3, 1]``, or ``auto``:
+            equal at first, then by each worker's measured time, as under ``ddp_balanced``.
         initial_shares: The shares with which ``auto`` begins, as ``plan`` writes them.
-        **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices.
+        **kwargs: Options of :class:`~lightning.pytorch.strategies.DDPStrategy` about devices.
 
     Raises:
-        ConfigurationError: The arguments contradict each other. What depends on the module is checked before
-            processes are started.
+        ConfigurationError: Options contradict each other. Checks that depend on the module follow before processes
+            start.
     """
 
     step_kind: StepKind = "worker"
@@ -139,14 +140,16 @@ class ParameterServerStrategy(CoordinatedStrategy):
         **kwargs: Any,
     ) -> None:
         refuse_old_names(ParameterServerStrategy, kwargs)
-        given = {
+        arguments = {
             **locals(),
             "endpoints": tuple(endpoints or ()),
             "timeout": seconds(timeout, "timeout"),
             "staleness": usual_staleness(mode) if staleness is None else staleness,
             "sync_every": usual_sync_every(mode) if sync_every is None else sync_every,
         }
-        options = ParameterServerOptions(**{field.name: given[field.name] for field in fields(ParameterServerOptions)})
+        options = ParameterServerOptions(
+            **{field.name: arguments[field.name] for field in fields(ParameterServerOptions)}
+        )
         super().__init__(options=options, start_method=start_method, **kwargs)
         self._stepper: Stepper | None = None
         self._dealing = Dealing(self, shares, initial=initial_shares)
@@ -157,32 +160,32 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._watch: HookContexts | None = None
 
     def check(self) -> None:
-        """Refuse what it cannot train; called before processes are started."""
+        """Refuse a module or a layout that the servers cannot train; called before processes start."""
         check_module(self.module, self.options)
         self.options.check_nodes(self.num_nodes)
         self._dealing.check()
         if self._layer_sync is not None:
             raise ConfigurationError(
-                "sync_batchnorm=True: workers run independently of each other and exchange no statistics in a step; "
-                "set trainer.sync_batchnorm to false"
+                "sync_batchnorm=True: workers run independently and cannot exchange statistics within a step; set "
+                "trainer.sync_batchnorm to false"
             )
 
     # Joining the run
 
     @property
     def module(self) -> LightningModule:
-        """What is trained."""
+        """The module that is trained."""
         assert isinstance(self.lightning_module, LightningModule)
         return self.lightning_module
 
     @property
     def trainer(self) -> Trainer:
-        """Whose."""
+        """The trainer that runs this strategy."""
         return self.module.trainer
 
     @property
     def callbacks(self) -> list[Callback]:
-        """The trainer's."""
+        """The trainer's callbacks."""
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         return callbacks
 
@@ -218,12 +221,12 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self.setup_precision_plugin()
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ConfigurationError(
-                "precision 16-mixed scales the loss by a factor that workers would have to agree on in each step: with "
-                "strategy parameter_server use bf16-mixed"
+                "precision=16-mixed: workers would have to agree on the loss scale in each step; with strategy "
+                "parameter_server use bf16-mixed"
             )
         if trainer.state.fn == TrainerFn.FITTING and self.options.mode != "local":
             for name in CLIPPING:  # The servers clip, by the norm of the whole gradient.
-                setattr(self.precision_plugin, name, _leave_alone)
+                setattr(self.precision_plugin, name, _clip_nothing)
         self.share_metrics(self.module)
 
     # Data
@@ -245,18 +248,18 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Meet the servers; a worker that was started again waits here until the others let it in."""
+        """Connect to the servers; a restarted worker waits here until the run admits it."""
         self.leave_address(self.trainer)
-        worker, specification, own_steps = meet_servers(self, self.module, self.optimizers[0], self._outer_state)
+        worker, specification, own_steps = join_servers(self, self.module, self.optimizers[0], self._outer_state)
         if self.options.mode == "sync" and self.world_size > 1:
             self._watch = watch_gradients(self.module, self.callbacks)
         self.joined_late = own_steps is not None
-        self.collectives.membership.tell(lambda: self._figures(worker))
+        self.collectives.membership.report_figures(lambda: self._figures(worker))
         self._stepper = self._stepper_of(worker, specification, own_steps or 0)
 
     def _stepper_of(self, worker: Worker | CombinedWorker, specification: Specification, own_steps: int) -> Stepper:
-        """What connects the module's training to a worker."""
-        local = self.options.mode == "local"  # There weights are the worker's own, and only an average looks at all.
+        """Return the stepper that connects the module's training to a worker."""
+        local = self.options.mode == "local"  # Weights are then the worker's own; only an average reads all of them.
         average = ["an average of the weights"] * self._averages_weights
         return Stepper(
             self.module,
@@ -270,7 +273,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         )
 
     def _figures(self, worker: Worker | CombinedWorker) -> dict[str, float]:
-        """What this worker says of itself; called in another thread."""
+        """Return this worker's figures for ``watch``; called in another thread."""
         figures = worker.counters.figures()
         if self._stepper is not None and self.options.waits_for_pushes and not self._has_left:
             pushed = self._stepper.begun
@@ -279,17 +282,17 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """At an epoch's first batch, let in the workers that were started again."""
+        """Admit restarted workers at the first batch of an epoch."""
         if batch_idx > 0 or self._stepper is None:
             return
         if self.joined_late:
-            self.joined_late = False  # At this very boundary.
+            self.joined_late = False  # The run admitted this worker at this boundary.
             return
         self._stepper.worker.interrupt()
         self._stepper.worker.wait_all()
         state = trainer_state(self.trainer, self.optimizers[0], self._stepper.own_steps)
         if self.collectives.boundary(state).admitted:
-            self.collectives.barrier("admitted")  # Until those that came in have the parameters and their step.
+            self.collectives.barrier("admitted")  # Wait until the admitted workers have parameters and step.
         if self._has_left:
             self._stepper.worker.join()
             self._stepper.note_values()
@@ -299,7 +302,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._stepper is not None
         if self._stepper.leaves_out():
-            return torch.zeros((), device=self.root_device, requires_grad=True)  # No parameter has a gradient of it.
+            return torch.zeros((), device=self.root_device, requires_grad=True)  # Gives no parameter a gradient.
         self._stepper.count(self._samples_in(args[0] if args else next(iter(kwargs.values()))))
         self._buffers_are_equal = False
         self._dispatch.seen += 1
@@ -311,7 +314,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def _samples_in(self, batch: Any) -> int:
         sampler = dealt(self.trainer) if self.options.aggregates else None
         if sampler is not None and not sampler.counts(self.trainer.fit_loop.batch_idx)[sampler.rank]:
-            return 0  # It repeats another rank's, so that all have as many batches.
+            return 0  # This batch only repeats samples, so that all ranks have equally many batches.
         return max(1, count_samples(batch))
 
     @override
@@ -327,7 +330,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """While gradients accumulate, nothing is sent."""
+        """Send nothing while gradients accumulate."""
         assert self._stepper is not None
         self._stepper.accumulating = True
         try:
@@ -343,15 +346,16 @@ class ParameterServerStrategy(CoordinatedStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the closure in the optimizer's step, which finds no gradients: the servers make the step."""
+        """Run the closure in the optimizer's step, which finds no gradients because the servers make the step."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self._stepper is not None
         self._stepper.after_step(self.trainer.is_last_batch)
-        self._dispatch.processed = self._dispatch.seen  # What has left need not be done by another if this worker dies.
+        # The gradients have been sent: if this worker dies, no other worker must repeat these batches.
+        self._dispatch.processed = self._dispatch.seen
         if self.options.mode == "ssp" and self.trainer.is_last_batch:
-            # Nobody shall wait for a worker that has no more batches in this epoch.
+            # The other workers must not wait for a worker that has no more batches in this epoch.
             worker = self._stepper.worker
-            assert not isinstance(worker, CombinedWorker), "in mode ssp each pushes for itself"
+            assert not isinstance(worker, CombinedWorker), "in mode ssp each worker pushes for itself"
             worker.leave()
             self._has_left = True
         return output
@@ -359,14 +363,14 @@ class ParameterServerStrategy(CoordinatedStrategy):
     # Weights and buffers at rest
 
     def _settle(self, refresh: bool = True) -> None:
-        """Have the servers' parameters, and the workers' mean of the buffers; a collective when training."""
+        """Load the servers' parameters and the mean of the workers' buffers; a collective during training."""
         if self._stepper is None:
             return
         worker = self._stepper.worker
         worker.interrupt()
         if self.options.mode == "local":
             self._stepper.outer_step()
-            worker.interrupt()  # It came early.
+            worker.interrupt()  # The time of an early outer step must not count for the choice of compressions.
         worker.wait_all()
         self._dispatch.processed = self._dispatch.seen
         if not self._buffers_are_equal:
@@ -384,19 +388,22 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def on_validation_end(self) -> None:
         if self._stepper is not None:
-            self._stepper.note_values()  # A callback may have had others in their place meanwhile.
+            self._stepper.note_values()  # A callback may have replaced the weights during validation.
 
     @property
     def _averages_weights(self) -> bool:
-        """Whether a callback reads all weights after each step, and puts their average in their place at the end."""
+        """Whether a callback averages all weights after each step, and writes the average at the end."""
         return any(isinstance(callback, WeightAveraging) for callback in self.callbacks)
 
     @override
     def on_train_end(self) -> None:
-        """Leave the servers with what they have: from here on the weights and rank 0's optimizer are the run's."""
+        """Take weights and optimizer state from the servers, and leave them.
+
+        From here on the weights, and the optimizer of rank 0, hold the result of the run.
+        """
         self._settle(refresh=not self._averages_weights)
         if self._averages_weights:
-            take_state_of_rank_zero(self.module, self)  # Each rank averaged what it has seen.
+            take_state_of_rank_zero(self.module, self)  # Each rank has averaged the weights that it has seen.
         if self.options.mode == "local":
             self._outer_state = self._servers_state()
         else:
@@ -407,13 +414,13 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state; called on every rank."""
+        """Return the module's state; a collective."""
         self._settle()
         return super().lightning_module_state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """On rank 0 the servers' optimizer state, as one process would save it; called on every rank."""
+        """Return on rank 0 the servers' optimizer state, as one process would save it; a collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if self._stepper is None or self.options.mode == "local":
@@ -425,7 +432,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         return state
 
     def _servers_state(self) -> dict[str, Any] | None:
-        """On rank 0 the state of the servers' optimizer; called on every rank."""
+        """Return on rank 0 the state of the servers' optimizer; a collective."""
         assert self._stepper is not None
         self.barrier("optimizer state")
         state = self._stepper.worker.optimizer_state() if self.global_rank == 0 else None
@@ -434,7 +441,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """In mode ``local`` with the outer optimizer's state; called on every rank."""
+        """Save a checkpoint, in mode ``local`` with the outer optimizer's state; a collective."""
         if self.options.mode == "local" and "optimizer_states" in checkpoint:
             checkpoint[OUTER_STATE] = self._outer_state if self._stepper is None else self._servers_state()
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -446,11 +453,11 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights, which the servers of the next training get, with the optimizer's state, when it starts."""
+        """Load weights. The servers of the next training take them when it starts, with the optimizer's state."""
         if self._stepper is not None:
             raise ConfigurationError(
-                "weights were loaded in the middle of training, which the servers go on with as they have them: save "
-                "a checkpoint, and give it to a new fit as ckpt_path"
+                "weights were loaded in the middle of training, where the servers would ignore them: save a "
+                "checkpoint, and pass it to a new fit as ckpt_path"
             )
         super().load_model_state_dict(checkpoint, strict)
 
@@ -487,14 +494,14 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def leave_session(self) -> None:
-        """Leave the servers and the coordinator; a second time does nothing."""
+        """Leave the servers and the coordinator; do nothing if no session is open."""
         self._leave_servers()
         super().leave_session()
 
     @override
     def teardown(self) -> None:
         for name in CLIPPING:
-            vars(self.precision_plugin).pop(name, None)  # Another Trainer may be given the same plugin.
+            vars(self.precision_plugin).pop(name, None)  # Another Trainer may use the same plugin.
         if self._watch is not None:
             self._watch.end()
             self._watch = None
@@ -507,5 +514,5 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._stepper = None
 
 
-def _leave_alone(*args: Any, **kwargs: Any) -> None:
-    """Clip nothing."""
+def _clip_nothing(*args: Any, **kwargs: Any) -> None:
+    """Replace the clipping of a precision plugin, because the servers clip."""
