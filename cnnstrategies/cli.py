@@ -53,10 +53,10 @@ def _run(words: Sequence[str]) -> None:
     from cnnstrategies.commands.arguments.keys import accepted, with_underscores
     from cnnstrategies.commands.arguments.options import COMMANDS
     from cnnstrategies.commands.arguments.refuse import show
-    from cnnstrategies.runtime.processes import STARTER, end_with_parent, told_by_starter
+    from cnnstrategies.runtime.processes import STARTER, end_with_parent, starter_variable
 
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        starter = told_by_starter(STARTER)
+        starter = starter_variable(STARTER)
         end_with_parent(None if starter is None else int(starter))
     name = words[0] if words else help.HELP_WORDS[0]
     if name in help.HELP_WORDS:

@@ -59,7 +59,7 @@ REFUSED = {
     "tune --allow=accuracy": ["--allow: 'accuracy' is not accepted; accepted: precision"],
     "quantize --outptu=small.pt2": ["unknown key outptu; did you mean 'output'? accepted: ckpt_path, output, calibra"],
     "verify --steps=0": ["steps=0: nothing is trained; give at least 1"],
-    "fit --ckpt_path=page.ckpt": ["ckpt_path: page.ckpt is no checkpoint: it begins with b'not found'"],
+    "fit --ckpt_path=page.ckpt": ["ckpt_path: page.ckpt is not a checkpoint: it begins with b'not found'"],
     "quantize --ckpt_path=other.ckpt": ["ckpt_path: other.ckpt is of another network than `model` describes: "],
     "fit --ckpt_path=nowhere.ckpt": ["", "nowhere.ckpt", "best or last or hpc or a path"],
     "fit --model=mine.Litt": ["model: cannot use 'mine.Litt': module 'mine' has no attribute 'Litt'"],

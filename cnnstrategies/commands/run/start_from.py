@@ -20,7 +20,7 @@ from typing_extensions import override
 from cnnstrategies.cluster.run_folder import IDS, last_checkpoint, read_record, write_record
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.loggers import KeptCSVLogger
-from cnnstrategies.runtime.processes import told_by_starter
+from cnnstrategies.runtime.processes import starter_variable
 
 WORDS = ("best", "last")
 FOUND = "CNNSTRATEGIES_CHECKPOINT"  # environment variable: the checkpoint that the starting rank chose
@@ -44,7 +44,7 @@ def checkpoint_of(
         name: Name of a run that may be restarted.
     """
     path = ckpt_path
-    starters_path = told_by_starter(FOUND)
+    starters_path = starter_variable(FOUND)
     if name is not None:
         trainer.callbacks.insert(0, RunRecord(name))  # type: ignore[attr-defined]  # set by the callback connector
     name = name if training else None
