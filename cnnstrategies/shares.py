@@ -12,12 +12,12 @@ from typing import Any
 
 from cnnstrategies.errors import ConfigurationError
 
-GAIN = 0.03  # least predicted gain of a step's time for which shares change
-NORMALISED_TOGETHER = 8  # least number of images whose mean and variance are useful to batch normalisation
+GAIN = 0.03  # Shares change if the predicted step is faster by more than this fraction.
+NORMALISED_TOGETHER = 8  # Batch normalisation needs at least this many images for a useful mean and variance.
 
 
 def check_shares(shares: str | Sequence[float], named: Sequence[str]) -> None:
-    """Refuse shares that are neither one of the words `named` nor numbers above 0, by a ConfigurationError."""
+    """Raise a ConfigurationError unless shares are one of the words `named` or a list of numbers above 0."""
     if isinstance(shares, str):
         if shares not in named:
             raise ConfigurationError(f"shares={shares!r}: accepted are {', '.join(named)} and a list such as [3, 1]")
@@ -26,7 +26,7 @@ def check_shares(shares: str | Sequence[float], named: Sequence[str]) -> None:
 
 
 def check_initial(initial: str | Sequence[float], shares: str | Sequence[float]) -> None:
-    """Refuse initial shares that are not valid, or that ``shares`` does not use, by a ConfigurationError."""
+    """Raise a ConfigurationError if initial shares are not valid, or if ``shares`` is not auto and ignores them."""
     check_shares(shares, ("auto", "equal"))
     check_shares(initial, ("equal",))
     if initial != "equal" and shares != "auto":
@@ -37,9 +37,9 @@ def check_initial(initial: str | Sequence[float], shares: str | Sequence[float])
 
 
 def deal(samples: int, shares: Sequence[float], least: int = 0, most: float | Sequence[float] = inf) -> tuple[int, ...]:
-    """Return the number of samples of each rank: whole numbers with the sum ``samples``, nearest to the shares.
+    """Return the number of samples of each rank, in proportion to the shares. The numbers sum up to ``samples``.
 
-    The method is that of largest remainders. Of equal remainders, those of lower ranks are rounded up.
+    Rounding is by the largest remainder. Of ranks with equal remainders, lower ranks get one more sample.
 
     Args:
         samples: Number of samples to divide.
@@ -60,8 +60,8 @@ def deal(samples: int, shares: Sequence[float], least: int = 0, most: float | Se
     ideal = [samples * share / sum(shares) for share in shares]
     fixed: dict[int, int] = {}
     while True:
-        # Ranks below their least number get it, or ranks above their largest number get that one, whichever differ more
-        # in sum. The other ranks share the rest, and are checked again.
+        # In each round, either all ranks below `least` are raised to it, or all ranks above `most` are lowered to it,
+        # depending on the larger sum of differences. The loop then divides the rest among the other ranks.
         bound = {rank: max(least, min(ideal[rank], mosts[rank])) for rank in range(ranks) if rank not in fixed}
         off = {rank: number - ideal[rank] for rank, number in bound.items()}
         sign = 1 if sum(off.values()) >= 0 else -1
@@ -77,7 +77,7 @@ def deal(samples: int, shares: Sequence[float], least: int = 0, most: float | Se
 
 
 def check_count(shares: str | Sequence[float], ranks: int) -> None:
-    """Refuse a list of shares whose length is not the number of ranks, by a ConfigurationError."""
+    """Raise a ConfigurationError if the length of a list of shares is not the number of ranks."""
     if not isinstance(shares, str) and len(shares) != ranks:
         raise ConfigurationError(
             f"shares={list(shares)} are {len(shares)}, and there are {ranks} processes "
@@ -101,16 +101,16 @@ class Proposal:
 def proposal(
     now: Sequence[int], seconds: Sequence[float], step: float, least: int = 0, most: float | Sequence[float] = inf
 ) -> Proposal | None:
-    """Return better shares, for training and for the planner; None if they would not gain enough.
+    """Return better shares, for training and for the planner; None if the gain would be below `GAIN`.
 
-    Shares are best if all ranks finish together. The part of a step beyond the slowest rank's own time, for example for
-    reducing gradients, does not depend on the shares (LB-BSP, Chen et al., SoCC 2020). A rank's time per sample was
-    measured with its present share. If the time is not proportional to the share, the next proposal comes closer.
+    The best shares make all ranks finish at the same time. The rest of a step, such as reducing gradients, does not
+    depend on the shares (LB-BSP, Chen et al., SoCC 2020). The time per sample was measured with the current shares. If
+    a rank's time is not proportional to its number of samples, the next proposal corrects the error.
 
     Args:
-        now: Present number of samples of each rank.
-        seconds: Time per sample of each rank.
-        step: Present time of a step, in seconds.
+        now: Current number of samples of each rank.
+        seconds: Time per sample of each rank, in seconds.
+        step: Current time of a step, in seconds.
         least: Least number of samples of a rank; see :func:`deal`.
         most: Largest number of samples of a rank; see :func:`deal`.
     """
@@ -123,13 +123,13 @@ def proposal(
 
 
 def worth(shares: Sequence[float], before: float, after: float, step: float) -> Proposal | None:
-    """Return shares with their gain if they gain enough, else None.
+    """Return shares with their gain if the gain is above `GAIN`, else None.
 
     Args:
         shares: The new shares.
-        before: Predicted time of the part of a step that depends on the shares, with the old shares, in seconds.
-        after: The same part's time with the new shares.
-        step: Measured time of a whole step with the old shares.
+        before: Predicted time of the slowest rank's own work with the old shares, in seconds.
+        after: Predicted time of the slowest rank's own work with the new shares, in seconds.
+        step: Measured time of a whole step with the old shares, in seconds.
     """
     rest = max(0.0, step - before)
     gain = (before + rest) / (after + rest) - 1
@@ -138,14 +138,17 @@ def worth(shares: Sequence[float], before: float, after: float, step: float) -> 
 
 @lru_cache(maxsize=4096)
 def soonest(count: int, speeds: tuple[float, ...], most: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Return the number of microbatches of each replica with which the last microbatch ends soonest.
+    """Divide microbatches among replicas so that the last microbatch ends as early as possible.
 
     Each replica has at least one microbatch if there are enough.
 
     Args:
         count: Number of microbatches.
         speeds: Speed of each replica.
-        most: Largest number of microbatches of each replica; their sum must be at least `count`. No limits if empty.
+        most: Largest number of microbatches of each replica. The sum must be at least `count`. Empty for no limits.
+
+    Returns:
+        The number of microbatches of each replica.
     """
     counts = [min(1, count // len(speeds))] * len(speeds)
     queue = [
@@ -198,7 +201,7 @@ class Deals:
         return self._since[-1][0]
 
     def change(self, epoch: int, batch: int, shares: Sequence[float]) -> None:
-        """Use other shares from a batch on, which no rank has drawn yet."""
+        """Use new shares, beginning with a batch that no rank has drawn yet."""
         assert self.since < (epoch, batch), "changes must be made in order"
         now = [(since, old) for since, old in self._since if since[0] == epoch]
         self._since = [*(now or self._since[-1:]), ((epoch, batch), tuple(shares))]
@@ -231,9 +234,13 @@ def _rounded(total: int, ideal: Sequence[float]) -> list[int]:
 
 
 def turns(counts: Sequence[int]) -> list[list[int]]:
-    """Return the positions in a global batch that each rank gets, for given numbers of samples.
+    """Return the positions of each rank's samples in a global batch.
 
-    The ranks take turns until each has all of its samples: with equal counts rank r of R has r, r + R and so on.
+    The ranks take turns until each rank has as many positions as samples. With equal counts, rank r of R has the
+    positions r, r + R, r + 2 R and so on.
+
+    Args:
+        counts: Number of samples of each rank.
     """
     places: list[list[int]] = [[] for _ in counts]
     place = 0

@@ -32,11 +32,11 @@ class Interconnect:
 
     Args:
         interface: Network interface for the traffic between the ranks, by name (``eth0``) or by subnet
-            (``10.0.0.0/24``, where the names differ from host to host). By default ``GLOO_SOCKET_IFNAME`` or
-            ``NCCL_SOCKET_IFNAME``, else the one on the route between the hosts.
-        wait: Longest wait for all hosts at the start: seconds or ``minutes:seconds``.
-        timeout: Time without an answer from a host, in the same form, after which the run ends with a message that
-            names the host.
+            (``10.0.0.0/24``, for hosts whose interfaces have different names). The default is the value of
+            ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME``, or else the interface on the route between the hosts.
+        wait: Longest wait for all hosts at the start, as seconds or ``minutes:seconds``.
+        timeout: Time without an answer from a host, as seconds or ``minutes:seconds``. After this time the run ends
+            with an error message that names the silent host.
     """
 
     def __init__(self, interface: str | None = None, wait: Duration = 300.0, timeout: Duration = 60.0) -> None:
@@ -54,8 +54,8 @@ def meet(
         store: The store at the main address.
         node: Number of this host.
         nodes: Number of hosts.
-        main_address: Address of the store. The route to it gives the interface; the first host uses its route to the
-            second host instead.
+        main_address: Address of the store, which the first host serves. The other hosts use the interface on their
+            route to this address; the first host uses the interface on its route to another host.
         interface: Name or subnet of the interface; by default the interface on the route.
         seconds: How long to wait for the other hosts.
 
@@ -63,7 +63,7 @@ def meet(
         The interface, this host's probe, and the other hosts.
 
     Raises:
-        ConfigurationError: A host is missing, or a host cannot reach another.
+        ConfigurationError: A host is missing, or one host cannot reach another host.
     """
     me = socket.gethostname()
     if node == 0:
@@ -100,7 +100,8 @@ def meet(
 def own_interface(store: Store, node: int, main_address: str, wanted: str | None) -> Interface:
     """Return the interface that leads to the other hosts.
 
-    Other hosts write their address to the key ``source``, from which the first host learns where its route leads.
+    The other hosts write an address of theirs to the key ``source`` of the store. The first host looks for the route to
+    that address.
     """
     if node == 0:
         # The route to the first host's own address would be the loopback.
@@ -247,5 +248,5 @@ def across_hosts(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]
         if watch is not None and probe is not None:
             watch.close()
             probe.close()
-        # The store must live until here, because torch's own store in rank 0's process shares its server.
+        # The store must live as long as the run: in rank 0's process torch's own store uses the same server.
         del store

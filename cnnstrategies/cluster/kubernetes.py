@@ -12,7 +12,7 @@ from cnnstrategies.cluster.options import KubernetesOptions
 
 MAIN_PORT, SERVER_PORT = 29500, 29600
 CONFIGURATION, KEYS, KEY = "/run/cnnstrategies/config", "/run/cnnstrategies/keys", "run.key"
-OWN_KEY = f"/dev/shm/{KEY}"  # A copy in memory that only this user can read.
+OWN_KEY = f"/dev/shm/{KEY}"  # A copy of the key file, in memory, that only the pod's user can read.
 STOPPED = 128 + int(signal.SIGTERM)  # exit code: stopped after a step with a checkpoint, or during start-up
 HOPELESS = 78  # exit code (EX_CONFIG): a restarted pod would end in the same way
 PATIENCE = 1800  # seconds that a server's pod waits for the next start of a run that has failed
@@ -111,7 +111,7 @@ def _object(run: PodRun, version: str, kind: str, **content: object) -> Object:
 
 
 def _job(run: PodRun, role: str) -> Object:
-    """Return an Indexed Job: each index is a pod, which has the same number and name after a restart."""
+    """Return an Indexed Job with the pods of a role. A pod keeps its index and its host name after a restart."""
     pods = run.size.nodes if role == TRAINER else run.servers
     spec = {
         "completionMode": "Indexed",

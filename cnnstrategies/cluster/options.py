@@ -23,9 +23,9 @@ DECIDED = {
 }
 # Names of jobs that Lightning takes for a shell; it then ignores SLURM's ranks.
 INTERACTIVE = ("bash", "interactive")
-# Between the end of the run's grace and the time limit: the processes end, and the job is requeued.
+# Seconds between the end of the run's grace and the time limit. In this time the processes end and the job is requeued.
 MARGIN_SECONDS = 20
-# Between the end of the run's grace and the moment when the pod is killed: the processes end.
+# Seconds between the end of the run's grace and the moment when the pod is killed. In this time the processes end.
 POD_MARGIN_SECONDS = 10
 # Folders that the package itself uses in every pod.
 POD_FOLDERS = ("/dev/shm", "/run/cnnstrategies")

@@ -89,7 +89,7 @@ def checked(name: str, source: str = "run_name") -> str:
 
 
 def configuration_hash(config: Mapping[str, object]) -> str:
-    """Return eight characters that stand for a configuration, without its checkpoint and its name."""
+    """Return a hash of eight characters of a configuration, without the keys of the checkpoint and the run's name."""
     content = sorted((str(key), str(value)) for key, value in config.items() if key not in NOT_HASHED)
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
 
@@ -153,7 +153,7 @@ def keep_version(trainer: Any, name: str) -> list[Any]:
 
 
 def checkpoint_arguments(config: Any) -> list[Any]:
-    """Return the arguments of the user's ModelCheckpoints, or without any those of the section ``checkpoint``."""
+    """Return the arguments of the user's ModelCheckpoints; without any, return the section ``checkpoint``."""
     callbacks = config.trainer.callbacks or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     arguments = [callback.init_args for callback in callbacks if _class(callback) == ModelCheckpoint.__name__]
@@ -215,7 +215,7 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint's end is present. A directory of several files is checked when it is loaded."""
+    """Whether a checkpoint file is complete. A checkpoint that is a directory is only checked when it is loaded."""
     return checkpoint.is_dir() or zipfile.is_zipfile(checkpoint)
 
 

@@ -17,16 +17,17 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.protocol import facts_of
 
 LOOPBACK, INTERFACE = "127.0.0.1", "lo"
-SERVED = "TORCHELASTIC_USE_AGENT_STORE"  # torch's variable: another process serves the store, also for rank 0.
+SERVED = "TORCHELASTIC_USE_AGENT_STORE"  # torch's variable: a process that is not a rank serves the store.
 SECONDS = 60.0
 POLL = 0.05  # seconds
 FREE_PORT = "free port"
 
 
 def serve_on_loopback(address: str = LOOPBACK, port: int = 0) -> TCPStore:
-    """Return a store of torch that listens only on the loopback; by default torch's stores listen on all interfaces.
+    """Return a store of torch that listens only on the loopback.
 
-    ``torch.distributed`` later opens the store again; within a process both share one server.
+    By default torch's stores listen on all interfaces. When ``torch.distributed`` later opens a store at this port in
+    this process, both stores use one server.
 
     Args:
         address: An address of the loopback.
@@ -47,11 +48,11 @@ def serve_on_loopback(address: str = LOOPBACK, port: int = 0) -> TCPStore:
 def on_loopback(strategy: Strategy) -> Iterator[None]:
     """Make torch listen only on the loopback for a run on one machine; for several machines do nothing.
 
-    Variables among ``MASTER_ADDR``, ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` that are set are kept.
+    The function keeps the values of ``MASTER_ADDR``, ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` if they are set.
 
     Args:
-        strategy: The strategy of the run. This process is one of its ranks and not yet connected, or will start all of
-            its ranks.
+        strategy: The strategy of the run. This process is either a rank that is not connected yet, or the process that
+            will start all ranks.
     """
     facts = facts_of(strategy)
     environment = facts.environment
@@ -85,10 +86,10 @@ def _served() -> Iterator[None]:
 def own_store(listens: bool = False) -> Iterator[None]:
     """Let rank 0 serve the store through which the ranks find each other, instead of torchrun's agent.
 
-    The agent's store outlives a restart, so restarted ranks would read the addresses of dead ranks from it. gloo then
-    tries to connect to these until its time-out, and the restart fails (seen with torch 2.13 and 2.15). Here each start
-    has a store of its own, and the agent's store only passes on its port. Nothing happens if torchrun's agent serves no
-    store.
+    The agent's store outlives a restart, so restarted ranks would read the addresses of dead ranks. gloo would try to
+    connect to the dead ranks until its time-out, and the restart would fail (seen with torch 2.13 and 2.15). With this
+    function each start has a new store, and the agent's store only holds the new store's port. Nothing happens if
+    torchrun's agent serves no store.
 
     Args:
         listens: Whether the run listens at the main port itself and opens no store of torch. The main port then becomes
@@ -104,7 +105,7 @@ def own_store(listens: bool = False) -> Iterator[None]:
     if alone:
         address = os.environ["MASTER_ADDR"] = LOOPBACK
     if os.environ["RANK"] == "0":
-        # torch.distributed opens the store again; within a process both share one server.
+        # The store that torch.distributed opens later in this process uses the same server.
         server = (
             serve_on_loopback()
             if alone
@@ -125,7 +126,9 @@ def own_store(listens: bool = False) -> Iterator[None]:
 
 
 def _current_port(agent: PrefixStore, address: str) -> int:
-    """Return the port on which rank 0 listens. A port that a dead rank 0 has left is tried in vain, and read again.
+    """Return the port on which rank 0 listens.
+
+    The agent's store may still hold the port of a dead rank 0. Then the connection fails, and the port is read again.
 
     Raises:
         ConfigurationError: Rank 0 was not reached within `SECONDS`.
@@ -146,7 +149,7 @@ def _current_port(agent: PrefixStore, address: str) -> int:
 def open_store(address: str, port: int, serve: bool, seconds: float) -> Store:
     """Return the store at the main address, through which the processes of a run find each other.
 
-    ``torch.distributed`` later opens the store again; within a process both share one server.
+    When ``torch.distributed`` later opens a store at this port in rank 0's process, both stores use one server.
 
     Args:
         address: The main address.
@@ -179,7 +182,13 @@ def open_store(address: str, port: int, serve: bool, seconds: float) -> Store:
 
 
 def _wait_for_port(address: str, port: int, seconds: float) -> None:
-    """Wait until a process listens at the port; torch's own client retries without a reason for its failures."""
+    """Wait until a process listens at the port.
+
+    torch's own client would retry as well, but would not report why the connection fails.
+
+    Raises:
+        ConfigurationError: Nothing has listened at the port within `seconds`; the error message gives the reason.
+    """
     deadline = time.monotonic() + seconds
     ip = resolve(address)
     reason = ""

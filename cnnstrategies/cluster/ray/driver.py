@@ -29,7 +29,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass
 class Ends:
-    """Ends of the programs of one start.
+    """Results of the programs after one start of the run.
 
     Attributes:
         codes: Exit codes by node.
@@ -185,7 +185,7 @@ class Driver:
         return places
 
     def _launch(self, actors: list[Any], places: list[RayNode]) -> dict[Any, int]:
-        """Start the programs; return their nodes, by the reference to the program's exit code."""
+        """Start the programs. Return the node of each program, by Ray's reference to the program's exit code."""
         main = places[0]
         common = {**self.variables, "MASTER_ADDR": main.address, "MASTER_PORT": str(main.port)}
         _say(f"Starting on {', '.join(f'{place.host} ({place.address})' for place in places)}")
@@ -195,7 +195,10 @@ class Driver:
         }
 
     def _follow(self, actors: list[Any], places: list[RayNode], running: dict[Any, int]) -> Ends:
-        """Print the programs' output until all have ended, or until the rest does not end after the others."""
+        """Print the programs' output until all programs have ended.
+
+        After some programs have ended, the other programs must end within a limited time.
+        """
         ends, until, asked_to_stop = Ends(), math.inf, False
         while running and not ends.lost and time.monotonic() < until:
             if self._signal is not None and not asked_to_stop:

@@ -98,7 +98,7 @@ class Node:
         self.program.send_signal(signum)
 
     def answer(self) -> None:
-        """Return, which shows that the node is alive."""
+        """Do nothing: the driver calls this method to learn whether the node is alive."""
 
     def _environment(self, variables: dict[str, str]) -> dict[str, str]:
         """Return the environment of a program: this process's, without foreign variables, and `variables`."""

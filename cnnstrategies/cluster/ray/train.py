@@ -17,7 +17,7 @@ class RayEnvironment(RayLightningEnvironment):  # type: ignore[misc]  # Ray is n
     """Ray's own environment, extended for strategies without a process group of torch.
 
     A parameter server's coordinator listens at the main port. The main port of ``TorchTrainer`` is taken by the store
-    of the process group that it opens, so rank 0 chooses another port. This is a collective of all workers.
+    of the process group that it opens, so rank 0 chooses another port. All workers must create the environment.
 
     Raises:
         ConfigurationError: The nodes have different numbers of workers.
