@@ -142,14 +142,16 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
         return f"{where}cannot use {match[1]!r}: {why}"
     match = re.search(r"Expected a dot import path string: (\S+)", message)
     if match and not re.search(r"Expected an? <class '(?!NoneType)", message):  # Else a plain value is accepted.
-        example = _strategy_of(match[1]) or "for example package.module.ClassName"
-        return f"{where}no class {match[1]!r}; {_meant(match[1])}give its import path, {example}"
+        strategies = StrategyRegistry.available_strategies() if key == "trainer.strategy" else []
+        meant = _meant(match[1], strategies)
+        return f"{where}no class {match[1]!r}; {meant}give its import path, for example package.module.ClassName"
     if match := re.search(r"Given value: (.*)$", message, re.DOTALL):
         types = re.search(r"Subtypes: \[(.*)\]\s*\n", message)
         value, expected = in_one_line(match[1]), _types(types[1] if types else "")
         # What an import has raised, as of a file that is not Python.
         if raised := re.search(r"Errors:\n\s*- (?!Expected|Does not|Import path)(.*)", message):
-            return f"{where}cannot use {value!r}: {raised[1]}"
+            why = raised[1].removeprefix("Not of type timedelta: ")
+            return f"{where}cannot use {value!r}: {why}"
         return f"{where}{value!r} is not accepted; it must be {expected}{OF_LIGHTNING * (key in SECTIONS)}"
     if match := re.search(r"Expected (?:an? )?(.*)\. Got value: (.*)$", message, re.DOTALL):
         value, expected = in_one_line(match[2]), _types(match[1])
@@ -158,10 +160,10 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
     return re.sub(r'^Parser key "[^"]+":\s*', where, in_one_line(message))
 
 
-def _meant(name: str) -> str:
-    """The class that is near, of those that are known without their module."""
-    known = [one for home in HOMES for one, kind in vars(import_module(home)).items() if isinstance(kind, type)]
-    return f"{hint} Or " if (hint := misspelt(name, known)) else ""
+def _meant(name: str, others: Sequence[str] = ()) -> str:
+    """Return a guess at what was meant, from the classes that are known without their modules and from other names."""
+    known = [kind for home in HOMES for kind, value in vars(import_module(home)).items() if isinstance(value, type)]
+    return f"{hint} Or " if (hint := misspelt(name, [*known, *others])) else ""
 
 
 def _types(text: str) -> str:
@@ -244,9 +246,3 @@ def _of_function(key: str, name: str) -> str:
 def _full_key(key: str, args: Sequence[str]) -> str:
     """The key from the root, where jsonargparse names only its end."""
     return next((one.path for one in configured_keys(args) if one.path == key or one.path.endswith("." + key)), key)
-
-
-def _strategy_of(name: str) -> str:
-    """The class that has the arguments of a strategy, where a configuration gives them to its name."""
-    known = name in StrategyRegistry
-    return f"for arguments of this strategy that of {StrategyRegistry[name]['strategy'].__name__}" if known else ""

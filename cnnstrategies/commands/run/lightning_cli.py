@@ -127,9 +127,10 @@ class CLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         words = sys.argv[1:] = with_help_of_class(sys.argv[1:])
-        check_recipe_names(configured_keys(words))
-        check_names(configured_keys(words))
-        check_nulls(configured_keys(words))
+        keys = configured_keys(words)
+        check_recipe_names(keys)
+        check_names(keys)
+        check_nulls(keys)
         if leaves_out_classes(words):
             # Some number at first, which others may refer to: only what is parsed can be built.
             sys.argv[1:] = [*words, f"--{NUM_CLASSES}=2"]
