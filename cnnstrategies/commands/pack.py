@@ -1,4 +1,4 @@
-"""``cnnstrategies pack``: images into shards."""
+"""``cnnstrategies pack``: put images into shards."""
 
 import os
 
@@ -47,7 +47,7 @@ def _workers(count: int | None) -> int:
 
 
 def _counted(index: Index) -> str:
-    """How many images and shards each part has."""
+    """Return the numbers of images and shards of each part, and the size of all, as text."""
     size = sum(shard.size for part in index.parts.values() for shard in part.shards)
     parts = ", ".join(
         f"{len(part)} images for {name} in {len(part.shards)} shards" for name, part in index.parts.items()

@@ -54,7 +54,7 @@ class Option:
         required: Whether the option must be given.
         default: Value if the option is not given.
         text: The field's entry in the docstring, in one line.
-        metavar: Placeholder of the value in the help; empty for a switch.
+        metavar: Name of the value in the help; empty for a switch.
         positional: Whether the value is a word without the option's name.
     """
 
@@ -80,7 +80,7 @@ class Option:
 
     @property
     def row(self) -> tuple[str, str]:
-        """The option's line in the help: name with placeholder, and text with default."""
+        """The option's line in the help: name with the value's name, and text with default."""
         has_default = self.default not in (None, False, [], dataclasses.MISSING) and "default" not in self.text
         shown = f"{self.default:g}" if isinstance(self.default, float) else self.default
         text = f"{self.text.removesuffix('.')} (default: {shown})" if has_default else self.text
@@ -237,10 +237,10 @@ class Command:
         return _in_one_line(f"{parsed.short_description or ''} {parsed.long_description or ''}")
 
     def parse(self, words: Sequence[str]) -> tuple[Any, list[str]]:
-        """Return the command's options, and the words that are a configuration's.
+        """Return the command's options, as an object of the declaration, and the words of a configuration.
 
         Raises:
-            ConfigurationError: An option does not exist, lacks a value, has a wrong one, or is missing.
+            ConfigurationError: An option does not exist, is missing, or has no value or a wrong value.
         """
         options = self.options
         by_name = {option.flag.removeprefix("--"): option for option in options if not option.positional}
