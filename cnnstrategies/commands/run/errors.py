@@ -153,14 +153,16 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
         return f"{where}cannot use {match[1]!r}: {reason}"
     match = re.search(r"Expected a dot import path string: (\S+)", message)
     if match and not re.search(r"Expected an? <class '(?!NoneType)", message):  # The key takes no plain value.
-        example = _strategy_of(match[1]) or "for example package.module.ClassName"
-        return f"{where}no class {match[1]!r}; {_meant(match[1])}give its import path, {example}"
+        strategies = StrategyRegistry.available_strategies() if key == "trainer.strategy" else []
+        meant = _meant(match[1], strategies)
+        return f"{where}no class {match[1]!r}; {meant}give its import path, for example package.module.ClassName"
     if match := re.search(r"Given value: (.*)$", message, re.DOTALL):
         types = re.search(r"Subtypes: \[(.*)\]\s*\n", message)
         value, expected = in_one_line(match[1]), _types(types[1] if types else "")
         # An import raised an error, for example because the file is not valid Python.
         if raised := re.search(r"Errors:\n\s*- (?!Expected|Does not|Import path)(.*)", message):
-            return f"{where}cannot use {value!r}: {raised[1]}"
+            why = raised[1].removeprefix("Not of type timedelta: ")
+            return f"{where}cannot use {value!r}: {why}"
         return f"{where}{value!r} is not accepted; it must be {expected}{OF_LIGHTNING * (key in SECTIONS)}"
     if match := re.search(r"Expected (?:an? )?(.*)\. Got value: (.*)$", message, re.DOTALL):
         value, expected = in_one_line(match[2]), _types(match[1])
@@ -169,11 +171,11 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
     return re.sub(r'^Parser key "[^"]+":\s*', where, in_one_line(message))
 
 
-def _meant(name: str) -> str:
-    """Return a suggestion with the most similar well-known class, or an empty text if no class is similar."""
+def _meant(name: str, others: Sequence[str] = ()) -> str:
+    """Return a suggestion with the most similar well-known class or other name; empty if none is similar."""
     members = [item for home in HOMES for item in vars(import_module(home)).items()]
     known = [class_name for class_name, kind in members if isinstance(kind, type)]
-    return f"{hint} Or " if (hint := misspelt(name, known)) else ""
+    return f"{hint} Or " if (hint := misspelt(name, [*known, *others])) else ""
 
 
 def _types(text: str) -> str:
@@ -265,9 +267,3 @@ def _full_key(key: str, args: Sequence[str]) -> str:
         ),
         key,
     )
-
-
-def _strategy_of(name: str) -> str:
-    """Return the class to give arguments to, if a name in a configuration is a registered strategy; else nothing."""
-    known = name in StrategyRegistry
-    return f"for arguments of this strategy that of {StrategyRegistry[name]['strategy'].__name__}" if known else ""

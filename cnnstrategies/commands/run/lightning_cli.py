@@ -140,9 +140,10 @@ class CLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         words = sys.argv[1:] = with_help_of_class(sys.argv[1:])
-        check_recipe_names(configured_keys(words))
-        check_names(configured_keys(words))
-        check_nulls(configured_keys(words))
+        keys = configured_keys(words)
+        check_recipe_names(keys)
+        check_names(keys)
+        check_nulls(keys)
         if leaves_out_classes(words):
             # The data must be built to know their number of classes, and must be parsed before: with a provisional
             # number, because other keys may refer to the number.
