@@ -116,7 +116,7 @@ class Balance(Callback):
     no rank's data loader has drawn yet.
 
     Work is counted in units: in samples, or in microbatches if a subclass counts them. A rank may do several kinds of
-    work, and each kind has its own stopwatch.
+    work, such as forwards and backwards of a pipeline, and each kind has its own stopwatch.
 
     Attributes:
         unit: Plural name of a unit of work, for log lines.

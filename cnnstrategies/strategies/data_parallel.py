@@ -58,8 +58,8 @@ class CompressedDDPStrategy(StrategyFacts, DDPStrategy):
             raise ConfigurationError(f"powersgd_rank={powersgd_rank}: use 1 or more; 1 to 4 is usual")
         if powersgd_start_step < 2:
             raise ConfigurationError(
-                f"powersgd_start_step={powersgd_start_step}: PowerSGD must begin after step 1, in which DDP rebuilds its "
-                "buckets; use 2 or more"
+                f"powersgd_start_step={powersgd_start_step}: PowerSGD must begin after step 1, in which DDP rebuilds "
+                "its buckets; use 2 or more"
             )
         if compression not in ddp_names():
             raise ConfigurationError(f"compression={compression!r}: use one of {', '.join(ddp_names())}")
