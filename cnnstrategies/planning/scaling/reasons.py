@@ -61,7 +61,7 @@ def loading(measurements: Measurements) -> Iterator[Reason]:
     cause, cheaper = "the loader is slower than the network", "pack images into shards (`cnnstrategies pack --size`)"
     load, key = facts.load, "data.init_args.num_workers"
     if load is not None:
-        evidence += f"; a sample takes {ms(load.seconds)} ms, of which {ms(load.processor)} ms are processor time"
+        evidence += f"; a sample takes {ms(load.seconds)} ms, of which {ms(load.processor)} ms are CPU time"
         waits_for_storage = load.processor < load.seconds / 2
         if waits_for_storage:
             cause, cheaper = "the loader waits for storage", "pack images into shards, or copy them to a local disk"
