@@ -116,7 +116,7 @@ def test_a_planted_cause_comes_first_with_its_remedy(name):
 def test_a_healthy_run_has_no_reason_and_says_how_near_it_is_to_its_limit():
     assert reasons(found()) == []
     lines = report.sentences(found(), [])
-    assert any(line.startswith("No cause was found: training reaches 0.94 of the rate") for line in lines)
+    assert any(line.startswith("No cause was found: training reaches 94% of the samples/s") for line in lines)
 
 
 def test_every_rule_has_a_planted_cause_or_is_named_here():
@@ -173,4 +173,4 @@ def test_the_table_adds_up_and_names_weak_and_strong_scaling():
     halves = replace(
         slow, runs=[slow.runs[0], MeasuredRun([replace(one, samples=16) for one in slow.largest.ranks], [100.0])]
     )
-    assert "each of 2 devices sees 16 (strong scaling)" in report.sentences(halves, [])[0]
+    assert "each of 2 devices has 16 samples (strong scaling)" in report.sentences(halves, [])[0]
