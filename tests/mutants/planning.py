@@ -23,13 +23,13 @@ def a_bound_on_a_steps_time_is_too_high(right, self, layout):
     return 2 * right(self, layout)
 
 
-@replaces(rank, killed_by=test_rank.test_what_changes_learning_is_ranked_apart)
+@replaces(rank, killed_by=test_rank.test_strategies_that_change_learning_are_ranked_separately)
 def strategies_that_learn_differently_are_ranked_together(right, job):
     ranking = right(job)
     return replace(ranking, same=(*ranking.same, *ranking.changing))
 
 
-@replaces(redeal, killed_by=test_redeal.test_replicas_of_a_stage_are_dealt_what_they_are_quick_at)
+@replaces(redeal, killed_by=test_redeal.test_a_fast_replica_gets_more_microbatches_than_a_slow_replica)
 def different_shares_appear_to_shorten_transfers(right, placement, schedule, run_ahead, pairs, seconds, step, most):
     return right(placement, schedule, run_ahead, pairs, seconds, 0.0, most)
 
