@@ -99,7 +99,8 @@ def test_a_setting_that_changes_the_loss_is_refused_unless_it_may_change_learnin
 
 
 # By case: settings that are tried, the winner, the winner's number of rounds, and the settings of the started processes
-# (None: the default). By chance a process can be faster than an equal process as long as it runs, but not twice as fast.
+# (None: the default). By chance a process can be faster than an equal process for as long as it runs, but it cannot be
+# twice as fast.
 CASES = {
     "a single candidate": (["faster"], "faster", 11, [None, "faster"]),
     "the fastest of two candidates": (["faster", "slow"], "faster", 7, [None, "faster", "slow"]),
