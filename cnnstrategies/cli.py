@@ -22,7 +22,7 @@ def main(args: Sequence[str] | None = None) -> None:
     after a signal.
 
     Args:
-        args: Words after the program's name; by default the words of this process.
+        args: Command-line arguments; by default those of this process.
     """
     try:
         if args is not None:
@@ -45,7 +45,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(words: Sequence[str]) -> None:
-    """Run the command that the first word names, or show what the words ask for."""
+    """Run the command that the first argument names, or show the help or the version."""
     import importlib.metadata
     import os
 

@@ -138,8 +138,8 @@ def test_what_the_parser_refuses_in_other_words_is_said_in_a_line():
     missing = "the following arguments are required: in_channels"
     said = "a class in the configuration needs in_channels: add this to its init_args"
     assert explain_parse_error(missing, []) == said
-    kind = 'Parser key "trainer.strategy":\n  Expected a dot import path string: parameter_server_fork'
-    said = "no class 'parameter_server_fork'; give its import path, for arguments of this strategy that of Para"
+    kind = 'Parser key "trainer.strategy":\n  Expected a dot import path string: parameter_server_frok'
+    said = "no class 'parameter_server_frok'; did you mean 'parameter_server_fork'? Or give its import path, for"
     assert explain_parse_error(kind, []).startswith(f"trainer.strategy: {said}")
 
 
