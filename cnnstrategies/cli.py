@@ -1,6 +1,7 @@
 """The entry point of ``cnnstrategies``, ``python -m cnnstrategies`` and ``cli.py``.
 
-A signal ends the program without a traceback from the first line of :func:`main` on: what takes time is imported there.
+From the first line of :func:`main` on, a signal ends the program without a traceback. Imports that take time are
+therefore inside the functions.
 """
 
 import signal
@@ -17,16 +18,17 @@ if TYPE_CHECKING:
 def main(args: Sequence[str] | None = None) -> None:
     """Run a command.
 
-    Exits with 2 and one line for a mistake in the configuration, with 128 + the signal's number after a signal.
+    The exit code is 2 for a mistake in the configuration, which is reported in one line, and 128 + the signal's number
+    after a signal.
 
     Args:
-        args: The words after the program's name; by default those of this process.
+        args: Command-line arguments; by default those of this process.
     """
     try:
         if args is not None:
             sys.argv[1:] = args
-        # As an exception it passes through `ends_together`, which ends the other processes; in training GracefulStop
-        # takes over.
+        # SIGTERM becomes an exception, because `ends_together` ends the other processes on exceptions. During training
+        # GracefulStop handles the signal.
         signal.signal(signal.SIGTERM, _exit_on_signal)
         from cnnstrategies.commands.arguments.refuse import write_anywhere
 
@@ -43,7 +45,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(words: Sequence[str]) -> None:
-    """Run the command that the first word names, or show what the words ask for."""
+    """Run the command that the first argument names, or show the help or the version."""
     import importlib.metadata
     import os
 
@@ -51,10 +53,10 @@ def _run(words: Sequence[str]) -> None:
     from cnnstrategies.commands.arguments.keys import accepted, with_underscores
     from cnnstrategies.commands.arguments.options import COMMANDS
     from cnnstrategies.commands.arguments.refuse import show
-    from cnnstrategies.runtime.processes import STARTER, end_with_parent, told_by_starter
+    from cnnstrategies.runtime.processes import STARTER, end_with_parent, starter_variable
 
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        starter = told_by_starter(STARTER)
+        starter = starter_variable(STARTER)
         end_with_parent(None if starter is None else int(starter))
     name = words[0] if words else help.HELP_WORDS[0]
     if name in help.HELP_WORDS:
@@ -76,7 +78,7 @@ def _exit_on_signal(signum: int, frame: "FrameType | None") -> None:
 
 
 def server() -> None:
-    """``cnnstrategies-server``; see :mod:`cnnstrategies.commands.server`."""
+    """Run ``cnnstrategies-server``; see :mod:`cnnstrategies.commands.server`."""
     try:
         from cnnstrategies.commands.server import main
 

@@ -16,6 +16,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         ROOT: {"network": "interconnect"},
         HOST: {"network": "interconnect"},
+        "PackOptions": {"shard_mb": "shard_size"},
         "BalancedDDPStrategy": {**_SHARES, "max_share": "max_samples"},
         "CompressedDDPStrategy": {"powersgd_start": "powersgd_start_step"},
         "HybridPipelineStrategy": {**_SHARES, "network": "submodule"},

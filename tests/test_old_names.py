@@ -6,12 +6,14 @@ import pytest
 
 from cnnstrategies import ConfigurationError, strategies
 from cnnstrategies.commands.arguments.keys import configured_keys
+from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.run.errors import check_names, parameters_of
-from cnnstrategies.old_names import HOST, RENAMED, ROOT, renamed
+from cnnstrategies.old_names import RENAMED, renamed
 from cnnstrategies.planning.cluster import read_cluster
 
 pytestmark = pytest.mark.light
-ARGUMENTS = [(kind, old, new) for kind in RENAMED.keys() - {ROOT, HOST} for old, new in RENAMED[kind].items()]
+STRATEGIES = [kind for kind in RENAMED if hasattr(strategies, kind)]
+ARGUMENTS = [(kind, old, new) for kind in STRATEGIES for old, new in RENAMED[kind].items()]
 
 
 def refused(words, key, old, new):
@@ -44,6 +46,11 @@ def test_an_old_section(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("network: {timeout: 5}")
     refused(["--config", str(file)], "network", "network", "interconnect")
+
+
+def test_an_old_option_of_a_command():
+    with pytest.raises(ConfigurationError, match=r"^pack: --shard_mb is now called --shard_size; write --shard_size$"):
+        COMMANDS["pack"].parse(["images", "shards", "--shard-mb=128"])
 
 
 def test_an_old_key_of_a_cluster_file(tmp_path):

@@ -82,9 +82,9 @@ MISTAKES = {
     "no network 'resnet5' in torchvision; .* timm.create_model.*; did you mean 'resnet50'": ("resnet5", 7),
     r"no file .*nowhere.pth: set model": ("resnet18", 7, "nowhere.pth"),
     "torchvision has no weights 'IMAGENET22K' of resnet18": ("resnet18", 7, "IMAGENET22K"),
-    "other.pth is not of shufflenet_v2_x0_5": ("shufflenet_v2_x0_5", 7, "other.pth"),
+    "other.pth has weights of another network than shufflenet_v2_x0_5": ("shufflenet_v2_x0_5", 7, "other.pth"),
     "text.pt is not a file of weights": ("shufflenet_v2_x0_5", 7, "text.pt"),
-    r"the weights of resnet18 cannot be had \(no route to host\): .* copy the file, and give its path": ("resnet18", 7),
+    r"weights of resnet18 cannot be downloaded \(no route to host\): .* copy the file, and give": ("resnet18", 7),
 }
 
 
@@ -121,7 +121,7 @@ def test_only_weights_from_somewhere_can_be_evaluated(caplog):
 
     with caplog.at_level(logging.INFO):
         check_trained("validate", with_weights(), with_weights)
-    assert "Weights: those that ImageClassifier is built with" in caplog.text
+    assert "so ImageClassifier keeps the weights it was built with" in caplog.text
     new_head = with_weights()
     nn.init.normal_(new_head.network[2].weight)
     with pytest.raises(ConfigurationError, match=r"validate without ckpt_path: network\.2\.weight has random values"):

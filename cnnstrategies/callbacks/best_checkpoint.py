@@ -36,8 +36,8 @@ class BestCheckpoint(ModelCheckpoint):
         mode: Literal["auto", "min", "max"] = "auto",
         **kwargs: Any,
     ) -> None:
-        self._asked = monitor
-        self._asked_mode = mode
+        self._monitor_option = monitor
+        self._mode_option = mode
         # Without a metric, ModelCheckpoint would refuse a `save_top_k` above 1.
         name = USUAL[0] if monitor == AUTO else monitor
         super().__init__(dirpath, filename, name, mode=self._mode_of(name), **kwargs)
@@ -48,49 +48,49 @@ class BestCheckpoint(ModelCheckpoint):
     @override
     def state_key(self) -> str:
         # Lightning's key contains the monitored metric, which with `auto` is not yet known when a run is resumed.
-        return f"{type(self).__qualname__}{{'monitor': {self._asked!r}, 'filename': {self.filename!r}}}"
+        return f"{type(self).__qualname__}{{'monitor': {self._monitor_option!r}, 'filename': {self.filename!r}}}"
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._asked == AUTO and state_dict.get("monitor") is not None:
-            self._follow(state_dict["monitor"])
+        if self._monitor_option == AUTO and state_dict.get("monitor") is not None:
+            self._set_monitor(state_dict["monitor"])
         super().load_state_dict(state_dict)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._decide(trainer)
+        self._choose_monitor(trainer)
         if self.monitor not in (None, *trainer.callback_metrics) and not trainer.enable_validation:
-            raise self._unknown(trainer)
+            raise self._not_logged_error(trainer)
         try:
             super().on_train_epoch_end(trainer, pl_module)
         except MisconfigurationException as error:
-            raise self._unknown(trainer) from error
+            raise self._not_logged_error(trainer) from error
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._decide(trainer)
+            self._choose_monitor(trainer)
         try:
             super().on_validation_end(trainer, pl_module)
         except MisconfigurationException as error:
-            raise self._unknown(trainer) from error
+            raise self._not_logged_error(trainer) from error
 
-    def _decide(self, trainer: Trainer) -> None:
-        if self._asked == AUTO and self.monitor is None:
+    def _choose_monitor(self, trainer: Trainer) -> None:
+        if self._monitor_option == AUTO and self.monitor is None:
             logged = trainer.callback_metrics
             if (name := next((name for name in USUAL if name in logged), None)) is not None:
-                self._follow(name)
+                self._set_monitor(name)
 
-    def _follow(self, name: str) -> None:
+    def _set_monitor(self, name: str) -> None:
         self.monitor = name
         self.mode = self._mode_of(name)
         self.kth_value = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
 
     def _mode_of(self, name: str | None) -> str:
-        if self._asked_mode != "auto":
-            return self._asked_mode
+        if self._mode_option != "auto":
+            return self._mode_option
         return "min" if name is None or less_is_better(name) else "max"
 
-    def _unknown(self, trainer: Trainer) -> ConfigurationError:
+    def _not_logged_error(self, trainer: Trainer) -> ConfigurationError:
         message = not_logged("checkpoint.monitor", self.monitor, trainer.callback_metrics)
         return ConfigurationError(f"{message}; or leave checkpoint.monitor out")

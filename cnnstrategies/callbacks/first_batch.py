@@ -20,8 +20,8 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples, samples_of
 from cnnstrategies.strategies.protocol import facts_of
 
-ELEMENTS = 1 << 16  # Number of elements of each tensor that are compared.
-DRAWN = 1000  # Number of an epoch's samples whose order is compared.
+ELEMENTS = 1 << 16  # largest number of elements of each tensor that are compared
+DRAWN = 1000  # largest number of an epoch's samples whose order is compared
 
 
 class FirstBatch(Callback):
@@ -68,7 +68,7 @@ class FirstBatch(Callback):
         if sampler is not None:
             expected = sum(sampler.counts(batch_idx))
         strategy = trainer.strategy
-        # A pipeline's ranks all count the whole batch, and its sum is their mean.
+        # Every rank of a pipeline counts the whole batch, so a pipeline's `reduce` gives the mean in place of a sum.
         loaded = int(
             strategy.reduce(torch.tensor(float(count_samples(batch)), device=strategy.root_device), reduce_op="sum")
         )

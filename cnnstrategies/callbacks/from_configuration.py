@@ -83,7 +83,7 @@ class FromConfiguration(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._idle = False
         if self._before is not None and repr(self._before) != repr(self._configured):
-            _follow(trainer, self._before, self._configured, self._fresh)
+            _apply_configuration(trainer, self._before, self._configured, self._fresh)
             changed = ", ".join(dict.fromkeys(_differences(self._before, self._configured)))
             rank_zero_info(f"As configured, and not as in the checkpoint: {changed}")
         self._before, self._checkpoint, self._fresh = None, {}, {}
@@ -176,7 +176,7 @@ def _check_same(trainer: Trainer, states: Sequence[State]) -> None:
             )
 
 
-def _follow(trainer: Trainer, before: State, now: State, fresh: State) -> None:
+def _apply_configuration(trainer: Trainer, before: State, now: State, fresh: State) -> None:
     """Set the options whose configuration has changed, and start all schedules again."""
     scheduled = SCHEDULED if before["schedules"] or now["schedules"] else ()
     schedules = trainer.lr_scheduler_configs

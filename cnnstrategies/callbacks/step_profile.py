@@ -58,9 +58,9 @@ class StepProfile(Callback):
         self.skip_first = skip_first
         self.steps = steps
         self._meter: StepMeter | None = None
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         """Reset the results to those before the first fit."""
         self.milliseconds: dict[str, float] = {}
         self.stages: list[Mapping[str, float]] = []
@@ -69,7 +69,7 @@ class StepProfile(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._forget()
+        self._reset()
         self._meter = StepMeter(trainer)
 
     @override
@@ -123,7 +123,7 @@ class StepProfile(Callback):
         if self._meter is None:
             return
         self._meter.remove(trainer)
-        names, times = self._everyone(trainer, self._meter)
+        names, times = self._gather_times(trainer, self._meter)
         if self._meter.steps == 0:
             if trainer.is_global_zero:
                 print(
@@ -133,8 +133,10 @@ class StepProfile(Callback):
             return
         self.milliseconds = dict(zip(names, times.mean(0).tolist(), strict=True))
         pipeline = self._meter.pipeline
-        ranks = [] if pipeline is None else [pipeline.placement.ranks(one) for one in range(pipeline.placement.stages)]
-        self.stages = [dict(zip(names, times[list(one)].mean(0).tolist(), strict=True)) for one in ranks]
+        ranks = (
+            [] if pipeline is None else [pipeline.placement.ranks(stage) for stage in range(pipeline.placement.stages)]
+        )
+        self.stages = [dict(zip(names, times[list(members)].mean(0).tolist(), strict=True)) for members in ranks]
         if trainer.is_global_zero:
             Console(soft_wrap=True).print(self._table(self._meter, names, times))
         figures = {f"profile/{part}_ms": value for part, value in self.milliseconds.items()}
@@ -151,7 +153,7 @@ class StepProfile(Callback):
     def _profiling(self) -> bool:
         return self._seen >= self.skip_first and (self.steps is None or self._seen < self.skip_first + self.steps)
 
-    def _everyone(self, trainer: Trainer, meter: StepMeter) -> tuple[list[str], Tensor]:
+    def _gather_times(self, trainer: Trainer, meter: StepMeter) -> tuple[list[str], Tensor]:
         """Return the names of the measured parts, and each rank's milliseconds (ranks, parts); a collective."""
         times = meter.means()
         names = [name for name in meter.parts.explained if name in times or name != "communication"]

@@ -18,7 +18,7 @@ from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.models.metric_names import is_of_epochs, less_is_better, worth_showing
 
 History = Mapping[int, Mapping[str, float]]
-PANELS = {"loss": "Loss", "acc": "Accuracy"}  # A word in a metric's name, and the title.
+PANELS = {"loss": "Loss", "acc": "Accuracy"}  # title of the panel for metrics whose names contain a word
 
 
 class TrainingSummary(Callback):

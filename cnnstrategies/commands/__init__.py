@@ -1,1 +1,4 @@
-"""The commands of the command line, one module each. What is imported to find and describe them is light."""
+"""The commands of the command line, one module or folder each.
+
+``arguments`` finds, parses and describes the commands. Its imports are fast, because every start needs them.
+"""

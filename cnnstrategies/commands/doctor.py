@@ -1,4 +1,4 @@
-"""``cnnstrategies doctor``: check a cluster before training on it, and print tables and what to mend."""
+"""``cnnstrategies doctor``: check a cluster before training, and print tables, problems and remedies."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from cnnstrategies.quantities import seconds
 
 
 def main(options: DoctorOptions) -> None:
-    """Check the hosts, or this one alone, and exit with 0 if all is well, else with 1."""
+    """Check the hosts, or this host alone, and exit with 0 if there are no problems, else with 1."""
     place = find_place()
     if place is not None and place.local_rank != 0:
         return
@@ -27,8 +27,8 @@ def main(options: DoctorOptions) -> None:
     else:
         try:
             with own_store():
-                place = find_place()  # Under torchrun the port is another one now.
-                assert place is not None, "it has been found"
+                place = find_place()  # Under torchrun, `own_store` has changed the port.
+                assert place is not None, "the place was found above"
                 hosts = examine(place, directory, options.interface, wait)
         except (ConfigurationError, OSError) as error:
             print(f"mend: {error}", file=sys.stderr)
@@ -43,8 +43,8 @@ def main(options: DoctorOptions) -> None:
         print(f"mend: {problem}")
     if alone:
         print(
-            f"This machine alone; for several, start it as the training will be, with {start_programs()}, one process "
-            "on each machine; docs/doctor.md has the commands"
+            "Only this machine was checked; to check several, start doctor as the training will be started, with "
+            f"{start_programs()}, one process on each machine; docs/doctor.md has the commands"
         )
     elif not problems:
         print(f"All {len(hosts)} hosts agree, reach each other and share {directory}")
@@ -52,7 +52,7 @@ def main(options: DoctorOptions) -> None:
 
 
 def hosts_table(hosts: Sequence[HostReport]) -> Table:
-    """One row for each host."""
+    """Return a table with one row for each host."""
     table = Table("host", "address", "interface", title="Hosts", title_justify="left")
     for node, host in enumerate(hosts):
         table.add_row(f"{node} {host.name}", host.address, host.interface)
@@ -60,7 +60,7 @@ def hosts_table(hosts: Sequence[HostReport]) -> Table:
 
 
 def versions_table(hosts: Sequence[HostReport]) -> Table:
-    """One row for each version of each program."""
+    """Return a table with one row for each version of each program."""
     table = Table("program", "version", "on", title="Versions", title_justify="left")
     for program, names in by_version(hosts).items():
         for version, on in names.items():
@@ -69,7 +69,7 @@ def versions_table(hosts: Sequence[HostReport]) -> Table:
 
 
 def links_table(hosts: Sequence[HostReport]) -> Table:
-    """One row for each connection in one direction."""
+    """Return a table with one row for each connection, in each direction."""
     table = Table("from", "to", "round trip, ms", "Mbit/s", title="Connections", title_justify="left")
     for host in hosts:
         for node, round_trip, bandwidth in sorted(host.links):
@@ -78,16 +78,16 @@ def links_table(hosts: Sequence[HostReport]) -> Table:
 
 
 def by_version(hosts: Sequence[HostReport]) -> dict[str, dict[str, list[str]]]:
-    """The hosts that have each version of each program."""
-    found: dict[str, dict[str, list[str]]] = {}
+    """Return the names of the hosts that have each version: by program, then by version."""
+    hosts_by_version: dict[str, dict[str, list[str]]] = {}
     for host in hosts:
         for program, version in host.versions.items():
-            found.setdefault(program, {}).setdefault(version, []).append(host.name)
-    return found
+            hosts_by_version.setdefault(program, {}).setdefault(version, []).append(host.name)
+    return hosts_by_version
 
 
 def mends(hosts: Sequence[HostReport]) -> Iterator[str]:
-    """What is wrong and what to do about it; empty if all is well."""
+    """Yield each problem with its remedy."""
     for program, names in by_version(hosts).items():
         if len(names) > 1:
             listed = ", ".join(f"{version} on {', '.join(on)}" for version, on in names.items())

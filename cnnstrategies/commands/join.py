@@ -1,6 +1,6 @@
-"""``cnnstrategies join``: one more worker for a run with a parameter server, for as long as it likes to stay.
+"""``cnnstrategies join``: add a worker to a run with a parameter server.
 
-Whether there is such a run it asks before torch and Lightning are imported, which takes seconds.
+The command looks for the run before it imports torch and Lightning, because these imports take seconds.
 """
 
 import sys
@@ -21,8 +21,8 @@ def main(options: JoinOptions, words: Sequence[str]) -> None:
         address = replace(address, key_file=str(options.key_file.resolve()))
     if address.key_file is not None and not Path(address.key_file).is_file():
         raise ConfigurationError(
-            f"--key_file {address.key_file} does not exist here: it lies on the machine of rank 0 unless the run was "
-            "given one; copy it"
+            f"--key_file {address.key_file} does not exist here: without a key_file of its own the run writes its "
+            "keys on the machine of rank 0; copy them from there"
         )
     try:
         place = find_place(address)

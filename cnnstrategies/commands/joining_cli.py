@@ -1,4 +1,4 @@
-"""The command line of a process that joins a run: a configuration of ``fit``, of which it only trains."""
+"""The command line of a joiner, which reads a configuration as ``fit`` does, and trains without validation or files."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -30,9 +30,10 @@ from cnnstrategies.strategies.parameter_server.joining import TOLD, JoiningStrat
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 from cnnstrategies.strategies.protocol import facts_of
 
-# What the run's own workers do.
-OTHERS = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, LearningRateMonitor, WeightAveraging)
-UNLIKE = {
+# Callbacks that only the run's original workers run.
+LEFT_TO_WORKERS = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, LearningRateMonitor, WeightAveraging)
+# Options of the trainer whose values in the configuration are replaced.
+TRAINER_OPTIONS = {
     "devices": 1,
     "num_nodes": 1,
     "logger": False,
@@ -45,7 +46,7 @@ UNLIKE = {
 
 
 class JoinerEnvironment(LightningEnvironment):
-    """One process, whose number is its place in the run; whatever has started it."""
+    """Cluster environment of a joiner: a single process whose global rank is the joiner's number in the run."""
 
     creates_processes_externally = True
 
@@ -63,11 +64,11 @@ class JoinerEnvironment(LightningEnvironment):
 
     @override
     def set_world_size(self, size: int) -> None:
-        """It is the place's."""
+        """Do nothing, because the coordinator has assigned this value."""
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """It is the place's."""
+        """Do nothing, because the coordinator has assigned this value."""
 
     @override
     def local_rank(self) -> int:
@@ -79,7 +80,7 @@ class JoinerEnvironment(LightningEnvironment):
 
 
 class JoiningCLI(CLI):
-    """``fit`` of a configuration as one worker that joins, and only trains."""
+    """Command line that trains as one more worker of a run."""
 
     def __init__(self, address: RunAddress, place: JoinPlace) -> None:
         self.address = address
@@ -89,7 +90,7 @@ class JoiningCLI(CLI):
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
-        for name, value in UNLIKE.items():
+        for name, value in TRAINER_OPTIONS.items():
             config.trainer[name] = value
         config.ckpt_path = config.run_name = None
         self.save_config_callback = None
@@ -97,10 +98,10 @@ class JoiningCLI(CLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
         config = self.config_init[self.subcommand]
-        given = as_list(config.trainer.callbacks)
-        kept = [one for one in given if not is_for_others(one)]
-        if left := [type(one).__name__ for one in given if one not in kept]:
-            print(f"Left to the run's own workers: {', '.join(left)}", file=sys.stderr, flush=True)
+        callbacks = as_list(config.trainer.callbacks)
+        kept = [callback for callback in callbacks if not is_for_others(callback)]
+        if left := [type(callback).__name__ for callback in callbacks if callback not in kept]:
+            print(f"Left to the run's original workers: {', '.join(left)}", file=sys.stderr, flush=True)
         self._strategy = JoiningStrategy(server_options_of(config.trainer.strategy), self.address, self.place)
         plugins = [AtomicCheckpointIO(), JoinerEnvironment(self.place)]
         return super(CLI, self).instantiate_trainer(callbacks=kept, plugins=plugins, strategy=self._strategy, **kwargs)
@@ -113,32 +114,38 @@ class JoiningCLI(CLI):
         try:
             while not (strategy.leaving or self.trainer.should_stop):
                 function(self.model, datamodule=self.datamodule)
-            why = TOLD if strategy.leaving else "training ended"
+            reason = TOLD if strategy.leaving else "training ended"
         except RunEnded as ended:
             if not ended.clean:
                 raise
-            why = str(ended)
+            reason = str(ended)
         work = f"{len(strategy.epochs)} epochs, {strategy.batches} batches, {strategy.samples} samples"
-        print(f"Joined the run at {self.address.coordinator} and worked on {work}; {why}", file=sys.stderr, flush=True)
+        print(
+            f"Joined the run at {self.address.coordinator} and worked on {work}; {reason}", file=sys.stderr, flush=True
+        )
 
 
 def is_for_others(callback: Callback) -> bool:
-    """Whether a callback does what the run's own workers do: monitor, save, search."""
-    return isinstance(callback, OTHERS) or getattr(callback, "monitor", None) is not None
+    """Whether a callback is for the run's original workers only, because it monitors, saves or searches."""
+    return isinstance(callback, LEFT_TO_WORKERS) or getattr(callback, "monitor", None) is not None
 
 
 def server_options_of(strategy: Any) -> ParameterServerOptions:
-    """Return the options of the servers of a configuration's strategy, which may be a registered name."""
-    made = StrategyRegistry.get(strategy) if isinstance(strategy, str) and strategy in StrategyRegistry else strategy
-    options = facts_of(made).server_options
+    """Return the server options of a configuration's strategy. The strategy may be an object or a registered name.
+
+    Raises:
+        ConfigurationError: The strategy has no servers.
+    """
+    built = StrategyRegistry.get(strategy) if isinstance(strategy, str) and strategy in StrategyRegistry else strategy
+    options = facts_of(built).server_options
     if options is None:
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise ConfigurationError(
-            f"trainer.strategy is {name}: a run is joined with its own configuration, which has parameter_server there"
+            f"trainer.strategy={name}: give the configuration of the run to join, whose strategy is parameter_server"
         )
     return options
 
 
 def run(address: RunAddress, place: JoinPlace, words: Sequence[str]) -> None:
-    """Train in a run, until it is over or has failed."""
+    """Train as a joiner until the run is over or fails."""
     lightning_cli.main(["fit", *words], partial(JoiningCLI, address, place))

@@ -1,4 +1,4 @@
-"""``cnnstrategies pack``: images into shards."""
+"""``cnnstrategies pack``: put images into shards."""
 
 import os
 
@@ -7,9 +7,10 @@ from cnnstrategies.data.shards.encoding import EncodingOptions
 from cnnstrategies.data.shards.index import Index, check_contents, read_index
 from cnnstrategies.data.shards.packing import pack
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.quantities import size_in_bytes
 
-MOST_LISTED = 20  # damaged images; the index has all of them
-SHRUNK_QUALITY = 90  # of the JPEGs that shrunk images become
+MOST_LISTED = 20  # Largest number of damaged images that are printed; the index lists all.
+SHRUNK_QUALITY = 90  # JPEG quality of shrunk images
 
 
 def main(options: PackOptions) -> None:
@@ -30,12 +31,13 @@ def main(options: PackOptions) -> None:
 
 
 def _encoding(options: PackOptions) -> EncodingOptions:
-    size, quality, shard_mb = options.size, options.quality, options.shard_mb
-    ranges = (("size", size, 8, 65500), ("quality", quality, 1, 95), ("shard_mb", shard_mb, 1, 10**6))
+    size, quality = options.size, options.quality
+    shard_bytes = size_in_bytes(options.shard_size, "--shard_size")
+    ranges = (("size", size, 8, 65500), ("quality", quality, 1, 95), ("shard_size", shard_bytes, 10**6, 10**12))
     for name, value, least, most in ranges:
         if value is not None and not least <= value <= most:
             raise ConfigurationError(f"--{name} {value} is outside {least} to {most}")
-    return EncodingOptions(size, SHRUNK_QUALITY if quality is None and size is not None else quality, shard_mb * 10**6)
+    return EncodingOptions(size, SHRUNK_QUALITY if quality is None and size is not None else quality, shard_bytes)
 
 
 def _workers(count: int | None) -> int:
@@ -45,7 +47,7 @@ def _workers(count: int | None) -> int:
 
 
 def _counted(index: Index) -> str:
-    """How many images and shards each part has."""
+    """Return the numbers of images and shards of each part, and the size of all, as text."""
     size = sum(shard.size for part in index.parts.values() for shard in part.shards)
     parts = ", ".join(
         f"{len(part)} images for {name} in {len(part.shards)} shards" for name, part in index.parts.items()

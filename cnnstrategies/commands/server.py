@@ -1,11 +1,12 @@
-"""``cnnstrategies-server``: a dedicated server of the parameter server, from the configuration of the run.
+"""``cnnstrategies-server``: a dedicated server of a parameter server, from the configuration of the run.
 
-On each machine that is to hold parameters::
+On each machine that holds parameters, start::
 
     cnnstrategies-server --config run.yaml --index 0
 
-The strategy in the configuration names ``endpoints``, of which ``--index`` is this one, and ``coordinator``, which the
-machine of rank 0 runs. A server serves one run, and may be started before or after it.
+The strategy in the configuration names ``endpoints``, one for each server, and ``coordinator``, which runs on the
+machine of rank 0. ``--index`` is the number of this server's endpoint. A server serves one run, and may be started
+before or after the run.
 """
 
 import ipaddress
@@ -29,11 +30,15 @@ from cnnstrategies.paramserver.services import ServerProcess, serve_and_exit
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.run import key_file_of, own_address
 
-APPEAR = 600.0  # seconds to wait for the run where `interconnect.wait` says nothing
+APPEAR = 600.0  # seconds to wait for the run if the configuration does not set `interconnect.wait`
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Entry point; exits with 2 and one line for a mistake in the configuration."""
+    """Run the program; exit with 2 and one line for a mistake in the options or the configuration.
+
+    Args:
+        words: Command-line arguments; by default those of this process.
+    """
     words = sys.argv[1:] if words is None else words
     command = PROGRAMS["cnnstrategies-server"]
     if any(word in help.HELP_WORDS for word in words):
@@ -59,7 +64,7 @@ def _make_keys(path: Path) -> None:
 
 
 def server_of(configs: Sequence[Path], index: int) -> ServerProcess:
-    """The server that configurations describe."""
+    """Return the server with a number that configuration files describe. Later files add to earlier files."""
     arguments: dict[str, Any] = {}
     wait = APPEAR
     for path in configs:
@@ -93,9 +98,10 @@ def server_of(configs: Sequence[Path], index: int) -> ServerProcess:
 
 
 def _bound(endpoint: str, coordinator: str) -> str:
-    """Where to listen: a machine's own name often leads to its loopback, so for a name it is the address on the route.
+    """Return the address to listen at.
 
-    The workers learn the address from the coordinator.
+    A machine's own name often resolves to its loopback address. For a name the server therefore listens at the address
+    of the interface on the route to the coordinator. The workers learn the address from the coordinator.
     """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:

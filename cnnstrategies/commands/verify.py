@@ -1,4 +1,4 @@
-"""``cnnstrategies verify``: whether a strategy trains the same model as one device, tried on the user's own module."""
+"""``cnnstrategies verify``: compare training under a strategy with training on one device, with the user's module."""
 
 import sys
 from collections.abc import Sequence
@@ -11,11 +11,12 @@ from cnnstrategies.commands.run.lightning_cli import ModelAndData
 from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.verifying.runs import QUIET, TrainingError, forked, verify
 
-LEFT_OUT = ("precision", "logger", "num_nodes", "max_steps", "max_time", *QUIET)  # Of a configuration's trainer.
+# Options of the configuration's trainer that are not used.
+LEFT_OUT = ("precision", "logger", "num_nodes", "max_steps", "max_time", *QUIET)
 
 
 class VerifiedCLI(ModelAndData):
-    """A configuration whose strategy forks its processes."""
+    """Command line that parses a configuration, and replaces its strategy by the variant that forks processes."""
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -27,7 +28,7 @@ class VerifiedCLI(ModelAndData):
 
 
 def main(options: VerifyOptions, words: Sequence[str]) -> None:
-    """Train under the strategy and on one device; exit with 1 where it does not come to the same, or one run fails."""
+    """Train under the strategy and on one device; exit with 1 if the results differ or a run fails."""
     cli = VerifiedCLI("verify", words)
     trainer = {name: value for name, value in vars(cli.config_init.trainer).items() if name not in LEFT_OUT}
     trainer |= {"steps": options.steps, "callbacks": as_list(trainer["callbacks"])}

@@ -1,6 +1,6 @@
 """``cnnstrategies watch``: a table of a run with a parameter server, while it trains.
 
-It speaks with the coordinator alone, and needs neither torch nor Lightning.
+The process talks to the coordinator only, and needs neither torch nor Lightning.
 """
 
 import time
@@ -18,44 +18,47 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.places import RunAddress, Watcher
 from cnnstrategies.paramserver.security import KeyPair
 
-MOST_FAULTS = 8  # that are shown
+MOST_FAULTS = 8  # largest number of faults that are shown, newest first
 HEADERS = ("step", "steps\n/s", "samples\n/s", "stale\nsteps", "sent\nMB/s", "recvd\nMB/s", "waits\n%", "silent\ns")
-LONGEST = 16  # letters of a host's name
-SILENT = 2.0  # seconds: a heartbeat or two may be late
+LONGEST = 16  # largest number of letters of a host's name that are shown
+SILENT = 2.0  # The table shows a member's silence after this many seconds: one or two heartbeats may be late.
 
 Answer = Mapping[str, Any]
 
 
 def table(before: Answer, now: Answer) -> RenderableType:
-    """What is shown."""
+    """Return the display of a run's status, from two consecutive status reports of the coordinator."""
     parts: list[RenderableType] = [_title(now), _members(before, now)]
     if now["missing"]:
         parts.append(Text(f"not here yet: {', '.join(now['missing'])}"))
-    parts += [Text(_plain(f"{who} in `{what}` for {others}"), "yellow") for what, who, others in now["waits"]]
+    parts += [
+        Text(_plain(f"{member} in `{collective}` for {others}"), "yellow")
+        for collective, member, others in now["waits"]
+    ]
     faults = now["faults"][-MOST_FAULTS:]
     parts += [Text(_plain(f"{_ago(seconds)} ago: {text}"), "red") for seconds, text in reversed(faults)]
     return Group(*parts)
 
 
 def _title(now: Answer) -> Text:
-    counts = [sum(one["role"] == role for one in now["members"]) for role in ("worker", "server")]
-    what = "trains" if now["training"] else "is being set up"
+    counts = [sum(member["role"] == role for member in now["members"]) for role in ("worker", "server")]
+    state = "trains" if now["training"] else "is being set up"
     lost = f", {now['losses']} lost" if now["losses"] else ""
-    return Text(f"The run {what}: workers {counts[0]}, servers {counts[1]}{lost}", "bold")
+    return Text(f"The run {state}: workers {counts[0]}, servers {counts[1]}{lost}", "bold")
 
 
 def _members(before: Answer, now: Answer) -> Table:
     numbers = [Column(header, justify="right", no_wrap=True) for header in HEADERS]
     columns = Column("member", no_wrap=True), Column("host", no_wrap=True), *numbers
     result = Table(*columns, box=None, padding=(0, 1, 0, 0))
-    older = {_key(one): one for one in before["members"]}
-    for one in now["members"]:
-        rates = _rates(older.get(_key(one)), one)
-        silent = one["silent"]
+    older = {_key(member): member for member in before["members"]}
+    for member in now["members"]:
+        rates = _rates(older.get(_key(member)), member)
+        silent = member["silent"]
         result.add_row(
-            _name(one),
-            escape(_plain(f"{one['host'].partition('.')[0][:LONGEST]}:{one['process']}")),
-            _number(one["figures"].get("step")),
+            _name(member),
+            escape(_plain(f"{member['host'].partition('.')[0][:LONGEST]}:{member['process']}")),
+            _number(member["figures"].get("step")),
             _number(rates.get("step")),
             _number(rates.get("samples")),
             _number(_ratio(rates.get("staleness"), rates.get("step"))),
@@ -79,18 +82,18 @@ def _key(member: Answer) -> tuple[str, int, int, int]:
 
 
 def _rates(older: Answer | None, member: Answer) -> dict[str, float]:
-    """What a member's figures have grown by in a second."""
+    """Return the growth per second of each of a member's figures; empty if there is no older report of the member."""
     seconds = 0.0 if older is None else member["measured"] - older["measured"]
     if older is None or seconds <= 0:
         return {}
     figures = older["figures"]
     known = {name: value - figures[name] for name, value in member["figures"].items() if name in figures}
-    # A server counts the updates of the slices that it answers for, which may become more.
+    # A server's count of updates can fall, because the slices for which it counts updates can change.
     return {name: max(0.0, more) / seconds for name, more in known.items()}
 
 
-def _ratio(one: float | None, other: float | None) -> float | None:
-    return None if one is None or not other else one / other
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return None if numerator is None or not denominator else numerator / denominator
 
 
 def _number(value: float | None) -> str:
@@ -104,7 +107,7 @@ def _bytes(value: float | None) -> str:
 
 
 def _plain(text: str) -> str:
-    """A text of another process without what would steer the terminal."""
+    """Return a text with a question mark in place of each unprintable character, which could control the terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
@@ -113,12 +116,12 @@ def _ago(seconds: float) -> str:
 
 
 ANSWER_SECONDS = 2.0
-FIRST_SECONDS = 10.0  # for the first answer: a coordinator may be starting again
-PAUSE = 1.0  # between two questions
+FIRST_SECONDS = 10.0  # Time to wait for the first report: the coordinator may be restarting.
+PAUSE = 1.0  # seconds between two reports
 
 
 class RunGoneError(Exception):
-    """The run is over; the text says what is known of it."""
+    """The run is over. The text gives the reason if it is known."""
 
 
 def main(options: WatchOptions) -> None:
@@ -129,7 +132,7 @@ def main(options: WatchOptions) -> None:
     with Watcher(address.coordinator, _keys(key_file)) as watcher:
         answers = _answers(watcher, address, key_file)
         try:
-            # Two, since all speeds are differences.
+            # Speeds are differences between two reports.
             before, now = next(answers), next(answers)
             if options.once:
                 console.print(table(before, now))
@@ -147,12 +150,18 @@ def _keys(path: str | None) -> KeyPair | None:
         return None if path is None else KeyPair.load(path)
     except OSError as error:
         raise ConfigurationError(
-            f"--key_file {path}: {error.strerror}; it lies on the machine of rank 0 unless the run was given one"
+            f"--key_file {path}: {error.strerror}; without a key_file of its own the run writes its keys on the "
+            "machine of rank 0: copy them from there"
         ) from error
 
 
 def _answers(watcher: Watcher, address: RunAddress, key_file: str | None) -> Iterator[Answer]:
-    """What the coordinator says, once a second, until it answers no more or says that the run is over: RunGoneError."""
+    """Yield the coordinator's status reports, one per second.
+
+    Raises:
+        ConfigurationError: The coordinator never answered.
+        RunGoneError: The coordinator does not answer any more, or reports that the run is over.
+    """
     heard = time.monotonic()
     last: Answer | None = None
     while True:
@@ -165,11 +174,11 @@ def _answers(watcher: Watcher, address: RunAddress, key_file: str | None) -> Ite
                 raise RunGoneError(f"The run is over: {last['ended']['message']}")
             yield last
         elif last is None and (address.is_gone or now - heard > FIRST_SECONDS):
-            keys = "it has keys: give --key_file" if key_file is None else f"its keys are not those of {key_file}"
+            keys = "uses keys: give --key_file" if key_file is None else f"uses other keys than {key_file}"
             raise ConfigurationError(
-                f"no coordinator answers at {address.coordinator}: the run does not train, is not reached from here, "
-                f"or {keys}"
+                f"no coordinator answers at {address.coordinator}: the run does not train, cannot be reached from this "
+                f"machine, or {keys}"
             )
         elif last is not None and (address.is_gone or now - heard > last["timeout"]):
-            raise RunGoneError(f"The run is over: its coordinator at {address.coordinator} has gone")
+            raise RunGoneError(f"The run is over: its coordinator at {address.coordinator} does not answer any more")
         time.sleep(max(0.0, asked + PAUSE - now))

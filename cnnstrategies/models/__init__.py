@@ -1,1 +1,1 @@
-"""What our modules for classification and segmentation are made of."""
+"""Parts of the package's modules for classification and segmentation."""

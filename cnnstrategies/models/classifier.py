@@ -103,8 +103,8 @@ class ImageClassifier(NetworkModule):
         # Objects cannot be stored in a checkpoint that loads with weights_only=True; a configuration can.
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
         self.task = task
-        self.learns = TASKS[task]
-        self.quality = self.learns.quality
+        self.learning_task = TASKS[task]
+        self.quality = self.learning_task.quality
         self.label_smoothing = label_smoothing
         # Not persistent: the weights come from the configuration and are not part of a checkpoint.
         weights = None if class_weights is None else torch.tensor(class_weights)
@@ -118,7 +118,7 @@ class ImageClassifier(NetworkModule):
             mixers.append(v2.CutMix(alpha=cutmix_alpha, num_classes=num_classes))
         self.mix = v2.RandomChoice(mixers) if mixers else None
         self.train_metrics, self.val_metrics, self.test_metrics = (
-            nn.ModuleDict({"loss": MeanOverSamples(), **self.learns.metrics(num_classes, training)})
+            nn.ModuleDict({"loss": MeanOverSamples(), **self.learning_task.metrics(num_classes, training)})
             for training in (True, False, False)
         )
 
@@ -155,10 +155,10 @@ class ImageClassifier(NetworkModule):
         main, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
         # In a pipeline the stage that computes the loss may be on another device than the module.
         weights = None if self.class_weights is None else self.class_weights.to(main)
-        loss = self.learns.loss(main, targets, weights, self.label_smoothing)
+        loss = self.learning_task.loss(main, targets, weights, self.label_smoothing)
         for logits in auxiliary:
             if logits is not None:
-                loss = loss + self.aux_weight * self.learns.loss(logits, targets, weights, self.label_smoothing)
+                loss = loss + self.aux_weight * self.learning_task.loss(logits, targets, weights, self.label_smoothing)
         return loss
 
     def loss_weight(self, targets: Tensor) -> int:
@@ -184,7 +184,7 @@ class ImageClassifier(NetworkModule):
         images, indices = batch
         outputs = self.network(images)
         check_logits(outputs, len(images), self.num_classes)
-        return {"index": indices, self.learns.predicted: self.learns.values(main_logits(outputs).float())}
+        return {"index": indices, self.learning_task.predicted: self.learning_task.values(main_logits(outputs).float())}
 
     def log_step(self, stage: Literal["train", "val", "test"], outputs: Any, targets: Tensor, loss: Tensor) -> None:
         """Add a batch to a stage's metrics and log them."""
@@ -194,4 +194,4 @@ class ImageClassifier(NetworkModule):
 
     def compared(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs and targets in the form that the task's metrics take."""
-        return self.learns.compared(logits, targets)
+        return self.learning_task.compared(logits, targets)

@@ -45,13 +45,13 @@ def make_run_directory() -> Path:
     return path
 
 
-def shared_directory(meeting: str) -> Path:
+def shared_directory(rendezvous: str) -> Path:
     """Return the directory of processes of this machine that are started separately and know only their rendezvous.
 
     Args:
-        meeting: A text that is the same for all of these processes, and for no other run of this user.
+        rendezvous: A text that is the same for all of these processes, and for no other run of this user.
     """
-    digest = hashlib.sha256(meeting.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(rendezvous.encode()).hexdigest()[:16]
     path = temporary_place() / f"{PREFIX}{os.getuid()}-{digest}"
     hold(path)
     return path

@@ -86,7 +86,7 @@ class CoordinatorProcess:
     """
 
     settings: CoordinatorSettings
-    key_file: str | None = None  # with the run's CURVE keys; None for no encryption
+    key_file: str | None = None
     directory: str | None = None
     journal: str | None = None
     follows: bool = False
@@ -116,7 +116,7 @@ class ServerProcess:
 
     address: Address
     endpoint: str
-    key_file: str | None = None  # with the run's CURVE keys; None for no encryption
+    key_file: str | None = None
     insecure: bool = False
     known_as: str | None = None
     starter: int | None = None

@@ -22,6 +22,7 @@ from cnnstrategies.pipeline.timeline import Clock, Span
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule, check_layout, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.pipeline.whole import memory_on_disk
+from cnnstrategies.quantities import Duration, as_timedelta
 from cnnstrategies.runtime.allocation import reuse_freed_memory
 
 TIMEOUT = timedelta(minutes=10)
@@ -53,7 +54,7 @@ class Pipeline:
         activation_checkpointing: Whether activations are recomputed in the backward: for no microbatch (``never``), for
             all except the rank's last microbatch (``except_last``), or for all (``always``).
         device: Device of the stage.
-        timeout: Longest time to wait for another rank.
+        timeout: Longest wait for another rank: seconds, ``minutes:seconds`` or a timedelta.
         bucket_bytes: Size in bytes of the buckets in which gradients are summed over the replicas.
         placement: Numbering of the ranks, stage by stage (``stages``) or pipeline by pipeline (``replicas``); see
             :class:`~cnnstrategies.pipeline.timetable.Placement`.
@@ -86,7 +87,7 @@ class Pipeline:
         run_ahead: bool = True,
         activation_checkpointing: Checkpointing = "never",
         device: torch.device | str = "cpu",
-        timeout: timedelta = TIMEOUT,
+        timeout: Duration = TIMEOUT,
         bucket_bytes: int = BUCKET_BYTES,
         placement: Order = "stages",
         compile_backend: str | None = None,
@@ -107,14 +108,15 @@ class Pipeline:
         self.last = self.place.stage == ranks.stages - 1
         self.shapes = {name: t.shape for name, t in (*network.named_parameters(), *network.named_buffers())}
         self.module = self.blueprint.build(self.place.stage).to(self.device)
-        self.transport = Transport(ranks, timeout, self.device)
+        limit = as_timedelta(timeout, "timeout")
+        self.transport = Transport(ranks, limit, self.device)
         self.ahead = AHEAD if self.transport.has_tags else 0
         self.activation_checkpointing = activation_checkpointing
         graph = self.blueprint.stages[True][self.place.stage].graph
         calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
         # No local variable refers to the group, because torch keeps this frame alive until the next garbage
         # collection, and the frame would keep the group alive.
-        self.reducer = GradientReducer(self._trainable(), self._stage_group(timeout), bucket_bytes)
+        self.reducer = GradientReducer(self._trainable(), self._stage_group(limit), bucket_bytes)
         self.buffers = StageBuffers(self.module, self.reducer.group, calls)
         turn = turns(replicas, microbatches, schedule, run_ahead)
         self.channels = {

@@ -71,7 +71,7 @@ def test_a_submission_is_shown_and_queued(capsys):
     shown = capsys.readouterr()
     assert "#TOY --nodes=2 --time=90\n" in shown.out
     assert re.search(r"\ntoyrun --nodes=2 --per-node=2 \S+ -m cnnstrategies fit --config \S+/config.yaml\n", shown.out)
-    assert shown.err == "Note: with --to toy these keys do not count: cluster.partition\n"
+    assert shown.err == "Note: --to toy ignores these keys: cluster.partition\n"
     assert not list(Path().iterdir())
     with pytest.raises(SystemExit):
         cli.main([*RUN, *SIZE, "--trainer.enable_checkpointing=false"])

@@ -38,7 +38,7 @@ LINES = [
     (raised(wrapped), "No space left on device: events.out; make room, and go on with --ckpt_path=last"),
     (
         raised(lambda: nn.Conv2d(3, 4, 3)(torch.zeros(2, 1, 8, 8))),
-        "the network takes images with 3 channels, and those of the data have 1",
+        "the network takes images with 3 channels, but the data's images have 1",
     ),
     (raised(lambda: nn.Conv2d(64, 4, 3)(torch.zeros(2, 32, 8, 8))), None),
     (
@@ -48,11 +48,11 @@ LINES = [
     (FileNotFoundError(errno.ENOENT, "No such file or directory", "labels.csv"), None),
     (
         OSError(errno.EROFS, "Read-only file system", "/mnt/runs"),
-        "Read-only file system: /mnt/runs; give the right to it, or let results go elsewhere",
+        "Read-only file system: /mnt/runs; change its permissions, or choose another folder",
     ),
     (
         TypeError("File is not creatable since parent directory not writable: '/mnt/config.yaml'"),
-        "cannot write /mnt/config.yaml: give the right to it",
+        "cannot write /mnt/config.yaml: change its permissions",
     ),
     (ModuleNotFoundError("Requirement 'mlflow>=1.0.0' not met."), "a package is missing: "),
     (ValueError("boom"), None),

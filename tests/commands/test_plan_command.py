@@ -53,8 +53,8 @@ def test_what_is_missing_is_named(files: list[str]) -> None:
     for words, said in (
         (["--config", QUICKSTART, "--profile=net.csv"], "profile: the network of a configuration is measured"),
         ([profile, cluster], "profile_batch is missing"),
-        ([profile, batch], "cluster is missing: a YAML file"),
-        (given, "batch_size is missing: the samples of a step"),
+        ([profile, batch], "cluster is missing: give a YAML file"),
+        (given, "batch_size is missing: give the samples of a step"),
         ([*given, "--batch_size=8", "--batch_per_device=2"], "batch_size and batch_per_device say the same"),
         ([*given, "--batch_size=0"], "batch_size=0: a step needs at least 1 sample"),
         ([*given, "--batch_size=many"], "--batch_size: 'many' is not accepted; it must be a whole number"),
@@ -76,7 +76,7 @@ def test_a_configuration_is_measured_and_planned(tmp_path: Path, capsys: pytest.
 
 
 def test_number_of_devices_must_be_known_and_be_the_clusters(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"trainer.devices=auto: a plan needs their number"):
+    with pytest.raises(ConfigurationError, match=r"trainer.devices=auto: a plan needs the number of devices"):
         COMMANDS["plan"].run(["--config", QUICKSTART, "--trainer.devices", "auto"])
     file = tmp_path / "cluster.yaml"
     file.write_text(CLUSTER)

@@ -16,7 +16,7 @@ from cnnstrategies.callbacks import Pruning, SampleWeights
 from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.scaling import command, probes
 from cnnstrategies.commands.scaling.probes import load_alone, one_sample, sum_alone
-from cnnstrategies.commands.scaling.run import HostReads, ScalingControl, larger, part_beside, unasked
+from cnnstrategies.commands.scaling.run import HostReads, ScalingControl, default_callbacks, larger, part_of_hook
 from cnnstrategies.commands.tune.step_control import run_rank
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.scaling import measuring
@@ -175,8 +175,8 @@ def test_callbacks_that_nobody_can_leave_out_are_no_cause():
         pass
 
     there = [SampleWeights(), Pruning(0.5), Own()]
-    hidden = unasked(there, {"Pruning"})
-    names = [part_beside(f"[Callback]{one.state_key}.on_train_batch_end", hidden) for one in there]
+    hidden = default_callbacks(there, {"Pruning"})
+    names = [part_of_hook(f"[Callback]{one.state_key}.on_train_batch_end", hidden) for one in there]
     assert names == [None, "callback Pruning", f"callback {Own.__qualname__}"]
 
 
@@ -209,7 +209,7 @@ def test_the_remedies_that_are_settings_are_tried_and_those_that_were_faster_kep
         Reason("threads", "", "", 2.0, {"threads": 1}),
         Reason("fourth", "", "", 2.0, {"fourth": 1}),
     ]
-    helped = command._tried(Pretended, why, Console(soft_wrap=True))  # noqa: SLF001
+    helped = command._faster_settings(Pretended, why, Console(soft_wrap=True))  # noqa: SLF001
     assert [one.name for one in helped] == ["loader"]
     assert shares == [3, 2, 1]
     said = capsys.readouterr().out.splitlines()
@@ -219,7 +219,7 @@ def test_the_remedies_that_are_settings_are_tried_and_those_that_were_faster_kep
         (
             "compare the accuracy",
             "2.00 times as fast [1.90, 2.10]: faster",
-            "no step is quicker with it",
+            "this does not make steps faster",
             "no difference",
             "does not run any more (out of memory)",
             "only the first 3 are",

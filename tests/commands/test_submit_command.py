@@ -69,7 +69,7 @@ REFUSED = {
         [HYBRID, "--trainer.num_nodes=4", "--trainer.devices=1", "--data.init_args.global_batch_size=2"],
         "each of 3 processes that load: use at least 3",
     ),
-    "own processes": ([QUICKSTART, "--trainer.strategy=ddp_spawn"], "starts its processes itself"),
+    "own processes": ([QUICKSTART, "--trainer.strategy=ddp_spawn"], "the strategy starts its processes itself"),
 }
 
 
@@ -134,7 +134,7 @@ def test_what_does_not_count_for_pods_is_said_and_a_grace_ends_before_theirs(cap
     slurms = ["--cluster.partition=short", "--cluster.memory=64G", "--cluster.python=python3"]
     COMMANDS["submit"].run(["fit", *KUBERNETES, *slurms, "--dry_run"])
     said = capsys.readouterr()
-    assert said.err == "Note: with --to kubernetes these keys do not count: cluster.partition, cluster.memory\n"
+    assert said.err == "Note: --to kubernetes ignores these keys: cluster.partition, cluster.memory\n"
     configuration, _, job = yaml.safe_load_all(said.out)
     assert yaml.safe_load(configuration["data"]["config.yaml"])["stop"]["grace"] == 110
     assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 120

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, PlainCNN, quiet_trainer
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    SingleDeviceStrategy,
+    StrategyRegistry,
+)
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.data import DigitsDataModule
@@ -57,6 +63,10 @@ def test_lightning_s_strategies_and_subclasses_have_the_facts_of_their_kind() ->
         True,
     ]
     assert facts_of(both()).gradient_weighting == "by_rank"
+    stages = [DeepSpeedStrategy.__new__(DeepSpeedStrategy) for _ in range(2)]  # DeepSpeed itself is not installed.
+    for strategy, stage in zip(stages, (2, 3), strict=True):
+        strategy.config = {"zero_optimization": {"stage": stage}}
+    assert [facts_of(strategy).shards_parameters for strategy in stages] == [False, True]
     single = facts_of(SingleDeviceStrategy("cpu"))
     assert (single.environment, single.host_count, single.display_name) == (None, 1, "single_device")
     assert facts_of(new_class()).host_count == 1

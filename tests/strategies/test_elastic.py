@@ -129,7 +129,7 @@ def test_the_array_of_the_docs_joins(tmp_path):
 def test_what_cannot_be_joined_is_said_in_a_line(capsys, monkeypatch, tmp_path):
     for words, message in (
         (["--run", "nowhere"], "the folder does not exist"),
-        (["--run", str(tmp_path)], "no watch.json lies there"),
+        (["--run", str(tmp_path)], "the folder has no watch.json"),
         (["--run", "tcp://127.0.0.1:1", "--key_file", "none.key"], "none.key does not exist here"),
     ):
         monkeypatch.setattr(sys, "argv", ["cnnstrategies", "join", "--config", CONFIG, *words])
@@ -200,7 +200,7 @@ def test_another_configuration_is_not_the_runs(monkeypatch):
         ConfigurationError, match="an epoch of the run has 36 batches, and an epoch of this configuration 72"
     ):
         run.begin(0, 72, "")
-    with pytest.raises(ConfigurationError, match=r"trainer\.strategy is ddp: a run is joined with its own"):
+    with pytest.raises(ConfigurationError, match=r"trainer\.strategy=ddp: give the configuration of the run to join"):
         server_options_of("ddp")
     assert server_options_of("parameter_server_async").mode == "async"
 

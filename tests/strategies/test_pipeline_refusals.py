@@ -44,7 +44,7 @@ UNFIT: tuple[tuple[int, dict[str, Any], str], ...] = (
     (
         3,
         {"replicas": [2, 1], "initial_shares": [3, 1, 1]},
-        r"initial_shares=\[3, 1, 1\] is what shares: auto begins with, not .* equal",
+        r"initial_shares=\[3, 1, 1\] is for shares: auto, and shares is equal",
     ),
     (3, {"replicas": [2, 1], "cuts": ["2"], "shares": [3, 1]}, r"shares=\[3, 1\] are 2, and there are 3 processes"),
     (

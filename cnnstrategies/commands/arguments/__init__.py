@@ -1,1 +1,1 @@
-"""What is known before a command's code is imported: the commands, their words, their help."""
+"""The declared commands, their parsing and their help; fast to import, because every start imports them."""

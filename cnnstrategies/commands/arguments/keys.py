@@ -1,4 +1,4 @@
-"""What a command line and its configuration files give, before anything is made of it."""
+"""The keys of a configuration, from command-line arguments and configuration files, before a parser reads them."""
 
 import difflib
 import functools
@@ -13,7 +13,8 @@ import yaml
 from cnnstrategies.commands.arguments.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 
-# The keys of a configuration, and what those configure that have no class_path.
+# By root key of a configuration: the class that the key configures. None if the key names its class, or has a plain
+# value.
 ROOTS: dict[str, str | None] = {
     "trainer": "lightning.pytorch.Trainer",
     "model": None,
@@ -27,15 +28,15 @@ ROOTS: dict[str, str | None] = {
     "ckpt_path": None,
     "run_name": None,
 }
-# And those below.
+# By key below the root: the class that the key configures.
 NESTED = {
     "cluster.kubernetes": "cnnstrategies.cluster.options.KubernetesOptions",
     "cluster.ray": "cnnstrategies.cluster.options.RayOptions",
 }
-OF_CLASS = ("class_path", "init_args", "dict_kwargs")  # The keys of a class in a configuration.
+OF_CLASS = ("class_path", "init_args", "dict_kwargs")  # keys with which a configuration describes an object
 # Options whose values are mappings: the keys below them are the user's own.
 MAPPINGS = ("dict_kwargs", "env", "pod", "resources", "server_resources", "volumes")
-MOST_NAMES = 20  # that are listed beside a guess
+MOST_NAMES = 20  # largest number of accepted names that an error message lists after a suggestion
 
 
 def with_underscores(words: Sequence[str]) -> list[str]:
@@ -58,9 +59,12 @@ def _with_underscores(word: str) -> str:
 
 @dataclass(frozen=True)
 class ConfiguredKey:
-    """A key that was given, from the root, with dots, and its value: as YAML has it, from the command line a text.
+    """A key of a configuration, with its value.
 
-    ``owner`` is the class that it is a parameter of, as the configuration names it; None at other places.
+    Attributes:
+        path: The key from the root, with dots.
+        value: Value from YAML, or text from the command line.
+        owner: Name of the class whose parameter the key is, as the configuration spells it; None if no class is known.
     """
 
     path: str
@@ -69,7 +73,13 @@ class ConfiguredKey:
 
 
 def configured_keys(args: Sequence[str]) -> list[ConfiguredKey]:
-    """Every key that was given; those of the command line, which are the likelier culprits, first."""
+    """Return every key of a configuration.
+
+    Keys from the command line come before keys from files, because mistakes are more likely on the command line.
+
+    Args:
+        args: Command-line arguments, which may name configuration files.
+    """
     tree: dict[str, Any] = {}
     for position, argument in enumerate(args):
         if match := re.fullmatch(r"(?:--config|-c)(?:=(.*))?", argument):
@@ -85,33 +95,37 @@ def configured_keys(args: Sequence[str]) -> list[ConfiguredKey]:
                 nested = {part: nested}
             _merge(tree, nested)
             flags.add(match[1])
-    return sorted(_walk(tree, "", None), key=lambda one: one.path not in flags)
+    return sorted(_walk(tree, "", None), key=lambda key: key.path not in flags)
 
 
 def _read(file: Path) -> Mapping[str, Any]:
     try:
-        content = _known(file.read_text(encoding="utf-8"))
+        content = _read_cached(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeError) as error:
-        why = in_one_line(str(error).replace(' in "<unicode string>",', ""))
-        raise ConfigurationError(f"config: {file} is not YAML: {why}") from error
+        reason = in_one_line(str(error).replace(' in "<unicode string>",', ""))
+        raise ConfigurationError(f"config: {file} is not YAML: {reason}") from error
     if not isinstance(content, Mapping):
         raise ConfigurationError(f"config: {file} has no keys: a configuration has, as in `trainer: {{max_epochs: 3}}`")
     return content
 
 
 def read_yaml(text: str) -> Any:
-    """What a text says; libyaml reads ten times as fast, and PyYAML's own errors say more."""
+    """Return the content of a YAML text.
+
+    libyaml is ten times as fast as PyYAML's own parser. PyYAML's parser reads a faulty text again, because its error
+    messages are more exact.
+    """
     try:
         return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError:
         return yaml.safe_load(text)
 
 
-_known = functools.cache(read_yaml)  # Files are read again for each thing that is asked of them.
+_read_cached = functools.cache(read_yaml)  # `configured_keys` reads the same files several times in a start.
 
 
 def accepted(value: str, names: Sequence[str]) -> str:
-    """The names that there are, and the one that may have been meant."""
+    """Return the end of an error message for a wrong name: a suggestion if a name is similar, and accepted names."""
     if not names:
         return ""
     guess = closest(value, names)
@@ -119,13 +133,13 @@ def accepted(value: str, names: Sequence[str]) -> str:
 
 
 def closest(value: str, names: Sequence[str]) -> str:
-    """Return ``; did you mean 'NAME'?`` with the name that is most like a value, or ``;`` if none is like it."""
+    """Return ``; did you mean 'NAME'?`` with the most similar name, or ``;`` if no name is similar."""
     close = difflib.get_close_matches(value, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else ";"
 
 
 def misspelt(name: str, known: Sequence[str] = OF_CLASS) -> str:
-    """Which of some names was meant, by default of the keys that every class has; nothing if none is near."""
+    """Return ``did you mean 'NAME'?`` for a misspelt name, or an empty text if no known name is similar."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     return f"did you mean {close[0]!r}?" if close else ""
 
@@ -136,7 +150,7 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             base = old if isinstance(old, dict) else _as_class(old)
             if "class_path" in value and value["class_path"] != base.get("class_path"):
-                base = {}  # The arguments were for another class.
+                base = {}  # The earlier arguments belong to a different class.
             into[key] = _merge(base, value)
         elif isinstance(old, dict) and "class_path" in old and isinstance(value, str):
             into[key] = old if old["class_path"] == value else _as_class(value)
@@ -157,7 +171,7 @@ def _walk(tree: Any, path: str, owner: str | None) -> Iterator[ConfiguredKey]:
         return
     for key, value in tree.items():
         inner = f"{path}.{key}" if path else str(key)
-        # What stands beside a class, without init_args between, is an argument of it.
+        # A key directly beside class_path, without init_args, is an argument of the class.
         yield ConfiguredKey(inner, value, owner if key in OF_CLASS else tree.get("class_path", owner))
         below = tree.get("class_path") if key == "init_args" else {**ROOTS, **NESTED}.get(inner)
         yield from _walk(value, inner, below)

@@ -13,7 +13,7 @@ from typing import Literal
 from cnnstrategies.cluster.options import ClusterOptions, KubernetesOptions, RayOptions
 from cnnstrategies.commands.arguments.command import Command, Configuration, declare, option, positional
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.quantities import Duration
+from cnnstrategies.quantities import Duration, Size
 
 COMMANDS: dict[str, Command] = {}  # in the order of the help
 PROGRAMS: dict[str, Command] = {}  # programs beside `cnnstrategies`
@@ -63,7 +63,10 @@ class FitOptions:
     "run.lightning_cli",
     Configuration.LIGHTNING,
     keys=(
-        ("--predictions.images FOLDER", "predict images of your own: the five most probable classes of each"),
+        (
+            "--predictions.images FOLDER",
+            "predict the images of this folder, at any depth, instead of the data module's",
+        ),
         ("--predictions.output FILE", "CSV file to write (default: predictions.csv in the log directory)"),
     ),
 )
@@ -349,7 +352,7 @@ class PackOptions:
         out: Folder to make.
         size: Shrink larger images to this shorter side, as JPEGs; by default images stay as they are.
         quality: Make every image a JPEG of this quality, 1 to 95; by default 90 with ``--size``.
-        shard_mb: Approximate size of a shard, in MB of the source.
+        shard_size: Approximate size of a shard, measured in files of the source: bytes, or such as 256MB or 1GiB.
         workers: Number of shards that are written at the same time; by default one per core.
         check: Compare packed shards with their checksums, and do nothing else.
     """
@@ -358,7 +361,7 @@ class PackOptions:
     out: Path | None = positional(None, metavar="OUT")
     size: int | None = None
     quality: int | None = None
-    shard_mb: int = 256
+    shard_size: Size = "256MB"
     workers: int | None = None
     check: Path | None = option(None, metavar="FOLDER")
 

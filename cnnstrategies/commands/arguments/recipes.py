@@ -1,4 +1,4 @@
-"""``cnnstrategies configs``: the configurations that come with the package, and their use by name."""
+"""Recipes: configurations that come with the package. ``cnnstrategies configs`` lists and prints them."""
 
 import re
 from collections.abc import Sequence
@@ -16,23 +16,27 @@ FOLDER = Path(__file__).parents[2] / "configs"
 
 
 def names() -> list[str]:
-    """Those of all recipes: their paths without ``.yaml``."""
+    """Return the names of all recipes. A name is the recipe's path without ``.yaml``."""
     return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml"))
 
 
-def find(given: str) -> Path:
-    """The file that ``--config`` means: one that is there, or the recipe of this name."""
-    if Path(given).is_file():
-        return Path(given)
-    name = re.sub(r"^(?:\./)?(?:configs/)?(.*?)(?:\.yaml)?$", r"\1", given)
+def find(file_or_name: str) -> Path:
+    """Return the file that ``--config`` means: an existing file, or else the recipe of this name.
+
+    Raises:
+        ConfigurationError: Neither exists.
+    """
+    if Path(file_or_name).is_file():
+        return Path(file_or_name)
+    name = re.sub(r"^(?:\./)?(?:configs/)?(.*?)(?:\.yaml)?$", r"\1", file_or_name)
     recipe = FOLDER / f"{name}.yaml"
     if name in names():
         return recipe
-    raise ConfigurationError(f"config: no file {given!r}, and no recipe of this name{accepted(name, names())}")
+    raise ConfigurationError(f"config: no file {file_or_name!r}, and no recipe of this name{accepted(name, names())}")
 
 
 def with_files(args: Sequence[str]) -> list[str]:
-    """A command line with the files of the recipes that it names."""
+    """Return command-line arguments in which each recipe's name after ``--config`` is replaced by the recipe's file."""
     result = list(args)
     for position, argument in enumerate(args):
         if match := re.fullmatch(r"(--config|-c)=(.+)", argument):
@@ -43,7 +47,7 @@ def with_files(args: Sequence[str]) -> list[str]:
 
 
 def main(options: "ConfigsOptions") -> None:
-    """List the recipes, or print those that are named."""
+    """List the recipes, or print the recipes that the options name."""
     if options.names:
         show("\n".join(find(name).read_text(encoding="utf-8").rstrip() for name in options.names))
         return

@@ -1,4 +1,4 @@
-"""How the command line shows things, and says that something is wrong."""
+"""Output of the command line: long texts, and error messages of one line."""
 
 import io
 import os
@@ -6,34 +6,34 @@ import re
 import sys
 from typing import NoReturn
 
-DEBUG = "CNNSTRATEGIES_DEBUG"  # Environment variable: tracebacks in place of lines.
+DEBUG = "CNNSTRATEGIES_DEBUG"  # If this environment variable is set, errors are shown with their tracebacks.
 
 
 def fail(message: str) -> NoReturn:
-    """Print one line on standard error and exit with code 2, as argparse does."""
+    """Print one line to standard error and exit with code 2, as argparse does."""
     print(f"cnnstrategies: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
 def write_anywhere() -> None:
-    """Show a question mark where a terminal's encoding lacks a character; Python would end the program."""
+    """Print a question mark for each character that the terminal's encoding lacks, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def in_one_line(text: str) -> str:
-    """A message without its line breaks."""
+    """Return a text in which each line break or run of spaces is a single space."""
     return re.sub(r"\s+", " ", text).strip()
 
 
 def shows_tracebacks() -> bool:
-    """Whether the user wants to see where an error comes from."""
+    """Whether errors are shown with their tracebacks."""
     return bool(os.environ.get(DEBUG))
 
 
 def show(text: str) -> None:
-    """Print a long text; that its reader, such as ``head``, has seen enough is no error."""
+    """Print a long text. A reader that stops early, such as ``head``, does not cause an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

@@ -1,1 +1,1 @@
-"""``cnnstrategies plan``."""
+"""``cnnstrategies plan``: predicted step times and costs of the strategies."""

@@ -1,6 +1,6 @@
-"""``cnnstrategies plan``: which strategy for a network on a cluster, how long a step takes and what it costs.
+"""``cnnstrategies plan``: predicted step times and costs of the strategies, for a network on a cluster.
 
-From a profile in a file it needs neither torch nor Lightning, and answers in a second.
+With a profile in a file the command needs neither torch nor Lightning, and answers in a second.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def main(options: PlanOptions, words: Sequence[str]) -> None:
     if options.profile is not None and not words:
         job = job_from_files(options)
     else:
-        # Only now torch and Lightning are imported.
+        # This import takes seconds, because it imports torch and Lightning.
         from cnnstrategies.commands.plan.measured import job_from_configuration
 
         job = job_from_configuration(options, words)
@@ -30,23 +30,31 @@ def main(options: PlanOptions, words: Sequence[str]) -> None:
 
 
 def job_from_files(options: PlanOptions) -> Job:
-    """What to plan for, from a profile and a cluster in files."""
+    """Return the planner's input from two files, a profile and a description of a cluster.
+
+    Raises:
+        ConfigurationError: An option that a profile needs is missing.
+    """
     assert options.profile is not None
     if options.profile_batch is None or options.profile_batch < 1:
-        raise ConfigurationError("profile_batch is missing: the samples of the batch that the profile was taken with")
+        raise ConfigurationError(
+            "profile_batch is missing: give the samples of the batch that the profile was taken with"
+        )
     if options.cluster is None:
-        raise ConfigurationError("cluster is missing: a YAML file that describes the machines")
+        raise ConfigurationError("cluster is missing: give a YAML file that describes the machines")
     cluster = read_cluster(options.cluster)
     samples = options.samples_of_a_step(cluster.devices)
     if samples is None:
-        raise ConfigurationError("batch_size is missing: the samples of a step; or batch_per_device, for each device")
+        raise ConfigurationError(
+            "batch_size is missing: give the samples of a step, or batch_per_device for each device"
+        )
     profile = read_profile(options.profile, options.profile_batch)
     states = 2 if options.optimizer_states is None else options.optimizer_states
     return Job(profile, cluster, samples, state_copies=2 + states)
 
 
 def show(ranking: Ranking, options: PlanOptions) -> None:
-    """Print a ranking, and write the files that are asked for."""
+    """Print a ranking, and write the files that the options name."""
     console = Console()
     console.print(ranking_table(ranking))
     chosen = ranking.hybrid

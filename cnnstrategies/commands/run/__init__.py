@@ -1,1 +1,1 @@
-"""The commands that run a configuration: fit, validate, test, predict, export, quantize."""
+"""The commands that run a configuration: fit, validate, test, predict, quantize, export."""

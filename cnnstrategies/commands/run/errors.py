@@ -1,4 +1,4 @@
-"""One readable line for a mistake in a configuration: the key, the value, and what is accepted."""
+"""Error messages for mistakes in a configuration: one line with the key, the value, and the accepted values."""
 
 import contextlib
 import inspect
@@ -19,28 +19,28 @@ from cnnstrategies.commands.run.strategy_names import explain_nested
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import ROOT, is_now, renamed
 
-# What jsonargparse says of the other types that a key may have had, null as a rule.
+# The beginning of the lines in which jsonargparse lists the other types of a key, which is usually null.
 _OTHER_TYPES = re.compile(r"\n\s*-? ?(?:Expected an? <class|Given value)")
-SECTIONS = {"model", "data"}  # What a run is of.
+SECTIONS = {"model", "data"}  # sections that most runs need
 OF_LIGHTNING = " (of lightning.pytorch, and not of pytorch_lightning)"
-SHARDED = (".metadata", "meta.pt", "checkpoint")  # One of these is in a folder that is a checkpoint.
+SHARDED = (".metadata", "meta.pt", "checkpoint")  # A folder with one of these files is a checkpoint.
 CHECKPOINT_WORDS = ("best", "last", "hpc")
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
-# Where the classes are that a configuration may name without their module.
+# Modules whose classes a configuration may name without the module.
 HOMES = (
     *("cnnstrategies", "cnnstrategies.data", "cnnstrategies.callbacks", "cnnstrategies.strategies"),
     *("lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lightning.pytorch.strategies"),
     *("torch.optim", "torch.optim.lr_scheduler"),
 )
-FROM_ELSEWHERE = ("params", "optimizer")  # Arguments that no configuration gives: the caller does.
+FROM_ELSEWHERE = ("params", "optimizer")  # Arguments that a configuration leaves out, because the module passes them.
 
 
 def check_trainer_names(trainer: Any) -> None:
     """Refuse a strategy or accelerator that is not registered."""
-    known = {"strategy": ("auto", *StrategyRegistry.available_strategies()), "accelerator": ACCELERATORS}
-    for what, value in (("strategy", trainer.strategy), ("accelerator", trainer.accelerator)):
-        if isinstance(value, str) and value not in known[what] and re.fullmatch(r"\w+", value):
-            raise ConfigurationError(f"trainer.{what}: no {what} {value!r}{accepted(value, known[what])}")
+    names = {"strategy": ("auto", *StrategyRegistry.available_strategies()), "accelerator": ACCELERATORS}
+    for field, value in (("strategy", trainer.strategy), ("accelerator", trainer.accelerator)):
+        if isinstance(value, str) and value not in names[field] and re.fullmatch(r"\w+", value):
+            raise ConfigurationError(f"trainer.{field}: no {field} {value!r}{accepted(value, names[field])}")
 
 
 def located(name: Any) -> Any:
@@ -52,26 +52,30 @@ def located(name: Any) -> Any:
         return StrategyRegistry[name]["strategy"]
     paths = [] if not isinstance(name, str) else [name] if "." in name else [f"{home}.{name}" for home in HOMES]
     with contextlib.suppress(pydoc.ErrorDuringImport):
-        return next((found for path in paths if (found := pydoc.locate(path)) is not None), None)
+        return next((target for path in paths if (target := pydoc.locate(path)) is not None), None)
     return None
 
 
-def parameters_of(kind: Any) -> dict[str, inspect.Parameter]:
-    """What a class or function takes, with what it hands on to its bases; nothing of what cannot be called."""
-    found: dict[str, inspect.Parameter] = {}
-    for one in kind.__mro__ if isinstance(kind, type) else (kind,):
-        function = vars(one).get("__init__") if isinstance(kind, type) else one
+def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a class or function by name.
+
+    If a constructor has ``**kwargs``, the parameters of the base class's constructor are included. The result is empty
+    for an object that cannot be called.
+    """
+    parameters: dict[str, inspect.Parameter] = {}
+    for function_or_class in target.__mro__ if isinstance(target, type) else (target,):
+        function = vars(function_or_class).get("__init__") if isinstance(target, type) else function_or_class
         if not callable(function):
             continue
         try:
-            own = inspect.signature(function).parameters
-        except ValueError:  # It is written in C.
+            signature = inspect.signature(function).parameters
+        except ValueError:  # The function is written in C.
             break
-        found = {**own, **found}
-        if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in own.values()):
+        parameters = {**signature, **parameters}
+        if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.values()):
             break
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {name: one for name, one in found.items() if name != "self" and one.kind not in variable}
+    return {name: entry for name, entry in parameters.items() if name != "self" and entry.kind not in variable}
 
 
 def check_names(keys: Sequence[ConfiguredKey]) -> None:
@@ -86,7 +90,7 @@ def check_names(keys: Sequence[ConfiguredKey]) -> None:
 
 
 def check_nulls(keys: Sequence[ConfiguredKey]) -> None:
-    """Refuse null where a class needs a value: jsonargparse hands it on, and what comes of it is anyone's guess."""
+    """Refuse null where a class needs a value: jsonargparse would pass it on, and the class would fail or misbehave."""
     for key in keys:
         if key.value not in (None, "null"):
             continue
@@ -95,21 +99,23 @@ def check_nulls(keys: Sequence[ConfiguredKey]) -> None:
             continue
         kind = parameter.annotation
         options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-        needed = all(one is not object and isinstance(get_origin(one) or one, type) for one in options)
+        needed = all(option is not object and isinstance(get_origin(option) or option, type) for option in options)
         if not needed or NoneType in options or (key.value == "null" and str in options):
             continue
-        names = " or ".join(re.sub(r"[\w.]+\.", "", inspect.formatannotation(one)) for one in options)
+        names = " or ".join(re.sub(r"[\w.]+\.", "", inspect.formatannotation(option)) for option in options)
         raise ConfigurationError(f"{key.path}: null is not accepted; it must be {names}, or be left out")
 
 
 def check_checkpoint(path: Any, words: Sequence[str] = CHECKPOINT_WORDS) -> None:
-    """Refuse a checkpoint, as of ``ckpt_path``, that does not exist.
+    """Refuse a ``ckpt_path`` that does not exist.
 
-    In place of a path there may be one of ``words`` and, unless they are none, ``registry:...``.
+    Args:
+        path: A path, or a word.
+        words: Accepted words. If there are any, ``registry:...`` is accepted as well.
     """
     if path is None or str(path) in words:
         return
-    if "://" in str(path):  # Whether it is there is known to its file system alone, which says so when it is loaded.
+    if "://" in str(path):  # The file system behind a URL reports a missing file when the checkpoint is loaded.
         return
     if Path(path).is_dir() and not any((Path(path) / name).exists() for name in SHARDED):
         raise ConfigurationError(f"ckpt_path: {str(path)!r} is a folder; give a file, such as last.ckpt in it")
@@ -123,7 +129,12 @@ def check_checkpoint(path: Any, words: Sequence[str] = CHECKPOINT_WORDS) -> None
 
 
 def explain_parse_error(message: str, args: Sequence[str]) -> str:
-    """The line that says why a configuration could not be parsed."""
+    """Return the line that explains why a configuration could not be parsed.
+
+    Args:
+        message: The parser's own message.
+        args: Command-line arguments.
+    """
     if match := re.search(r"ption '([\w.]+)'(?: is not accepted)?$", message):
         return _explain_unknown(match[1], args)
     if match := re.search(r"[Uu]nrecognized arguments: (?:--)?(\S*?)(?:[=\s]|$)", message):
@@ -138,18 +149,20 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
             return "no ckpt_path: give the checkpoint, --ckpt_path FILE"
         return _explain_missing(names, args)
     if match := re.search(r"Problem with given class_path '([^']+)':\s*(.*)", message, re.DOTALL):
-        why = in_one_line(_OTHER_TYPES.split(match[2])[0])
-        return f"{where}cannot use {match[1]!r}: {why}"
+        reason = in_one_line(_OTHER_TYPES.split(match[2])[0])
+        return f"{where}cannot use {match[1]!r}: {reason}"
     match = re.search(r"Expected a dot import path string: (\S+)", message)
-    if match and not re.search(r"Expected an? <class '(?!NoneType)", message):  # Else a plain value is accepted.
-        example = _strategy_of(match[1]) or "for example package.module.ClassName"
-        return f"{where}no class {match[1]!r}; {_meant(match[1])}give its import path, {example}"
+    if match and not re.search(r"Expected an? <class '(?!NoneType)", message):  # The key takes no plain value.
+        strategies = StrategyRegistry.available_strategies() if key == "trainer.strategy" else []
+        meant = _meant(match[1], strategies)
+        return f"{where}no class {match[1]!r}; {meant}give its import path, for example package.module.ClassName"
     if match := re.search(r"Given value: (.*)$", message, re.DOTALL):
         types = re.search(r"Subtypes: \[(.*)\]\s*\n", message)
         value, expected = in_one_line(match[1]), _types(types[1] if types else "")
-        # What an import has raised, as of a file that is not Python.
+        # An import raised an error, for example because the file is not valid Python.
         if raised := re.search(r"Errors:\n\s*- (?!Expected|Does not|Import path)(.*)", message):
-            return f"{where}cannot use {value!r}: {raised[1]}"
+            why = raised[1].removeprefix("Not of type timedelta: ")
+            return f"{where}cannot use {value!r}: {why}"
         return f"{where}{value!r} is not accepted; it must be {expected}{OF_LIGHTNING * (key in SECTIONS)}"
     if match := re.search(r"Expected (?:an? )?(.*)\. Got value: (.*)$", message, re.DOTALL):
         value, expected = in_one_line(match[2]), _types(match[1])
@@ -158,10 +171,11 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
     return re.sub(r'^Parser key "[^"]+":\s*', where, in_one_line(message))
 
 
-def _meant(name: str) -> str:
-    """The class that is near, of those that are known without their module."""
-    known = [one for home in HOMES for one, kind in vars(import_module(home)).items() if isinstance(kind, type)]
-    return f"{hint} Or " if (hint := misspelt(name, known)) else ""
+def _meant(name: str, others: Sequence[str] = ()) -> str:
+    """Return a suggestion with the most similar well-known class or other name; empty if none is similar."""
+    members = [item for home in HOMES for item in vars(import_module(home)).items()]
+    known = [class_name for class_name, kind in members if isinstance(kind, type)]
+    return f"{hint} Or " if (hint := misspelt(name, [*known, *others])) else ""
 
 
 def _types(text: str) -> str:
@@ -172,16 +186,18 @@ def _types(text: str) -> str:
 
 
 def _explain_unknown(key: str, args: Sequence[str]) -> str:
-    """Name the whole key and the parameters that its class has."""
+    """Return the line for an unknown key, with the key from the root and the parameters that its class has."""
     keys = configured_keys(args)
-    if key == "class_path":  # What is wrong is what stands beside it.
-        parents = {one.path.removesuffix(key) for one in keys if one.path.endswith(key)}
-        beside = (one.path.rpartition(".") for one in keys)
-        parent, _, name = next(one for one in beside if f"{one[0]}." in parents and one[2] not in OF_CLASS)
+    if key == "class_path":  # The mistake is a key beside class_path.
+        parents = {configured.path.removesuffix(key) for configured in keys if configured.path.endswith(key)}
+        beside = (configured.path.rpartition(".") for configured in keys)
+        parent, _, name = next(
+            configured for configured in beside if f"{configured[0]}." in parents and configured[2] not in OF_CLASS
+        )
         return f"{parent}.{name} stands beside class_path: arguments of a class go under {parent}.init_args"
-    for one in keys:
-        if one.path == key or one.path.endswith("." + key):
-            return _unknown_key(one.path, one.owner, args)
+    for configured in keys:
+        if configured.path == key or configured.path.endswith("." + key):
+            return _unknown_key(configured.path, configured.owner, args)
     if hint := misspelt(key.partition(".")[0]):
         return f"unknown option {key}: {hint}"
     command = args[0] if args and args[0] in COMMANDS else "fit"
@@ -191,43 +207,43 @@ def _explain_unknown(key: str, args: Sequence[str]) -> str:
 def _unknown_key(path: str, owner: str | None, args: Sequence[str]) -> str:
     """Return the line for a key that does not exist, with the names that are accepted in its place."""
     parts = path.split(".")
-    for place, part in enumerate(parts, start=1):
+    for depth, part in enumerate(parts, start=1):
         if part not in OF_CLASS and (hint := misspelt(part)):
-            return f"unknown key {'.'.join(parts[:place])}: {hint}"
+            return f"unknown key {'.'.join(parts[:depth])}: {hint}"
     if owner is None:
         options = [option.name for option in COMMANDS[args[0]].options] if args and args[0] in COMMANDS else []
         return f"unknown key {path}{accepted(parts[-1], list(dict.fromkeys([*options, *ROOTS])))}"
-    names = [one for one in parameters_of(located(owner)) if one not in FROM_ELSEWHERE]
+    names = [name for name in parameters_of(located(owner)) if name not in FROM_ELSEWHERE]
     label = owner if len(parts) > 2 else owner.rpartition(".")[2]
     return f"unknown key {path}: {label} has no {parts[-1]!r}{accepted(parts[-1], names)}"
 
 
 def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
-    """Name the class in the configuration that needs some arguments, or the sections that are not there."""
+    """Return the line for missing arguments: it names the class that needs them, or the sections that are missing."""
     keys, missing = configured_keys(args), " and ".join(names)
-    roots = {one.path.partition(".")[0] for one in keys}
+    roots = {key.path.partition(".")[0] for key in keys}
     if "model" in names and "model" not in roots:
         return none_given(SECTIONS - roots)
     needs = f"needs {missing}"
-    takers = [one for one in keys if set(names) <= parameters_of(located(one.value)).keys()]
-    functions = [one for one in takers if inspect.isfunction(located(one.value))]
-    if functions and set(names) <= {*FROM_ELSEWHERE}:  # To a class the caller gives them.
+    takers = [taker for taker in keys if set(names) <= parameters_of(located(taker.value)).keys()]
+    functions = [taker for taker in takers if inspect.isfunction(located(taker.value))]
+    if functions and set(names) <= {*FROM_ELSEWHERE}:  # If this were a class, the module would pass these arguments.
         return _of_function(functions[0].path.removesuffix(".class_path"), functions[0].value)
-    for one in takers:
-        key = one.path.removesuffix(".class_path")
-        return f"{key}: {one.value} {needs}: give {' and '.join(f'--{key}.{name}' for name in names)}"
-    return f"a class in the configuration {needs}: give that among its init_args"
+    for taker in takers:
+        key = taker.path.removesuffix(".class_path")
+        return f"{key}: {taker.value} {needs}: give {' and '.join(f'--{key}.{name}' for name in names)}"
+    return f"a class in the configuration {needs}: add this to its init_args"
 
 
 def none_given(sections: Set[str]) -> str:
-    """What is said where a configuration lacks some of its sections."""
+    """Return the line for a configuration without some of its sections."""
     missing = " and ".join(sorted(sections))
     classes = " and ".join(f"--{name} CLASS" for name in sorted(sections))
     return f"no {missing}: give {classes}, or a configuration that has {missing}, as in --config quickstart"
 
 
 def check_functions(model: Any) -> None:
-    """Refuse a function in the place of the class of a model's optimizer or schedule: that is given to none."""
+    """Refuse a function as ``class_path`` of a model's optimizer or schedule, where jsonargparse needs a class."""
     for name in ("optimizer", "lr_scheduler"):
         path: Any = getattr((getattr(model, "init_args", None) or {}).get(name), "class_path", None)
         if inspect.isfunction(located(path)):
@@ -242,11 +258,12 @@ def _of_function(key: str, name: str) -> str:
 
 
 def _full_key(key: str, args: Sequence[str]) -> str:
-    """The key from the root, where jsonargparse names only its end."""
-    return next((one.path for one in configured_keys(args) if one.path == key or one.path.endswith("." + key)), key)
-
-
-def _strategy_of(name: str) -> str:
-    """The class that has the arguments of a strategy, where a configuration gives them to its name."""
-    known = name in StrategyRegistry
-    return f"for arguments of this strategy that of {StrategyRegistry[name]['strategy'].__name__}" if known else ""
+    """Return a key from the root. jsonargparse's error messages give only the end of some keys."""
+    return next(
+        (
+            configured.path
+            for configured in configured_keys(args)
+            if configured.path == key or configured.path.endswith("." + key)
+        ),
+        key,
+    )

@@ -1,4 +1,4 @@
-"""One line for what goes wrong while a run is built or runs, where a line says it all."""
+"""Error messages of one line for failures while a run is built or runs."""
 
 import errno
 import os
@@ -18,17 +18,18 @@ from cnnstrategies.errors import ConfigurationError, causes
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ELSEWHERE = (
-    "give the right to it, or let results go elsewhere with --trainer.logger.init_args.save_dir or "
+    "change its permissions, or choose another folder with --trainer.logger.init_args.save_dir or "
     "--trainer.default_root_dir"
 )
-# What torch, Lightning and jsonargparse say, and what is said in its place of what their words have in parentheses.
+# Pairs of a pattern and a format: the format replaces an error message of torch, Lightning or jsonargparse that matches
+# the pattern, and gets the pattern's groups.
 IN_OTHER_WORDS = tuple(
-    (re.compile(theirs, re.DOTALL), ours)
-    for theirs, ours in (
+    (re.compile(pattern, re.DOTALL), text)
+    for pattern, text in (
         (r"^File is not creatable since parent directory not writ\w+: '(.+)'$", f"cannot write {{}}: {ELSEWHERE}"),
         (
             r"expected input\[[\d, ]+\] to have ([134]) channels, but got ([134]) channels",
-            "the network takes images with {} channels, and those of the data have {}: take a network or data that fit",
+            "the network takes images with {} channels, but the data's images have {}: use a network or data that fit",
         ),
         (
             r"^Error\(s\) in loading state_dict for \w+:\s*([^\n]+)",
@@ -44,26 +45,27 @@ IN_OTHER_WORDS = tuple(
 )
 _NOT_FOUND = re.compile(r"Interpolation key '([^']*)' not found(?: \(resolved to '([^']*)'\))?")
 _CLASS = re.compile(r"Problem with given class_path '([^']+)'")
-# In whose lines nobody looks for a mistake of theirs.
+# Error messages do not name lines of these packages, because the user's mistake is not in their code.
 OF_OTHERS = ("cnnstrategies", "lightning", "torch", "jsonargparse")
-# Whose message is for who has written the code, and not for who has written the configuration.
+# Errors that a mistake in code raises. Their text does not help the author of a configuration.
 OF_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError)
 
 
 def explain_build_error(error: BaseException) -> str:
-    """The line that says why a class or function in a configuration could not be built."""
+    """Return the line that explains why a class or function in a configuration could not be built."""
     chain = list(causes(error))
     for link in chain:
         if isinstance(link, ConfigurationError):
             return in_one_line(str(link))
-    named = next((found[1] for link in chain if (found := _CLASS.search(str(link)))), None)
-    where = f"{named}: " if named else ""
+    class_name = next((match[1] for link in chain if (match := _CLASS.search(str(link)))), None)
+    where = f"{class_name}: " if class_name else ""
     for link in chain:
         if isinstance(link, ModuleNotFoundError):
             return f"{where}{in_one_line(missing_package(link))}"
         if (line := _in_other_words(str(link))) is not None:
             return line
-    # Of a union's members jsonargparse keeps the messages; the one that a constructor raised names the mistake.
+    # For a union of types, jsonargparse lists an error message for each type. The constructor's error names the
+    # mistake.
     for link in chain:
         reasons = re.findall(r"^\s+- (?!Expected an? <class)(.+[^:\n])$", str(link), re.MULTILINE)
         if reasons and not isinstance(chain[-1], OF_CODE):
@@ -75,18 +77,19 @@ def explain_build_error(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """What was raised, and by which line of the user's, if any."""
+    """Return a description of an error with the line of code that raised it, preferably a line of the user's code."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    own = [one for one in frames if one[0].f_globals.get("__name__", "").partition(".")[0] not in OF_OTHERS]
-    said = f"{type(error).__name__}: {in_one_line(str(error))}"
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
+    user_frames = [entry for entry, package in zip(frames, packages, strict=True) if package not in OF_OTHERS]
+    summary = f"{type(error).__name__}: {in_one_line(str(error))}"
     if not frames:
-        return said
-    frame, line = (own or frames)[-1]
-    return f"{said}, in {frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{line})"
+        return summary
+    frame, line = (user_frames or frames)[-1]
+    return f"{summary}, in {frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{line})"
 
 
 def missing_package(error: ImportError) -> str:
-    """What to install."""
+    """Return a line that says which package to install."""
     asked = re.search(r"pip install (?:-U )?'?([^'`]+)", str(error))
     name = asked[1] if asked else (error.name or "").partition(".")[0]
     remedy = f"pip install '{name}'" if name else str(error)
@@ -94,7 +97,7 @@ def missing_package(error: ImportError) -> str:
 
 
 def explain_run_error(error: BaseException) -> str | None:
-    """The line that says why a run has failed, where that is the user's to mend; None where a traceback says more."""
+    """Return the line that explains a run's failure to the user; None if the user needs the traceback instead."""
     message = str(error)
     if isinstance(error, ProcessRaisedException):
         return refusal_in(message)
@@ -111,33 +114,33 @@ def explain_run_error(error: BaseException) -> str | None:
     if isinstance(error, ModuleNotFoundError) and "Requirement" in message:
         return in_one_line(missing_package(error))
     if isinstance(error, torch.OutOfMemoryError):
-        return f"{in_one_line(message).split('. ')[0]}: take a smaller batch, or a strategy that divides the network"
+        return f"{in_one_line(message).split('. ')[0]}: use a smaller batch, or a strategy that divides the network"
     return _in_other_words(message)
 
 
 def _in_other_words(message: str) -> str | None:
-    found = ((theirs.search(message), ours) for theirs, ours in IN_OTHER_WORDS)
-    return next((in_one_line(ours.format(*match.groups())) for match, ours in found if match), None)
+    matches = ((pattern.search(message), text) for pattern, text in IN_OTHER_WORDS)
+    return next((in_one_line(text.format(*match.groups())) for match, text in matches if match), None)
 
 
 def refusal_in(traceback: str) -> str | None:
-    """What is said of the error that ends the traceback of a rank that was spawned or forked."""
+    """Return the line that explains the last error in a spawned or forked rank's traceback; None if no line does."""
     raised = list(re.finditer(r"^([A-Za-z_][\w.]*): ", traceback, re.MULTILINE))
-    errors = [one for one in raised if one[1].endswith(("Error", "Exception"))]
+    errors = [match for match in raised if match[1].endswith(("Error", "Exception"))]
     if not errors:
         return None
     message = traceback[errors[-1].end() :]
     refused = errors[-1][1].endswith((ConfigurationError.__name__, MisconfigurationException.__name__))
-    if found := re.match(r"\[Errno (\d+)\] ([^:\n]+)(?:: b?'([^'\n]+)')?", message):
-        return explain_run_error(OSError(int(found[1]), found[2], found[3]))
+    if errno_match := re.match(r"\[Errno (\d+)\] ([^:\n]+)(?:: b?'([^'\n]+)')?", message):
+        return explain_run_error(OSError(int(errno_match[1]), errno_match[2], errno_match[3]))
     return explain_run_error(ConfigurationError(message) if refused else RuntimeError(message))
 
 
 def _explain_reference(error: OmegaConfBaseException) -> str:
-    """The line that says why a reference, ``${...}``, could not be followed."""
+    """Return the line that explains why a reference, ``${...}``, could not be followed."""
     key = re.sub(rf"^({'|'.join(COMMANDS)})\.", "", str(error.full_key))
-    said = in_one_line(str(error.msg).split("\n")[0])
-    if found := _NOT_FOUND.match(said):
-        target = found[2].partition(".")[2] if found[2] else found[1]
-        return f"{key}: refers to {target}, which is not there: give {key} a value, or one that is there"
-    return f"{key}: {said}"
+    reason = in_one_line(str(error.msg).split("\n")[0])
+    if match := _NOT_FOUND.match(reason):
+        target = match[2].partition(".")[2] if match[2] else match[1]
+        return f"{key}: refers to {target}, which is not there: give {key} a value, or refer to an existing key"
+    return f"{key}: {reason}"

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while the main thread is where Python's signal handlers do not run."""
+"""Handling of Ctrl-C and SIGTERM while the main thread executes C++ code, during which Python cannot run handlers."""
 
 import contextlib
 import os
@@ -9,15 +9,20 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_parents = -1
+_parents_descriptor = -1
 
 
 @contextlib.contextmanager
 def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[None]:
-    """End this process on a signal that its main thread does not notice within so many seconds, after calling ``end``.
+    """End this process after a signal that its main thread does not notice within a time.
 
-    While a rank waits for the others to start, it is in torch's own code, and handlers do not run for as long as their
-    imports take. Where another handler has taken over, as in training, it has its own grace.
+    While a rank waits for other ranks to start, its main thread executes torch's C++ code, and Python's handlers cannot
+    run until the other ranks have finished their imports. If another handler has been installed, as in training, that
+    handler has its own time limit.
+
+    Args:
+        end: Called before the process ends.
+        seconds: Time for the main thread to notice the signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -42,9 +47,9 @@ def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[Non
     with reader, writer:
         writer.setblocking(False)
         for signum, handler in before.items():
-            if callable(handler):  # Else it is ignored, or ends the process at once.
+            if callable(handler):  # Other signals are ignored, or end the process immediately.
                 signal.signal(signum, heed)
-        # The interpreter writes a signal's number there at once, wherever the main thread is.
+        # The interpreter writes a signal's number to this descriptor immediately, wherever the main thread is.
         previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         watcher = threading.Thread(target=watch, args=(reader,), daemon=True)
         watcher.start()
@@ -59,16 +64,16 @@ def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[Non
             watcher.join()
 
 
-def _let_go() -> None:
-    """A forked process has its parent's socket, and its signals are its own, from the first on."""
-    global _parents
+def _detach_socket() -> None:
+    """Stop writing signals to the socket before a fork: the child would write its signals to the parent's socket."""
+    global _parents_descriptor
     if threading.current_thread() is threading.main_thread():
-        _parents = signal.set_wakeup_fd(-1)
+        _parents_descriptor = signal.set_wakeup_fd(-1)
 
 
-def _take_again() -> None:
+def _attach_socket() -> None:
     if threading.current_thread() is threading.main_thread():
-        signal.set_wakeup_fd(_parents, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(_parents_descriptor, warn_on_full_buffer=False)
 
 
-os.register_at_fork(before=_let_go, after_in_parent=_take_again, after_in_child=_let_go)
+os.register_at_fork(before=_detach_socket, after_in_parent=_attach_socket, after_in_child=_detach_socket)

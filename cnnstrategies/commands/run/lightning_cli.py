@@ -1,4 +1,4 @@
-"""The command line: LightningCLI with the package's defaults, and errors of one line."""
+"""The command line of configurations: LightningCLI with this package's defaults, and errors of one line."""
 
 import contextlib
 import os
@@ -41,7 +41,7 @@ from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.run.start_from import WORDS, check_trained, checkpoint_of
 from cnnstrategies.commands.run.strategy_names import check_recipe_names, with_help_of_class
 from cnnstrategies.commands.run.trainer import Trainer, add_sections, all_callbacks, all_plugins
-from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
+from cnnstrategies.data import ImageDataModule  # The whole package: jsonargparse finds imported classes by short names.
 from cnnstrategies.data.image_folder import images_of_folder
 from cnnstrategies.deploy.inference import give_predict_step
 from cnnstrategies.errors import ConfigurationError
@@ -51,15 +51,19 @@ from cnnstrategies.pretrained import trained_with
 from cnnstrategies.runtime.processes import ended_by
 
 NUM_CLASSES = "model.init_args.num_classes"
-FROM_WEIGHTS = ("quantize", "export")  # Subcommands that take a checkpoint's file, and run nothing.
+FROM_WEIGHTS = ("quantize", "export")  # subcommands that load a checkpoint's weights, and neither train nor evaluate
 
 
 class SavedConfiguration(SaveConfigCallback):
-    """Lightning's, which fails where the first logger has no folder, as that of an MLflow server."""
+    """Lightning's callback that saves the configuration, changed so that loggers without a folder do not make it fail.
+
+    A logger that sends runs to an MLflow server has no folder, for example.
+    """
 
     @override
     def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
-        self.save_to_log_dir = self.save_to_log_dir and trainer.log_dir is not None  # A broadcast: every rank asks.
+        # `log_dir` is a broadcast, so that every rank must read it.
+        self.save_to_log_dir = self.save_to_log_dir and trainer.log_dir is not None
         super().setup(trainer, pl_module, stage)
 
 
@@ -72,18 +76,24 @@ LOADERS = {
 
 
 class CLI(LightningCLI):
-    """``fit``, ``validate``, ``test`` and ``predict`` from YAML.
+    """``fit``, ``validate``, ``test``, ``predict``, ``quantize`` and ``export`` from YAML.
 
-    Adds to Lightning's: atomic checkpoints, a stop at a step boundary on Ctrl-C and SIGTERM, a panel at the start in
-    place of ModelSummary, samples/s, a summary with curves, and predictions as CSV. A callback in ``trainer.callbacks``
-    replaces the default of its class. Without ``run`` there are no subcommands, as for what builds no trainer.
+    In addition to Lightning's command line: atomic checkpoints, a stop at a step boundary on Ctrl-C and SIGTERM, a
+    panel at the start in place of ModelSummary, samples/s, a summary with curves, and predictions as CSV. A callback in
+    ``trainer.callbacks`` replaces the default callback of its class.
+
+    Args:
+        run: Whether the command line has subcommands; false for commands that build no trainer.
+
+    Attributes:
+        named: Name of the run, if it can be restarted.
     """
 
-    named: str | None = None  # The name of the run, where it may be started again.
+    named: str | None = None
 
     def __init__(self, run: bool = True) -> None:
         super().__init__(
-            LightningModule,  # No class of data: a module may have its own loaders.
+            LightningModule,  # The class of the data is left out, because a module may have its own loaders.
             subclass_mode_model=True,
             auto_configure_optimizers=False,
             parser_class=ArgumentParser,
@@ -97,11 +107,14 @@ class CLI(LightningCLI):
     @staticmethod
     @override
     def subcommands() -> dict[str, set[str]]:
-        every = {**LightningCLI.subcommands(), **{name: {"model", "datamodule"} for name in FROM_WEIGHTS}}
-        every = {name: skipped | {option.name for option in COMMANDS[name].options} for name, skipped in every.items()}
-        # Building the parsers is much of a start: that of the one that is asked for will do.
-        asked = [name for name in sys.argv[1:2] if name in every]
-        return {name: every[name] for name in asked or every}
+        skipped_arguments = {**LightningCLI.subcommands(), **{name: {"model", "datamodule"} for name in FROM_WEIGHTS}}
+        skipped_arguments = {
+            name: skipped | {option.name for option in COMMANDS[name].options}
+            for name, skipped in skipped_arguments.items()
+        }
+        # Building parsers takes much of a start, so only the requested subcommand gets a parser.
+        requested = [name for name in sys.argv[1:2] if name in skipped_arguments]
+        return {name: skipped_arguments[name] for name in requested or skipped_arguments}
 
     @override
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -127,15 +140,17 @@ class CLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         words = sys.argv[1:] = with_help_of_class(sys.argv[1:])
-        check_recipe_names(configured_keys(words))
-        check_names(configured_keys(words))
-        check_nulls(configured_keys(words))
+        keys = configured_keys(words)
+        check_recipe_names(keys)
+        check_names(keys)
+        check_nulls(keys)
         if leaves_out_classes(words):
-            # Some number at first, which others may refer to: only what is parsed can be built.
+            # The data must be built to know their number of classes, and must be parsed before: with a provisional
+            # number, because other keys may refer to the number.
             sys.argv[1:] = [*words, f"--{NUM_CLASSES}=2"]
             super().parse_arguments(parser, args)
-            # Ranks that are programs are given it, too.
-            with _fails_in_a_line():
+            # Ranks that are started as programs inherit these words, and so the number.
+            with _explains_failure():
                 sys.argv[1:] = [*words, f"--{NUM_CLASSES}={self._built_alone('data').num_classes}"]
         super().parse_arguments(parser, args)
         command = self.config.get("subcommand")
@@ -144,7 +159,7 @@ class CLI(LightningCLI):
         check_functions(config.get("model"))
 
     def _built_alone(self, section: str) -> Any:
-        """What a section of the configuration says, built without the others."""
+        """Return the object that one section of the configuration describes, built without the other sections."""
         command, kind = self.config.get("subcommand"), type(self.config)
         alone = kind({section: (self.config[command] if command else self.config)[section]})
         built = self.parser.instantiate_classes(kind({"subcommand": command, command: alone}) if command else alone)
@@ -154,13 +169,13 @@ class CLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Do nothing: the configuration decides.
 
-        Lightning overrides the model's configuration with the checkpoint's hyperparameters here, silently, also
-        what was given on the command line. The name is private, and `tests/test_lightning_private.py` watches it.
+        Lightning's method silently replaces the model's configuration, and even options of the command line, by the
+        checkpoint's hyperparameters. The name is private, and `tests/test_lightning_private.py` watches it.
         """
 
     @override
     def _dump_config(self) -> None:
-        """Note what modules are built with, as Lightning does, but for a second check of all of it.
+        """Store the arguments of modules, as Lightning does, but without validating the configuration a second time.
 
         The name is private, and mypy watches it.
         """
@@ -181,13 +196,13 @@ class CLI(LightningCLI):
 
     @override
     def instantiate_classes(self) -> None:
-        with _fails_in_a_line():
+        with _explains_failure():
             super().instantiate_classes()
 
     @override
     def after_instantiate_classes(self) -> None:
         self._prepare_as_trained()
-        # Each rank checks again in `setup`; here no process has been started yet.
+        # Each rank repeats these checks in `setup`. A failure here comes before any process is started.
         if self.trainer is not None:
             check_world(self.trainer)
         if self.datamodule is None and not is_overridden(self._own_loader(), self.model):
@@ -198,11 +213,11 @@ class CLI(LightningCLI):
             self.datamodule.check_trainer(self.trainer)
 
     def _own_loader(self) -> str:
-        """The method of a module that may take the place of data."""
+        """Return the method with which a module may load its own data; empty if this command has none."""
         return LOADERS.get(str(self.subcommand), "")
 
     def _prepare_as_trained(self) -> None:
-        """Have the data prepared as it was for the network's weights, where these are trained."""
+        """Give the data module the preprocessing with which the network's pretrained weights were trained, if any."""
         if not isinstance(self.model, NetworkModule) or not isinstance(self.datamodule, ImageDataModule):
             return
         config = self.config[self.subcommand] if self.subcommand else self.config
@@ -211,9 +226,9 @@ class CLI(LightningCLI):
         if hasattr(network, "class_path"):
             builder = network.class_path
             arguments = {**(network.get("init_args") or {}), **(network.get("dict_kwargs") or {})}
-        found = trained_with(self.model.network, builder, arguments)
-        if found is not None:
-            self.datamodule.prepare_as(found)
+        preparation = trained_with(self.model.network, builder, arguments)
+        if preparation is not None:
+            self.datamodule.prepare_as(preparation)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
@@ -235,34 +250,35 @@ class CLI(LightningCLI):
         self._run(self.trainer.test, **kwargs)
 
     def predict(self, **kwargs: Any) -> None:
-        """Predict; the rows go to a file, and not into memory as well."""
+        """Predict; the rows are written to a file and not kept in memory."""
         give_predict_step(self.model)
         if (folder := self.config_init[self.subcommand].predictions.images) is not None:
-            images_of_folder(self.datamodule, folder)  # Each rank looks again; here no process has been started yet.
+            # Each rank looks for the images again. A failure here comes before any process is started.
+            images_of_folder(self.datamodule, folder)
         self._run(self.trainer.predict, **{**kwargs, "return_predictions": False})
 
     def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:
-        """Run a trainer's function; when it fails here, end the processes that it started."""
+        """Run a trainer's function; if the function fails in this process, end the processes that it started."""
         training = self.subcommand == "fit"
-        given = kwargs["ckpt_path"]
+        ckpt_path = kwargs["ckpt_path"]
         config = self.config[self.subcommand]
-        kwargs["ckpt_path"] = path = checkpoint_of(self.trainer, given, training, self.named)
-        # The configuration that is saved says which it was.
-        if given in WORDS:
+        kwargs["ckpt_path"] = path = checkpoint_of(self.trainer, ckpt_path, training, self.named)
+        # The saved configuration names the file instead of the word.
+        if ckpt_path in WORDS:
             config.ckpt_path = path
         if local_rank() == 0 and path is not None:
             check_weights(self.model, path, kwargs.get("weights_only"), training)
         elif local_rank() == 0 and not training:
             check_trained(str(self.subcommand), self.model, partial(self._built_alone, "model"))
         if local_rank() == 0 and self.datamodule is not None:
-            # Missing data is found before any process starts; Lightning calls it again, when nothing is left to do.
+            # Missing data are found before any process starts. Lightning's own call later has nothing left to do.
             self.datamodule.prepare_data()
         with ends_together(self.trainer, self.config_init[self.subcommand].interconnect):
             function(**kwargs)
 
 
 @contextlib.contextmanager
-def _fails_in_a_line() -> Iterator[None]:
+def _explains_failure() -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -270,12 +286,13 @@ def _fails_in_a_line() -> Iterator[None]:
 
 
 def leaves_out_classes(words: Sequence[str]) -> bool:
-    """Whether a configuration leaves it to its data how many classes the model has.
+    """Whether a configuration leaves out the model's number of classes, so that the data must give it.
 
-    Its model must be one of this package, or a subclass, and its data one of ours that is not itself told a number of
-    classes by a reference, as in a recipe for masks.
+    This holds for this package's modules and subclasses of them, with this package's data modules. The data's own
+    number of classes may not be a reference, as in a recipe for masks.
     """
-    # Each file and option by itself: where another class takes a model's place, its number of classes stays.
+    # Each file and option is read by itself: a number of classes counts even if a later file replaces the model's
+    # class.
     alone = [key.path for place in range(len(words)) for key in configured_keys(words[place : place + 2])]
     if {NUM_CLASSES, "model.num_classes"} & {*alone} or any(word.startswith("--print_config") for word in words):
         return False
@@ -289,13 +306,13 @@ def leaves_out_classes(words: Sequence[str]) -> bool:
 
 def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
     """Run ``fit``, ``validate``, ``test``, ``predict``, ``quantize`` or ``export``."""
-    # What LightningCLI reads, and what errors are explained by.
+    # LightningCLI reads sys.argv, and so does the explanation of errors.
     sys.argv[1:] = args
     quieten()
     try:
         kind()
     except (RunEnded, ServersUnreachableError, RemovedError, ProcessExitedException) as ended:
-        if getattr(ended, "clean", False):  # This worker was killed, and the others were done before it was back.
+        if getattr(ended, "clean", False):  # This worker was killed, and the run ended before the worker was restarted.
             print(f"Nothing is left to do: {ended}", file=sys.stderr)
             sys.exit(0)
         words = str(ended)
@@ -310,7 +327,7 @@ def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
             raise ConfigurationError(line) from error
         if not isinstance(error, ProcessRaisedException):
             raise
-        # From a spawned or forked rank: where it was raised, and not where this process has waited.
+        # The text has the traceback of a spawned or forked rank; this process's own shows only where it waited.
         print(_with_notes(error, str(error)), file=sys.stderr)
         sys.exit(1)
 
@@ -320,9 +337,11 @@ def _with_notes(error: Exception, words: str) -> str:
 
 
 class ModelAndData(CLI):
-    """Parser of what ``fit`` parses, that builds model and data but no trainer.
+    """Command line that parses what ``fit`` parses, and builds the model and the data but no trainer.
 
-    ``words`` are those of a configuration; the options of the command are parsed before.
+    Args:
+        command: Name of the command.
+        words: Command-line arguments of the configuration, without the command's own options.
     """
 
     def __init__(self, command: str, words: Sequence[str]) -> None:
@@ -337,7 +356,11 @@ class ModelAndData(CLI):
         parser.add_argument("--ckpt_path", type=Path | None, default=None, help="A checkpoint to start from.")
 
     def data(self) -> LightningDataModule:
-        """The data module, for what takes no module's own loaders."""
+        """Return the data module.
+
+        Raises:
+            ConfigurationError: The configuration has no data; the command cannot use a module's own loaders.
+        """
         if not isinstance(self.datamodule, LightningDataModule):
             raise ConfigurationError(none_given({"data"}))
         return self.datamodule
@@ -348,7 +371,7 @@ class ModelAndData(CLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Nothing to check: no trainer is built."""
+        """Check nothing, because no trainer is built."""
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Any:
@@ -356,13 +379,17 @@ class ModelAndData(CLI):
 
 
 def device_of(accelerator: Any) -> torch.device:
-    """The device that a configuration's accelerator means on this machine."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator == "cpu" or (accelerator == "auto" and found is None):
+    """Return the device of this machine that a configuration's accelerator means.
+
+    Raises:
+        ConfigurationError: This machine has no such device.
+    """
+    accelerator_device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator == "cpu" or (accelerator == "auto" and accelerator_device is None):
         return torch.device("cpu")
-    if found is None:
+    if accelerator_device is None:
         raise ConfigurationError(
             f"trainer.accelerator={accelerator}: this machine has none, and this command measures on the real device: "
-            "run it there, or give --trainer.accelerator cpu"
+            "run the command where the device is, or give --trainer.accelerator cpu"
         )
-    return found
+    return accelerator_device

@@ -1,4 +1,4 @@
-"""The processes of a run on the command line: how they find each other, and how they end together."""
+"""The start and the end of a run's processes: ranks find each other, one rank reports a failure, and all ranks end."""
 
 import contextlib
 import os
@@ -39,17 +39,17 @@ from cnnstrategies.runtime.processes import (
 )
 from cnnstrategies.strategies.protocol import facts_of
 
-PATIENCE = 20.0  # Seconds in which a rank notices that another one has failed, and ends.
+PATIENCE = 20.0  # seconds that a rank gets to notice another rank's failure and end by itself
 
 
 @contextlib.contextmanager
 def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]:
-    """When a trainer's function fails in this process, end the processes that it started, and say once what is wrong.
+    """End the processes that a trainer's function started if the function fails here, and report the failure once.
 
     Raises:
-        ConfigurationError: What this rank is the first to refuse.
-        RunEnded: A rank was killed, and this one has lost its connection to it.
-        SystemExit: Another rank has said what is wrong; the exit code is that rank's.
+        ConfigurationError: This rank is the first to refuse something.
+        RunEnded: A rank was killed, and this rank lost its connection to it.
+        SystemExit: Another rank has reported the failure; the exit code is that rank's.
     """
     with one_refusal(), own_temporary_folder(trainer.strategy.launcher):
         try:
@@ -67,30 +67,32 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
                 end_group_at_exit()
             launcher = trainer.strategy.launcher
             killed = killed_rank(launcher) if isinstance(error, Exception) and not _names_the_cause(error) else None
-            said = isinstance(error, Exception) and not _speaks(error)
-            code = failed_elsewhere(launcher) if said else 0
+            silent = isinstance(error, Exception) and not _reports_failure(error)
+            code = failed_elsewhere(launcher) if silent else 0
             if launcher is not None:
                 launcher.kill(signal.SIGKILL)
-            # One that has said which connection it lost may not know who was killed; torch aborts such a one later.
-            if killed is not None and not (said and "SIGABRT" in killed):
+            # A rank that reported a lost connection may not know which rank was killed. torch aborts ranks that lost a
+            # connection, so an abort after a report is not the cause.
+            if killed is not None and not (silent and "SIGABRT" in killed):
                 raise RunEnded(killed) from error
-            if said:
+            if silent:
                 sys.exit(code)
             if ranks_are_children(launcher) and cannot_be_sent(error):
                 raise ConfigurationError(
-                    "trainer.strategy spawns its ranks and sends them model, data and callbacks, which cannot all be "
-                    f"pickled: {error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
+                    "trainer.strategy spawns its ranks, and therefore pickles model, data and callbacks, which failed: "
+                    f"{error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
                 ) from error
             if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
-                raise KeyboardInterrupt from None  # Lightning has made a plain failure of it.
+                raise KeyboardInterrupt from None  # Lightning has turned the interrupt into a SystemExit.
             raise
 
 
 @contextlib.contextmanager
 def own_temporary_folder(launcher: Any) -> Iterator[None]:
-    """Remove what ranks that are spawned or forked leave in the temporary folder when they are killed, torch's too.
+    """Give spawned and forked ranks a temporary folder of their own, and remove it at the end.
 
-    The next run removes what is left when this process itself is killed.
+    Killed ranks leave files in the temporary folder, their own and torch's. If this process is killed as well, the next
+    run removes the folder.
     """
     if not ranks_are_children(launcher):
         yield
@@ -100,9 +102,9 @@ def own_temporary_folder(launcher: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for rank in launcher.procs:  # One that was killed just now may still write there.
+        for rank in launcher.procs:  # A rank that was killed a moment ago may still write to the folder.
             rank.join(PATIENCE)
-        tempfile.tempdir = None  # It is asked for again.
+        tempfile.tempdir = None  # `tempfile` determines the folder again.
         os.environ.pop("TMPDIR")
         if before is not None:
             os.environ["TMPDIR"] = before
@@ -111,9 +113,10 @@ def own_temporary_folder(launcher: Any) -> Iterator[None]:
 
 
 class FirstToFail(Callback):
-    """Says which rank has failed first before the others can notice: they have nothing to say then.
+    """Callback that records the first rank to fail, before other ranks notice, so that only the first rank reports.
 
-    And gives the rank that has started the others time to notice, before it is killed with those that are left.
+    On the rank that started the other ranks, the callback also replaces Lightning's observer of these ranks: this rank
+    gets time to notice a failure before all ranks are killed.
     """
 
     @override
@@ -125,13 +128,14 @@ class FirstToFail(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, Exception):
-            _speaks(exception)
+            _reports_failure(exception)
 
 
 def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """When a rank has failed and this process has not ended by itself within a time, kill all, and name who was killed.
+    """Kill all ranks and this process some time after a rank has failed, and name a rank that had been killed.
 
-    This process may wait for such a rank where nothing tells it of its end: in a store, for instance.
+    This process may wait for the failed rank at a place where it does not learn of the failure: in a store, for
+    instance.
     """
     while not any(rank.poll() for rank in ranks):
         if all(rank.returncode == 0 for rank in ranks):
@@ -155,12 +159,15 @@ def _end_others(trainer: Trainer) -> None:
 
 
 def _names_the_cause(error: Exception) -> bool:
-    """Whether what torch says of ranks that were forked or spawned is the first failure; it kills who outlives one."""
+    """Whether torch's error about a forked or spawned rank describes the first failure.
+
+    torch kills the ranks that are alive after a failure, and other ranks fail because they lose their connection.
+    """
     if isinstance(error, ProcessExitedException):
-        return error.exit_code == -signal.SIGKILL  # And the strategy has said what that rank was.
+        return error.exit_code == -signal.SIGKILL  # The strategy has already reported which rank was killed.
     return isinstance(error, ProcessRaisedException) and "by peer" not in str(error)
 
 
-def _speaks(error: Exception) -> bool:
-    """Whether this rank is to say what is wrong; else another one does, or has."""
+def _reports_failure(error: Exception) -> bool:
+    """Whether this rank reports the failure. Otherwise another rank has failed first, and reports."""
     return first_to_fail(1 if explain_run_error(error) is None else 2)

@@ -1,4 +1,4 @@
-"""The parser of configurations: LightningCLI's, with errors of one line."""
+"""The parser of configurations: LightningCLI's parser, with errors of one line."""
 
 import argparse
 import re
@@ -18,26 +18,27 @@ from cnnstrategies._jsonargparse_private import remember
 from cnnstrategies.commands.arguments.refuse import fail, shows_tracebacks
 from cnnstrategies.commands.run.errors import explain_parse_error
 from cnnstrategies.commands.run.strategy_names import accept_names
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantities import as_timedelta
 
 
 class Instantiator:
-    """Builds the model or the data for Lightning's command line; a copy of it builds without.
+    """Builder of the model or the data for Lightning's command line; its copies do not refer to the command line.
 
-    jsonargparse puts what builds the model and the data into every factory that it makes. So whoever holds a factory,
-    as a model holds that of its optimizer, holds the command line, with its trainer, processes and locks: weight
-    averaging could not copy the model, and each process that is spawned would get all of it once more.
+    jsonargparse stores the builders of model and data in every factory that it makes. An object with a factory, such as
+    a model with its optimizer's, therefore refers to the command line, with its trainer, processes and locks. Without
+    this class weight averaging could not copy the model, and each spawned process would get a copy of everything.
     """
 
     def __init__(self, build: Callable[..., Any]) -> None:
         self._build = build
 
     def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any) -> Any:
-        """Build an object; jsonargparse looks for the name ``applied_instantiation_links`` in this signature."""
+        """Build an object. jsonargparse looks for the name ``applied_instantiation_links`` in this signature."""
         return self._build(class_type, *args, applied_instantiation_links=applied_instantiation_links, **kwargs)
 
     def __reduce__(self) -> tuple[type["Instantiator"], tuple[Callable[..., Any]]]:
-        """Leave the command line behind."""
+        """Return how to make a copy, which does not refer to the command line."""
         return type(self), (_build,)
 
 
@@ -47,21 +48,25 @@ def _build(class_type: type, *args: Any, applied_instantiation_links: dict[str, 
 
 def _timedelta(value: Any) -> timedelta:
     """Return a timedelta from what a configuration has; jsonargparse knows ``hours:minutes:seconds`` only."""
-    return as_timedelta(value, "the value")
+    try:
+        return as_timedelta(value, "")
+    except ConfigurationError as error:
+        # jsonargparse names option and value itself.
+        raise ValueError(f"it {str(error).partition(' ')[2]}") from None
 
 
 # So that the time-outs of Lightning's own classes are written as those of this package.
 register_type(timedelta, deserializer=_timedelta)
-# With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.
+# With parser_mode="omegaconf+", references (`${...}`) see overrides, and work across several --config files.
 set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
 remember()
 accept_names()
 
 
 class _ConfigurationDumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Writes quotes around texts that whoever follows references, or reads the file, would take for numbers: 1e3."""
+    """YAML writer that quotes texts such as 1e3, which OmegaConf and other readers would take for numbers."""
 
-    yaml_representers = yaml.SafeDumper.yaml_representers  # With that of jsonargparse's namespaces.
+    yaml_representers = yaml.SafeDumper.yaml_representers  # jsonargparse adds its namespaces to these.
 
 
 _ConfigurationDumper.add_implicit_resolver(
@@ -77,13 +82,13 @@ def _dump(data: Any) -> str:
 
 
 set_dumper("yaml", _dump)
-UNWRITABLE = "Unable to serialize instance "  # How jsonargparse begins what it writes in the place of a value.
+UNWRITABLE = "Unable to serialize instance "  # jsonargparse begins a text with this if YAML cannot hold a value.
 
 
 class ArgumentParser(LightningArgumentParser):
-    """Says what is wrong with a configuration in one line and exits with code 2."""
+    """Parser that reports a mistake in a configuration in one line, and exits with code 2."""
 
-    _defaults_of = 0  # So many options had those that are kept.
+    _defaults_of = 0  # number of options when the defaults were cached
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
@@ -93,14 +98,18 @@ class ArgumentParser(LightningArgumentParser):
 
     @override
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        # For what a class in a class takes, jsonargparse writes the value it has read into an argument again.
+        # jsonargparse turns a value for a class within a class back into a word, and writes null as None.
         if args is not None and len(args) == 1 and args[0].startswith("--") and args[0].endswith("=None"):
             args = [f"{args[0].removesuffix('None')}null"]
         return super().parse_args(args, *rest, **kwargs)
 
     @override
     def get_defaults(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Those of the options that there are now, which it asks for again and again; no file changes them."""
+        """Return the defaults of the present options.
+
+        jsonargparse asks for the defaults repeatedly, so they are cached until an option is added; files do not change
+        them.
+        """
         options = len(self._actions)
         if self._defaults_of != options:
             self._own_defaults, self._defaults_of = super().get_defaults(*args, **kwargs), options
@@ -113,7 +122,7 @@ class ArgumentParser(LightningArgumentParser):
 
     @override
     def save(self, *args: Any, **kwargs: Any) -> None:
-        """Save a configuration without another check: a run saves what it was built from."""
+        """Save a configuration without validating it again: a run was built from the same configuration."""
         super().save(*args, **{**kwargs, "skip_validation": True})
 
     @override
@@ -122,10 +131,10 @@ class ArgumentParser(LightningArgumentParser):
 
     @override
     def _check_value_key(self, action: argparse.Action, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Check a value, but one that a reference is a part of only where the reference has been followed.
+        """Check a value; a value that contains a reference is checked only after the reference has been resolved.
 
-        Where a class takes the place of another, jsonargparse asks this which of the arguments that were given it takes
-        as well, and drops the others: a network whose number of classes is a reference would be dropped. The name is
+        When one class replaces another, jsonargparse calls this method to find the arguments that the new class accepts
+        as well, and drops the other arguments. A number of classes that is a reference would be dropped. The name is
         private, and `tests/commands/test_parser.py` watches it.
         """
         try:
@@ -137,17 +146,18 @@ class ArgumentParser(LightningArgumentParser):
 
     @override
     def _dump_cleanup_actions(self, cfg: Namespace, *args: Any, **kwargs: Any) -> None:
-        """Leave out what YAML cannot hold: a class makes it again, as its own default.
+        """Leave out values that YAML cannot hold: the class that takes such a value has it as its default.
 
-        jsonargparse follows references in what it has written as YAML, and saves a run's configuration as such. In it a
-        device is a text that says that it is none, and so is a name that might have been a function's; a member of an
-        enumeration cannot be written at all. The name is private, and `tests/commands/test_parser.py` watches it.
+        jsonargparse resolves references in a configuration that it has written as YAML, and saves a run's configuration
+        in the same form. It writes a device, and also a name that could be a function's, as a text that begins with
+        ``UNWRITABLE``; a member of an enumeration cannot be written at all. The name is private, and
+        `tests/commands/test_parser.py` watches it.
         """
-        given = cfg.clone()
+        original = cfg.clone()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=rf"\s*{UNWRITABLE}")
             super()._dump_cleanup_actions(cfg, *args, **kwargs)  # type: ignore[no-untyped-call]
-        for key, value in given.items():
+        for key, value in original.items():
             if key not in cfg or _is_of_yaml(cfg[key]):
                 continue
             if isinstance(value, str):
@@ -157,8 +167,8 @@ class ArgumentParser(LightningArgumentParser):
 
 
 def _is_of_yaml(value: Any) -> bool:
-    """Whether YAML can hold a value, and jsonargparse has not written in its place that it cannot."""
+    """Whether YAML can hold a value; false for a text by which jsonargparse has replaced a value."""
     if isinstance(value, Namespace | dict | list):
         inner = value if isinstance(value, list) else (value if isinstance(value, dict) else vars(value)).values()
-        return all(_is_of_yaml(one) for one in inner)
+        return all(_is_of_yaml(item) for item in inner)
     return type(value) in yaml.SafeDumper.yaml_representers and not str(value).startswith(UNWRITABLE)

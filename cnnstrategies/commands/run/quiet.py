@@ -1,6 +1,6 @@
-"""What Lightning and torch say about themselves, and not about the user's run, is not printed by the command line.
+"""Log messages of Lightning and torch that the command line hides, because they are not about the user's run.
 
-Their warnings and errors about a run stay, and so does what is not listed here.
+Warnings and errors about a run are printed, and so is every message that is not listed here.
 """
 
 import logging
@@ -8,7 +8,7 @@ import re
 import threading
 import warnings
 
-# Where Lightning writes these: a filter of a logger sees what is written to it, not what comes up from those below.
+# The loggers that write these messages. A logger's filter does not see messages that come from its child loggers.
 LOGGERS = (
     "lightning.fabric.utilities.distributed",
     "lightning.fabric.utilities.rank_zero",
@@ -17,7 +17,7 @@ LOGGERS = (
     "lightning.pytorch.trainer.connectors.checkpoint_connector",
     "lightning.pytorch.utilities.rank_zero",
 )
-# Advertisements; what the start panel says, or the progress bar; and what every rank would repeat.
+# Advertisements, messages that repeat the start panel or the progress bar, and messages that every rank would repeat.
 NOISE = re.compile(
     "|".join(
         (
@@ -41,15 +41,15 @@ WARNINGS = (
     r"You have overridden `on_(before|after)_batch_transfer` in `LightningModule` but have passed in a",
     r"torch.distributed.nn.functional.all_gather is deprecated",
     r"Grad strides do not match bucket view strides",
-    r"The dirpath has changed from ",  # Each run has a folder of its own, which the panel names.
+    r"The dirpath has changed from ",  # Each run has its own folder, which the panel names.
 )
 
 
 def quieten() -> None:
-    """Leave out the noise from now on, in this process and those forked from it; once more changes nothing."""
+    """Hide these log messages in this process and in processes forked later. A second call has no effect."""
     for name in LOGGERS:
         logging.getLogger(name).addFilter(is_news)
-    # It tells which ranks it ends after one has been killed.
+    # This logger lists the ranks that are ended after a rank was killed.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
@@ -57,11 +57,14 @@ def quieten() -> None:
 
 
 def show_unless_kept(failure: threading.ExceptHookArgs) -> None:
-    """Print why a thread has failed, unless it keeps that for others to raise: as TensorBoard's, on a full disk."""
+    """Print why a thread failed, unless the thread has stored its exception for another thread to raise.
+
+    When the disk is full, for example, TensorBoard's writer thread stores its exception.
+    """
     if getattr(failure.thread, "exception", None) is not failure.exc_value:
         threading.__excepthook__(failure)
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a message is not one of those that are left out; warnings and errors never are."""
+    """Whether a log message is printed. Warnings and errors always are."""
     return record.levelno > logging.INFO or NOISE.match(record.getMessage().lstrip()) is None

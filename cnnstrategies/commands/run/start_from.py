@@ -1,4 +1,4 @@
-"""The checkpoint that a run starts from: by its path, by a word, or the last one of a run that is started again.
+"""The checkpoint that a run starts from: given by a path or a word, or the last checkpoint of a restarted run.
 
 ``last`` and ``best`` as ``ckpt_path`` are files of the newest version of the run's name.
 """
@@ -20,41 +20,54 @@ from typing_extensions import override
 from cnnstrategies.cluster.run_folder import IDS, last_checkpoint, read_record, write_record
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.loggers import KeptCSVLogger
-from cnnstrategies.runtime.processes import told_by_starter
+from cnnstrategies.runtime.processes import starter_variable
 
 WORDS = ("best", "last")
-FOUND = "CNNSTRATEGIES_CHECKPOINT"  # Environment variable.
+FOUND = "CNNSTRATEGIES_CHECKPOINT"  # environment variable with the checkpoint that the rank which starts others chose
 
 
-def checkpoint_of(trainer: Trainer, given: Path | str | None, training: bool, name: str | None) -> Path | str | None:
-    """The checkpoint to load: a file in the place of ``last`` and ``best``; the last one of a run started again.
+def checkpoint_of(
+    trainer: Trainer, ckpt_path: Path | str | None, training: bool, name: str | None
+) -> Path | str | None:
+    """Return the checkpoint to load, and give the trainer the callbacks that a restarted run needs.
 
-    A rank that another one has started as a program takes what that one has found: it reads the configuration again,
-    and may be started again in the middle of the run, when there can be a newer checkpoint. The trainer gets callbacks:
-    one makes sure that all ranks have found the same, and one that the loggers of a run started again go on. ``name``
-    is that of a run that may be started again.
+    ``last`` and ``best`` become a file. A restarted run takes its own last checkpoint. A rank that another rank started
+    as a program takes the checkpoint that the starting rank chose: the rank may be restarted in the middle of the run,
+    when newer checkpoints exist.
+
+    The trainer gets a :class:`SameCheckpoint`, and a :class:`RunRecord` if the run has a name.
+
+    Args:
+        trainer: Trainer of the run.
+        ckpt_path: The configuration's ``ckpt_path``.
+        training: Whether the command trains.
+        name: Name of a run that may be restarted.
     """
-    path = given
-    said = told_by_starter(FOUND)
+    path = ckpt_path
+    starters_path = starter_variable(FOUND)
     if name is not None:
         trainer.callbacks.insert(0, RunRecord(name))  # type: ignore[attr-defined]  # set by the callback connector
     name = name if training else None
     if name is not None:
-        path = (said or None) if said is not None else last_checkpoint(trainer, name) or given
+        path = (starters_path or None) if starters_path is not None else last_checkpoint(trainer, name) or ckpt_path
     if path in WORDS:
-        path = said or str(find_checkpoint(str(path), trainer))
-    if path != given and said is None:
+        path = starters_path or str(find_checkpoint(str(path), trainer))
+    if path != ckpt_path and starters_path is None:
         rank_zero_info(f"Going on from {path}" if training else f"Weights: {path}")
-    if name is not None or given in WORDS:
+    if name is not None or ckpt_path in WORDS:
         os.environ[FOUND] = str(path or "")
         trainer.callbacks.append(SameCheckpoint(path))  # type: ignore[attr-defined]
     return path
 
 
 def find_checkpoint(word: str, trainer: Trainer) -> Path:
-    """``last.ckpt`` or ``best.ckpt`` of the version whose checkpoints were written last.
+    """Return ``last.ckpt`` or ``best.ckpt`` of the version whose checkpoints are the newest.
 
-    Lightning looks where the new run will write, which is a new version as a rule, and starts from scratch.
+    Lightning looks only in the new run's folder, which is usually a new version without checkpoints, and then starts
+    from scratch.
+
+    Raises:
+        ConfigurationError: No such checkpoint exists on the disk.
     """
     places = _places(trainer)
     for folder, _ in places:
@@ -69,18 +82,21 @@ def find_checkpoint(word: str, trainer: Trainer) -> Path:
             f"ckpt_path={word}: no {word}.ckpt in {where}; train without ckpt_path first, or give a checkpoint's path"
         )
     newest = max(files, key=lambda file: file.stat().st_mtime_ns)
-    found = newest.with_name(f"{word}.ckpt")
-    if not found.exists():
+    checkpoint = newest.with_name(f"{word}.ckpt")
+    if not checkpoint.exists():
         raise ConfigurationError(
-            f"ckpt_path={word}: {newest} is the newest checkpoint, and there is no {word}.ckpt beside it; give a "
+            f"ckpt_path={word}: {newest} is the newest checkpoint, and its folder has no {word}.ckpt; give a "
             "checkpoint's path"
         )
-    return found
+    return checkpoint
 
 
 def _places(trainer: Trainer) -> list[tuple[str, str]]:
-    """Where runs of this name write, as ModelCheckpoint decides it: folders, and what of them to look into."""
-    if trainer.loggers and not isinstance(trainer.loggers[0], DummyLogger):  # Lightning's under fast_dev_run
+    """Return the folders to which runs of this name write, with the pattern of the subfolders that have checkpoints.
+
+    The rules are those of ModelCheckpoint.
+    """
+    if trainer.loggers and not isinstance(trainer.loggers[0], DummyLogger):  # fast_dev_run uses a DummyLogger.
         logger = trainer.loggers[0]
         usual = (str(Path(logger.save_dir or trainer.default_root_dir) / str(logger.name)), "*/checkpoints/")
     else:
@@ -91,10 +107,10 @@ def _places(trainer: Trainer) -> list[tuple[str, str]]:
 
 
 class SameCheckpoint(Callback):
-    """Ends a run whose ranks have found different checkpoints, before any is loaded.
+    """Callback that refuses a run whose ranks chose different checkpoints, before a checkpoint is loaded.
 
-    Where a launcher starts the ranks, each looks for itself. One may see an older state of the file system, or another
-    run of the same name may have written in between.
+    Ranks that a launcher starts each look for the checkpoint. A rank may see an older state of the file system, or
+    another run of the same name may have written a checkpoint in between.
     """
 
     def __init__(self, path: Path | str | None) -> None:
@@ -104,15 +120,17 @@ class SameCheckpoint(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         first: Any = trainer.strategy.broadcast(self.path)
         if not trainer.strategy.reduce_boolean_decision(first == self.path):
-            raise ConfigurationError(f"ckpt_path: rank 0 has found {first}, another rank another file; give the path")
+            raise ConfigurationError(
+                f"ckpt_path: rank 0 chose {first}, and another rank chose another file; give the checkpoint's path"
+            )
 
 
 class RunRecord(Callback):
-    """A run that is started again goes on in its loggers' runs, and in the lines of its metrics.csv.
+    """Callback that lets a restarted run continue its loggers' runs and its metrics.csv.
 
-    Says in ``run.json``, beside the checkpoints, whose they are and which runs of its loggers are this one's. What is
-    logged is on the disk when a checkpoint is: after a restart nothing is missing from before it, and lines of
-    metrics.csv from after it, which will be written again, are removed.
+    The callback writes ``run.json`` beside the checkpoints, with the run's name and the ids of its loggers' runs. Logs
+    are flushed before each checkpoint, so that after a restart no lines from before the checkpoint are missing. Lines
+    of metrics.csv from after the checkpoint are removed, because the run writes them again.
     """
 
     def __init__(self, name: str) -> None:
@@ -130,7 +148,7 @@ class RunRecord(Callback):
         ids = {}
         for number, logger in enumerate(trainer.loggers):
             if type(logger).__name__ in IDS:
-                _ = logger.experiment  # type: ignore[attr-defined]  # Begins the run, which has an id from then on.
+                _ = logger.experiment  # type: ignore[attr-defined]  # This starts the logger's run, which gets an id.
                 ids[str(number)] = str(logger.version)
         for folder in dict.fromkeys(folders):
             write_record(folder, {**read_record(folder), "run": self.name, "loggers": ids})
@@ -158,15 +176,21 @@ def _flush(trainer: Trainer) -> None:
 
 
 def check_trained(command: str, model: LightningModule, again: Callable[[], LightningModule]) -> None:
-    """Refuse to evaluate weights that nobody has trained.
+    """Refuse to evaluate untrained weights.
 
-    Those that a module gets where it is built, as of ``pretrained``, are the same each time; random ones are not.
+    Weights that a module loads when it is built, such as those of ``pretrained``, are the same each time the module is
+    built; random weights are not.
+
+    Args:
+        command: Name of the command, for the message.
+        model: The module to evaluate.
+        again: Function that builds the module a second time.
     """
-    other = dict(again().named_parameters())
+    rebuilt = dict(again().named_parameters())
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.UninitializedParameter) or not torch.equal(parameter, other[name]):
+        if isinstance(parameter, nn.UninitializedParameter) or not torch.equal(parameter, rebuilt[name]):
             raise ConfigurationError(
-                f"{command} without ckpt_path: {name} has random values, as {type(model).__name__} is built, so this "
-                "would say nothing of a trained network: add --ckpt_path best, or a checkpoint's path"
+                f"{command} without ckpt_path: {name} has random values, so this {type(model).__name__} is not "
+                "trained: add --ckpt_path best, or a checkpoint's path"
             )
-    rank_zero_info(f"Weights: those that {type(model).__name__} is built with, as no ckpt_path is given")
+    rank_zero_info(f"Weights: no ckpt_path is given, so {type(model).__name__} keeps the weights it was built with")

@@ -1,7 +1,7 @@
 """Registered names of strategies, such as ``hybrid_pipeline``, in the place of a class in a configuration.
 
-A name alone is Lightning's business: the Trainer looks it up. A name with options becomes the class that is registered
-under it, with the registered arguments, so that the configuration that a run saves names the class.
+Lightning's Trainer looks up a name without options. A name with options is replaced by the class that is registered
+under this name, with the registered arguments, so that the configuration that a run saves names the class.
 """
 
 import re
@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 import cnnstrategies.strategies  # noqa: F401  # registers the names of this package
 from cnnstrategies._jsonargparse_private import NestedArg, import_path, pass_values_through
-from cnnstrategies.commands.arguments.keys import ConfiguredKey
+from cnnstrategies.commands.arguments.keys import ConfiguredKey, accepted
 from cnnstrategies.commands.arguments.recipes import names
 from cnnstrategies.errors import ConfigurationError
 
@@ -37,8 +37,8 @@ def _with_class(value: Any, previous: Any) -> tuple[Any, Any]:
     if isinstance(value, NestedArg) and value.key == "class_path":
         value = {"class_path": value.val}
     if isinstance(value, dict | Namespace) and is_registered(value.get("class_path")):
-        given = value if isinstance(value, dict) else vars(value)
-        value = {**given, **_class_of(given["class_path"], given.get("init_args") or {})}
+        mapping = value if isinstance(value, dict) else vars(value)
+        value = {**mapping, **_class_of(mapping["class_path"], mapping.get("init_args") or {})}
     return value, previous
 
 
@@ -84,10 +84,12 @@ def explain_nested(message: str, keys: Sequence[ConfiguredKey]) -> str | None:
     match = re.search(rf'Parser key "{re.escape(KEY)}".*NestedArg\(key=\'([\w.]+)\'', message, re.DOTALL)
     if not match:
         return None
-    given = {key.path: key.value for key in keys}
-    name = given.get(f"{KEY}.class_path", given.get(KEY))
+    values = {key.path: key.value for key in keys}
+    name = values.get(f"{KEY}.class_path", values.get(KEY))
     if not isinstance(name, str):
         name = "auto"
+    if name not in ("auto", "null"):
+        return f"{KEY}: no strategy {name!r}{accepted(name, StrategyRegistry.available_strategies())}"
     return (
         f"{KEY}.{match[1]}: strategy {name!r} takes no options; name a strategy that does, as in --{KEY} "
         f"hybrid_pipeline --{KEY}.stages 2"

@@ -1,4 +1,4 @@
-"""The Trainer of the command line: Lightning's, with our subcommands, and the callbacks and plugins that it has."""
+"""The Trainer of the command line: Lightning's, with two more subcommands, default callbacks and default plugins."""
 
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,16 @@ from cnnstrategies.commands.run.start_from import WORDS, find_checkpoint
 from cnnstrategies.deploy.export import Format, export
 from cnnstrategies.deploy.quantize import quantize
 
-# Times a second that the progress bar is drawn. Each takes 2 ms of rank 0, for which the others wait; Lightning draws
-# up to 100.
+# Updates of the progress bar per second. An update takes rank 0 2 ms, for which the other ranks wait; Lightning's bar
+# updates up to 100 times per second.
 BAR_RATE = 4
 
 
 class Trainer(LightningTrainer):
-    """Lightning's Trainer with ``quantize`` and ``export``; a rank spawned with it speaks as the command line does."""
+    """Lightning's Trainer with ``quantize`` and ``export``.
+
+    A spawned rank sets up its output when it unpickles the trainer: it hides log messages, as the command line does.
+    """
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -60,11 +63,9 @@ class Trainer(LightningTrainer):
         """Quantise a trained checkpoint to int8 and print accuracy or mean IoU, size and time before and after.
 
         Args:
-            model: Whose network is quantised.
-            datamodule: Calibrates with training data, measures with validation data.
-            ckpt_path: The checkpoint, or ``best`` or ``last``.
-            output: The file to write; ``cnnstrategies.deploy.quantize.load_quantized`` loads it.
-            calibration_batches: Number of training batches that set the ranges of the activations.
+            model: Module with the network.
+            datamodule: Training data for the calibration, and validation data for the measurement.
+            ckpt_path: See :class:`cnnstrategies.commands.arguments.options.QuantizeOptions`, as for the other options.
         """
         self._load(model, ckpt_path)
         report = quantize(model, datamodule, output, calibration_batches)
@@ -90,20 +91,18 @@ class Trainer(LightningTrainer):
         output: Path,
         format: Format,
     ) -> None:
-        """Write a trained checkpoint for use without this package, and print how far its logits are from it.
+        """Write a trained checkpoint for use without this package, and print the largest difference of its logits.
 
         Args:
-            model: Whose network is exported.
-            datamodule: Compares with validation data, and says what is done to images and what classes are called.
-            ckpt_path: The checkpoint, or ``best`` or ``last``.
-            output: The folder to make.
-            format: ``torch_export`` or ``onnx``.
+            model: Module with the network.
+            datamodule: Validation data for the comparison, the preparation of images, and the names of classes.
+            ckpt_path: See :class:`cnnstrategies.commands.arguments.options.ExportOptions`, as for the other options.
         """
         self._load(model, ckpt_path)
-        found = export(model, datamodule, output, format)
+        report = export(model, datamodule, output, format)
         console = Console(soft_wrap=True)
-        console.print(str(found))
-        console.print(f"Saved: {found.file}, with export.json beside it")
+        console.print(str(report))
+        console.print(f"Saved: {report.file}, with export.json beside it")
 
     def _load(self, model: LightningModule, ckpt_path: Path) -> None:
         path = find_checkpoint(str(ckpt_path), self) if str(ckpt_path) in WORDS else ckpt_path
@@ -113,31 +112,31 @@ class Trainer(LightningTrainer):
 
 
 def add_sections(parser: LightningArgumentParser) -> None:
-    """Add the sections of a configuration that are ours."""
+    """Add the sections of a configuration that Lightning does not have."""
     parser.add_class_arguments(BestCheckpoint, "checkpoint")
     parser.set_defaults(
         {
             "checkpoint.enable_version_counter": False,
-            # StartPanel counts the parameters too.
+            # StartPanel shows the number of parameters.
             "trainer.enable_model_summary": False,
         }
     )
     parser.add_class_arguments(PredictionWriter, "predictions")
     parser.add_class_arguments(GracefulStop, "stop")
-    # What `submit` reads, so that one file serves both.
+    # `submit` reads this section; `fit` accepts it, so that one file serves both.
     parser.add_class_arguments(ClusterOptions, "cluster")
     parser.add_class_arguments(Interconnect, "interconnect")
     parser.add_argument(
         "--run_name",
         type=str | None,
         default=None,
-        help="The run's name: its folder, and what goes on from its last checkpoint when it is started again. By "
-        "default what the launcher offers.",
+        help="Name of the run, and of its folder. The same name again goes on from the run's last checkpoint. By "
+        "default the launcher gives the name.",
     )
 
 
 def all_plugins(config: Namespace) -> list[Any]:
-    """The plugins of a configuration and the default ones."""
+    """Return the plugins of a configuration, and the default plugins."""
     plugins = as_list(config.trainer.plugins)
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
         plugins.append(AtomicCheckpointIO())
@@ -145,7 +144,7 @@ def all_plugins(config: Namespace) -> list[Any]:
 
 
 def all_callbacks(config: Namespace) -> list[Callback]:
-    """The callbacks of a configuration, and the default ones of other classes."""
+    """Return the callbacks of a configuration, and the default callbacks of other classes."""
     callbacks = as_list(config.trainer.callbacks)
     defaults: list[Callback] = [
         StartPanel(),
@@ -162,12 +161,14 @@ def all_callbacks(config: Namespace) -> list[Callback]:
     if config.trainer.logger is not False and not config.trainer.fast_dev_run:
         defaults.append(LearningRateMonitor())
     if config.trainer.enable_checkpointing is not False and not _has(callbacks, ModelCheckpoint):
-        # Lightning's `save_last` writes last.ckpt only together with a new best; this one after each epoch.
+        # Lightning's `save_last` writes last.ckpt only together with a new best; this callback writes it every epoch.
         last = ModelCheckpoint(config.checkpoint.dirpath, filename="last", enable_version_counter=False)
         defaults += [config.checkpoint, last]
-    if config.trainer.enable_progress_bar is not False and not any(isinstance(one, ProgressBar) for one in callbacks):
+    if config.trainer.enable_progress_bar is not False and not any(
+        isinstance(callback, ProgressBar) for callback in callbacks
+    ):
         defaults.append(RichProgressBar(BAR_RATE))
-    return callbacks + [new for new in defaults if not _has(callbacks, type(new))]
+    return callbacks + [default for default in defaults if not _has(callbacks, type(default))]
 
 
 def _has(callbacks: list[Callback], kind: type) -> bool:
@@ -175,7 +176,7 @@ def _has(callbacks: list[Callback], kind: type) -> bool:
 
 
 def as_list(value: Any) -> list[Any]:
-    """What a configuration gives as a list, a single thing or null."""
+    """Return a configuration's value as a list. The value may be a list, a single object, or None for an empty list."""
     if value is None:
         return []
     return list(value) if isinstance(value, list) else [value]

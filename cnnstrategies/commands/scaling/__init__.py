@@ -1,1 +1,1 @@
-"""``cnnstrategies scaling``."""
+"""``cnnstrategies scaling``: the causes why more devices are not faster."""

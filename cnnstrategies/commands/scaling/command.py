@@ -1,4 +1,4 @@
-"""``cnnstrategies scaling``: why more devices are not faster, by short trainings on one and on more."""
+"""``cnnstrategies scaling``: find out why more devices are not faster, by short trainings with one and more devices."""
 
 import os
 import tempfile
@@ -23,47 +23,48 @@ from cnnstrategies.planning.tune.settings import Setting, joined, nested, write_
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, TrialError
 
 KEYS = ("num_workers", "batch_size", "global_batch_size")
-TRIED = 3  # remedies
-BETWEEN_STEPS = "trainer.check_val_every_n_epoch"  # No step is quicker with it.
+TRIED = 3  # largest number of remedies that `--try` measures
+BETWEEN_STEPS = "trainer.check_val_every_n_epoch"  # This setting saves time between steps, so trials cannot measure it.
 
 
 def main(options: ScalingOptions, words: Sequence[str]) -> None:
-    """Measure, print and draw; with ``--try`` measure remedies as well."""
+    """Measure the steps, and print and draw the results. With ``--try``, measure remedies as well."""
     config = ModelAndData("scaling", words).config
     if int(config.trainer.num_nodes) > 1:
         raise ConfigurationError(
-            f"trainer.num_nodes={config.trainer.num_nodes}: scaling trains on this machine; give 1, and try the link "
-            "to others with `cnnstrategies doctor`"
+            f"trainer.num_nodes={config.trainer.num_nodes}: scaling trains on this machine only; give 1, and measure "
+            "the connections to other machines with `cnnstrategies doctor`"
         )
     device = device_of(config.trainer.accelerator)
     for name in ("picture", "output"):
         if not os.access(folder := getattr(options, name).parent, os.W_OK):
             raise ConfigurationError(
-                f"{name}={getattr(options, name)}: no file can be written to {folder}: make it, or give another"
+                f"{name}={getattr(options, name)}: no file can be written to {folder}: make this folder, or give "
+                "another"
             )
     counts = options.devices or sorted({1, _devices(config.trainer.devices, device)})
     strategy = _name(config.trainer.strategy)
     console = Console(soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="cnnstrategies_scaling_") as place, console.status("") as status:
         folder = Path(place)
-        of_counts = {count: ["fit", *words, "--config", str(_overlay(folder, count, strategy))] for count in counts}
+        calls = {count: ["fit", *words, "--config", str(_overlay(folder, count, strategy))] for count in counts}
         arguments: Mapping[str, Any] = getattr(config.get("data"), "init_args", None) or {}
         keys = {key: value for key in KEYS if isinstance(value := arguments.get(key), int)}
         ends = time.monotonic() + 60 * options.minutes
-        bench = Bench(of_counts, folder, Facts(strategy, keys=keys), device.type == "cpu", ends, status.update)
+        bench = Bench(calls, folder, Facts(strategy, keys=keys), device.type == "cpu", ends, status.update)
         try:
-            found = bench.measure()
+            measurement = bench.measure()
         except TrialError as failure:
             raise ConfigurationError(
-                f"the configuration does not run ({failure}): see it by `cnnstrategies fit` first"
+                f"the configuration does not run ({failure}): run it with `cnnstrategies fit` first"
             ) from failure
-        why = reasons(found)
+        causes = reasons(measurement)
         status.stop()
-        console.print(report.table(found))
+        console.print(report.table(measurement))
         for count, trouble in bench.trouble.items():
-            console.print(f"Not measured on {count}: {trouble}", highlight=False, markup=False)
-        console.print("\n".join(report.sentences(found, why)), highlight=False, markup=False)
-        report.draw(found, options.picture)
+            console.print(f"Not measured on {count} devices: {trouble}", highlight=False, markup=False)
+        console.print("\n".join(report.sentences(measurement, causes)), highlight=False, markup=False)
+        report.draw(measurement, options.picture)
         console.print(f"Drew {options.picture}")
         if not options.try_:
             return
@@ -73,7 +74,7 @@ def main(options: ScalingOptions, words: Sequence[str]) -> None:
         def contest(left: int) -> Contest:
             now = time.monotonic()
             return Contest(
-                of_counts[found.largest.devices],
+                calls[measurement.largest.devices],
                 Path(tempfile.mkdtemp(dir=place)),
                 now + (ends - now) / left,
                 together=1,
@@ -82,64 +83,67 @@ def main(options: ScalingOptions, words: Sequence[str]) -> None:
                 command=AS_IN_TRAINING,
             )
 
-        helped = _tried(contest, why, console)
-    if helped:
-        write_commented(options.output, nested(joined(helped).values), ["measured by cnnstrategies scaling"])
+        faster = _faster_settings(contest, causes, console)
+    if faster:
+        write_commented(options.output, nested(joined(faster).values), ["measured by cnnstrategies scaling"])
         console.print(f"Wrote {options.output}: cnnstrategies fit --config YOURS --config {options.output}")
     else:
-        console.print("Wrote nothing: no setting has been found faster.")
+        console.print("Wrote nothing: no setting was faster.")
 
 
-def _tried(contest: Callable[[int], Contest], why: Sequence[Reason], console: Console) -> list[Setting]:
-    """The first remedies that are settings and leave alone what is learned, of which those are left that were faster.
+def _faster_settings(contest: Callable[[int], Contest], causes: Sequence[Reason], console: Console) -> list[Setting]:
+    """Measure the first remedies that are settings and do not change what is learned; return the faster settings.
 
     Args:
-        contest: For the first of so many that are left, which share the time.
+        contest: Function that makes a contest for the next setting. Its argument is the number of settings that are
+            left, among which the remaining time is divided.
     """
-    helped = []
-    settings = [Setting(one.cause, one.values, one.effect) for one in why if one.values]
-    tried = [one for one in settings if one.effect < Effect.LEARNING and BETWEEN_STEPS not in one.values][:TRIED]
+    faster_settings = []
+    settings = [Setting(cause.cause, cause.values, cause.effect) for cause in causes if cause.values]
+    candidates = [setting for setting in settings if setting.effect < Effect.LEARNING]
+    tried = [setting for setting in candidates if BETWEEN_STEPS not in setting.values][:TRIED]
     for setting in settings:
         if setting.effect == Effect.LEARNING:
-            said = "not tried: it changes what is learned, so compare the accuracy, too"
+            outcome = "not tried: this changes what is learned; compare the accuracy as well"
         elif setting not in tried:
-            said = "not tried: " + (
-                "no step is quicker with it" if BETWEEN_STEPS in setting.values else f"only the first {TRIED} are"
+            outcome = "not tried: " + (
+                "this does not make steps faster" if BETWEEN_STEPS in setting.values else f"only the first {TRIED} are"
             )
         else:
-            said, faster = _outcome(contest(len(tried) - tried.index(setting)), setting)
-            helped += [setting] * faster
+            outcome, is_faster = _outcome(contest(len(tried) - tried.index(setting)), setting)
+            faster_settings += [setting] * is_faster
         shown = ", ".join(f"{key}: {value}" for key, value in setting.values.items())
-        console.print(f"`{shown}`: {said}", highlight=False, markup=False)
-    return helped
+        console.print(f"`{shown}`: {outcome}", highlight=False, markup=False)
+    return faster_settings
 
 
 def _outcome(contest: Contest, setting: Setting) -> tuple[str, bool]:
-    """What is to be said of a setting, and whether it is faster."""
+    """Measure a setting, and return a description of the outcome and whether the setting is faster."""
     try:
         contest.run([setting])
     except TrialError as failure:
-        return f"not tried: the configuration without it does not run any more ({failure})", False
+        return f"not tried: the configuration without this setting does not run any more ({failure})", False
     row = contest.rows[setting.name]
-    if (one := row.verdict) is None:
+    if (verdict := row.verdict) is None:
         return row.trouble or "not tried: no time left, give more --minutes", False
-    return f"{one.speed:.2f} times as fast [{one.low:.2f}, {one.high:.2f}]: {one.outcome}", one.outcome == "faster"
+    interval = f"[{verdict.low:.2f}, {verdict.high:.2f}]"
+    return f"{verdict.speed:.2f} times as fast {interval}: {verdict.outcome}", verdict.outcome == "faster"
 
 
-def _devices(given: Any, device: torch.device) -> int:
-    """Those of the configuration; all that there are where it leaves them open, and at least 2."""
-    text = str(len(given) if isinstance(given, list) else given)
-    there = torch.accelerator.device_count() if device.type != "cpu" else 1
-    return max(2, int(text) if text.isdigit() else there)
+def _devices(devices: Any, device: torch.device) -> int:
+    """Return the number of devices in the configuration, or else of all available devices, but at least 2."""
+    text = str(len(devices) if isinstance(devices, list) else devices)
+    available = torch.accelerator.device_count() if device.type != "cpu" else 1
+    return max(2, int(text) if text.isdigit() else available)
 
 
 def _name(strategy: Any) -> str:
-    """A strategy as the configuration names it, or its class."""
+    """Return a strategy's name from the configuration, or the name of its class."""
     return strategy if isinstance(strategy, str) else str(strategy.class_path).rpartition(".")[2]
 
 
 def _overlay(folder: Path, count: int, strategy: str) -> Path:
-    """What makes a configuration one for so many devices."""
+    """Write a configuration file that sets the number of devices, and return its path."""
     path = folder / f"devices{count}.yaml"
     trainer: dict[str, Any] = {"devices": count}
     if count == 1:

@@ -1,4 +1,4 @@
-"""What a rank's loader, its samples and its link do when nothing else happens."""
+"""Measurements of a rank's loader, its dataset and its connection while nothing else runs."""
 
 import itertools
 import time
@@ -15,56 +15,75 @@ from torch.utils.data import IterableDataset
 
 from cnnstrategies.models.samples import count_samples
 
-SUMMED = 1 << 22  # bytes, at most: a slow link takes seconds for more
+SUMMED = 1 << 22  # Largest number of bytes that are summed: a slow connection would take seconds for more.
 SUMS = 3
 SAMPLE_SECONDS = 0.4
-MADE = 300
+MADE = 300  # largest number of samples or batches to make
 
 
 def sum_alone(module: nn.Module, accumulated: int) -> dict[str, Any]:
-    """Seconds of a sum of all gradients over the ranks, and their bytes; a collective. No seconds without a group.
+    """Measure an all-reduce as large as all gradients. All ranks must call this function.
 
     Args:
-        accumulated: Batches that have one sum; both are for each of them.
+        module: Module with the parameters.
+        accumulated: Number of batches whose gradients are accumulated before one all-reduce.
+
+    Returns:
+        ``seconds`` of the sum for each batch, None without a process group, and ``bytes`` of the gradients for each
+        batch.
     """
-    size = sum(one.numel() * one.element_size() for one in module.parameters() if one.requires_grad)
+    size = sum(
+        parameter.numel() * parameter.element_size() for parameter in module.parameters() if parameter.requires_grad
+    )
     if not dist.is_initialized() or not size:
         return {"seconds": None, "bytes": size / accumulated}
-    device = next(one.device for one in module.parameters() if one.requires_grad)
-    some = torch.zeros(max(1, min(size, SUMMED) // 4), device=device)
-    taken = []
+    device = next(parameter.device for parameter in module.parameters() if parameter.requires_grad)
+    summed = torch.zeros(max(1, min(size, SUMMED) // 4), device=device)
+    durations = []
     for _ in range(1 + SUMS):
         dist.barrier()
         began = time.perf_counter()
-        dist.all_reduce(some)
+        dist.all_reduce(summed)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-        taken.append(time.perf_counter() - began)
-    seconds = min(taken[1:]) * size / (some.numel() * some.element_size())
+        durations.append(time.perf_counter() - began)
+    seconds = min(durations[1:]) * size / (summed.numel() * summed.element_size())
     return {"seconds": seconds / accumulated, "bytes": size / accumulated}
 
 
 def one_sample(loader: Any) -> dict[str, Any]:
-    """How the dataset makes a sample, in this process and without the loader's; nothing where it has no indices."""
+    """Measure how long the dataset takes for a sample, in this process and without the loader's processes.
+
+    Returns:
+        ``seconds`` for each sample, ``processor`` seconds for each sample, and ``two``, the seconds for each sample
+        while two threads make samples. Empty if the dataset has no indices, or too few samples.
+    """
     makers = _makers(loader)
     if len(makers) < 5:
         return {}
-    makers[0]()  # It may open files.
-    # Alone before and after the two threads: the speed of a machine varies.
-    before, *both, after = (makers[place::4] for place in range(1, 5))
-    alone = [_make(before)]
+    makers[0]()  # The first sample may open files.
+    # One thread is measured before and after the two threads, because the speed of a machine varies.
+    before, *threads, after = (makers[place::4] for place in range(1, 5))
+    without_threads = [_make(before)]
     with ThreadPoolExecutor(2) as pool:
-        two = [sum(of_both) for of_both in zip(*pool.map(_make, both), strict=True)]
-    alone.append(_make(after))
-    made, seconds, processor = (sum(of_both) for of_both in zip(*alone, strict=True))
-    if not made or not two[0]:
+        with_threads = [sum(totals) for totals in zip(*pool.map(_make, threads), strict=True)]
+    without_threads.append(_make(after))
+    made, seconds, processor = (sum(totals) for totals in zip(*without_threads, strict=True))
+    if not made or not with_threads[0]:
         return {}
-    # Other threads of the process compute, too, as a worker's that talk to servers.
-    return {"seconds": seconds / made, "processor": min(seconds, processor) / made, "two": two[1] / two[0]}
+    # Other threads of the process may compute as well, such as a worker's threads that talk to servers.
+    return {
+        "seconds": seconds / made,
+        "processor": min(seconds, processor) / made,
+        "two": with_threads[1] / with_threads[0],
+    }
 
 
 def _processor_seconds() -> float:
-    """In which this process has computed, and its main thread has waited for a core: on a busy machine that is long."""
+    """Return this process's CPU time, plus the time in which its main thread has waited for a core, in seconds.
+
+    On a busy machine a thread waits long for a core, and this waiting is not waiting for data.
+    """
     try:
         queued = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -73,7 +92,7 @@ def _processor_seconds() -> float:
 
 
 def _make(makers: Sequence[Callable[[], int]]) -> tuple[int, float, float]:
-    """Make as many samples as there is time for: how many, in how many seconds, and in how many of the processor."""
+    """Make samples for :data:`SAMPLE_SECONDS`; return their number, the seconds, and the CPU time in seconds."""
     began, computed, made = time.perf_counter(), _processor_seconds(), 0
     for maker in makers:
         made += maker()
@@ -83,37 +102,41 @@ def _make(makers: Sequence[Callable[[], int]]) -> tuple[int, float, float]:
 
 
 def _makers(loader: Any) -> list[Callable[[], int]]:
-    """What makes a sample, or a whole batch where the dataset does; of other indices each, as files are cached."""
+    """Return functions that each make one sample and return 1, or make one batch and return its number of samples.
+
+    The functions make batches if the dataset is indexed with the indices of whole batches. Each function has its own
+    indices, because the operating system caches files that have been read.
+    """
     dataset = getattr(loader, "dataset", None)
     if dataset is None or isinstance(dataset, IterableDataset):
         return []
 
-    def one(index: Any) -> int:
+    def make_sample(index: Any) -> int:
         dataset[index]
         return 1
 
-    def batch(request: Any) -> int:
+    def make_batch(request: Any) -> int:
         return count_samples(dataset[request])
 
     if loader.batch_sampler is None:
-        return [partial(batch, request) for request in itertools.islice(loader.sampler, MADE)]
+        return [partial(make_batch, request) for request in itertools.islice(loader.sampler, MADE)]
     indices = itertools.chain.from_iterable(loader.batch_sampler)
-    return [partial(one, index) for index in itertools.islice(indices, MADE)]
+    return [partial(make_sample, index) for index in itertools.islice(indices, MADE)]
 
 
 def prefetched(loader: Any) -> int:
-    """Batches that a loader's workers have ready."""
+    """Return the number of batches that a loader's workers prepare ahead."""
     return int(getattr(loader, "num_workers", 0) or 0) * int(getattr(loader, "prefetch_factor", 0) or 0)
 
 
 def load_alone(loader: Any, seconds: float) -> dict[str, Any]:
-    """Samples/s of a loader when nothing is trained; its iterator before is of no use any more."""
+    """Measure a loader's samples/s without training. Iterators that the loader returned before become invalid."""
     ready = 1 + prefetched(loader)
     samples, began = 0, None
     for number, batch in enumerate(loader):
         if began is not None:
             samples += count_samples(batch)
-        elif number + 1 >= ready:  # What the workers have ready was made before.
+        elif number + 1 >= ready:  # Batches that the workers had prepared do not count.
             began = time.perf_counter()
             deadline = began + seconds
         if began is not None and time.perf_counter() > deadline:

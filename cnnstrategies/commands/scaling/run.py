@@ -1,6 +1,6 @@
-"""The ranks of a run that ``scaling`` measures: they train as ``fit`` does, as many steps as they are told to.
+"""The ranks of a run that ``scaling`` measures: they train as ``fit`` does, as many steps as they are ordered to.
 
-Run as ``main`` by :class:`cnnstrategies.planning.tune.trial.Trial`, and by no one else.
+Only :class:`cnnstrategies.planning.tune.trial.Trial` runs this module, as a program.
 """
 
 import os
@@ -31,26 +31,27 @@ from cnnstrategies.models.samples import count_samples, samples_of
 from cnnstrategies.planning.scaling.figures import CALLBACK, LOGGER
 from cnnstrategies.planning.tune.trial import TRIAL
 
-STOPPING = "stopping"  # The part in which ranks ask each other whether to stop: whoever is first waits.
-VALIDATED = 4  # batches
-MOST_READY = 32  # batches, after which those count that are loaded in time
-# They write runs to a server.
+STOPPING = "stopping"  # The part of a step in which the ranks agree whether to stop: fast ranks wait for slow ranks.
+VALIDATED = 4  # number of validation batches to measure
+MOST_READY = 32  # Largest number of preloaded batches that are skipped before the measurement.
+# Class names of loggers that send runs to a server.
 REMOTE = ("WandbLogger", "MLFlowLogger", "CometLogger", "NeptuneLogger")
 LEFT_OUT = (Checkpoint, EarlyStopping, ProgressBar, SaveConfigCallback, StartPanel, TrainingSummary)
 
 
 class ScalingControl(StepControl):
-    """Measures the steps that are ordered, and reports on them.
+    """Callback that runs and measures the steps which the measuring process orders, and sends reports to that process.
 
     Args:
-        saving: Callbacks that save, which were left out.
-        given: The names of the configuration's callbacks, which it can leave out.
+        saving: Callbacks that save checkpoints. The callbacks do not run, but this callback reports how often they
+            would save in an epoch.
+        configured: Class names of the callbacks in the configuration.
     """
 
-    def __init__(self, saving: Sequence[ModelCheckpoint] = (), given: Set[str] = frozenset()) -> None:
+    def __init__(self, saving: Sequence[ModelCheckpoint] = (), configured: Set[str] = frozenset()) -> None:
         super().__init__()
         self._saving = saving
-        self._given = given
+        self._configured = configured
         self._skipped = 0
         self._samples = 0.0
         self._larger = 1
@@ -67,7 +68,7 @@ class ScalingControl(StepControl):
         trainer.check_val_every_n_epoch = sys.maxsize
         self._trainer = trainer
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by the callback connector
-        self._unasked = unasked(callbacks, self._given) | {type(self).__name__}
+        self._default_callbacks = default_callbacks(callbacks, self._configured) | {type(self).__name__}
         self._meter = StepMeter(trainer, self._part)
         for logger in trainer.loggers:
             for name in ("log_metrics", "save"):
@@ -83,9 +84,10 @@ class ScalingControl(StepControl):
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
         self._usual = samples_of(loader, datamodule) or 1
         steps = trainer.num_training_batches
-        # The first batch also starts what loads, but may be the only one.
-        ends = self._validated[1:] if len(self._validated) > 2 else self._validated
-        seconds = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else 0.0
+        # The first batch includes the start of the loader's processes. It counts only if there are too few other
+        # batches.
+        end_times = self._validated[1:] if len(self._validated) > 2 else self._validated
+        seconds = (end_times[-1] - end_times[0]) / (len(end_times) - 1) if len(end_times) > 1 else 0.0
         return {
             "facts": {
                 "accelerator": trainer.strategy.root_device.type != "cpu",
@@ -96,23 +98,25 @@ class ScalingControl(StepControl):
             },
             "steps": int(steps) if steps != float("inf") else None,
             "validation": seconds * self._validation_batches(trainer),
-            "saving": sum(saves_in_epoch(one, trainer) for one in self._saving),
+            "saving": sum(saves_in_epoch(callback, trainer) for callback in self._saving),
             "waiting": [*self._meter.parts.waiting, STOPPING],
         }
 
     def _validation_batches(self, trainer: Trainer) -> float:
-        """Of an epoch, on average."""
+        """Return the number of validation batches in an epoch, on average."""
         every, steps = trainer.val_check_batch, trainer.num_training_batches
         if every is None:
-            return 0.0  # By the clock.
-        times = 1 if float("inf") in (every, steps) else steps / every
-        return sum(one for one in trainer.num_val_batches if one != float("inf")) * times / self._epochs
+            return 0.0  # The trainer validates after a time, and not after a number of batches.
+        validations = 1 if float("inf") in (every, steps) else steps / every
+        return (
+            sum(batches for batches in trainer.num_val_batches if batches != float("inf")) * validations / self._epochs
+        )
 
     def _part(self, action: str) -> str | None:
-        """Beside the parts of a step, whose hook is called."""
+        """Return the part of a step that a profiled action counts towards; None if it counts towards no part."""
         if (part := self._meter.parts.of(action)) is not None:
             return part
-        return part_beside(action, self._unasked)
+        return part_of_hook(action, self._default_callbacks)
 
     def _counted(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +144,7 @@ class ScalingControl(StepControl):
     def _begin(self, order: Mapping[str, Any]) -> None:
         self._meter.remove(self._trainer)
         self._meter = StepMeter(self._trainer, self._part)
-        # The batch that is here was made in no step, and neither were those that wait.
+        # The current batch and the preloaded batches were loaded before the measurement, so their steps do not count.
         self._left, self._skipped, self._larger = order["steps"], 1 + self._ready, order.get("larger", 1)
         self._samples, self._threads = 0.0, torch.get_num_threads()
         if "threads" in order:
@@ -207,26 +211,35 @@ class ScalingControl(StepControl):
         self._validated = [time.perf_counter()]
 
 
-def unasked(callbacks: Sequence[Callback], given: Set[str]) -> set[str]:
-    """The names of this package's callbacks that a configuration does not give, and so cannot leave out."""
-    return {type(one).__name__ for one in callbacks if type(one).__module__.startswith("cnnstrategies.")} - given
+def default_callbacks(callbacks: Sequence[Callback], configured: Set[str]) -> set[str]:
+    """Return the class names of this package's default callbacks, which a configuration cannot leave out."""
+    kinds = (type(callback) for callback in callbacks)
+    return {kind.__name__ for kind in kinds if kind.__module__.startswith("cnnstrategies.")} - configured
 
 
-def part_beside(action: str, unasked: Set[str]) -> str | None:
-    """The part of a callback's or hook's action, by whose it is; none of callbacks that nobody has asked for."""
+def part_of_hook(action: str, default_callbacks: Set[str]) -> str | None:
+    """Return the name of the part for an action of a callback or of one of the module's hooks.
+
+    The result is None for default callbacks, and for other actions.
+    """
     owner, _, hook = action.rpartition(".")
     if owner.startswith("[Callback]GracefulStop"):
         return STOPPING
     if owner.startswith("[Callback]"):
         name = owner.removeprefix("[Callback]").partition("{")[0]
-        return None if name in unasked else CALLBACK + name
+        return None if name in default_callbacks else CALLBACK + name
     if owner.startswith("[LightningModule]") and hook.startswith("on_") and "batch_transfer" not in hook:
         return f"{CALLBACK}{owner.removeprefix('[LightningModule]')}.{hook}"
     return None
 
 
 class HostReads(OperationMode):  # type: ignore[no-untyped-call]
-    """Counts the reads of a tensor's value, for which a host waits, by the line that asks for them."""
+    """Counter of the times when the host reads a tensor's value, and therefore waits for the device.
+
+    Attributes:
+        places: Number of reads for each ``file:line`` that reads.
+        seconds: Total duration of the reads.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -246,14 +259,20 @@ class HostReads(OperationMode):  # type: ignore[no-untyped-call]
 
 
 def larger(batch: Any, times: int) -> Any:
-    """A batch with each sample several times."""
+    """Return a batch in which each tensor is repeated ``times`` times along its first dimension."""
     return tree_map(
-        lambda one: one.repeat(times, *[1] * (one.ndim - 1)) if isinstance(one, Tensor) and one.ndim else one, batch
+        lambda value: (
+            value.repeat(times, *[1] * (value.ndim - 1)) if isinstance(value, Tensor) and value.ndim else value
+        ),
+        batch,
     )
 
 
 class ScalingCLI(TrialCLI):
-    """``fit`` with all that it calls in a step, and without what it writes elsewhere or talks."""
+    """Command line of a measured rank, which trains as ``fit`` does.
+
+    Progress bar, panel, checkpoints and remote loggers are left out. Files go to a temporary folder.
+    """
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -264,27 +283,31 @@ class ScalingCLI(TrialCLI):
         trainer.num_sanity_val_steps = VALIDATED
         arguments = getattr(trainer.strategy, "init_args", None) or {}
         if arguments.get("data_dispatch") == "dynamic":
-            # All make as many steps: at the end of an epoch that others have used up, one would wait for them in vain.
+            # The measurement needs equally many steps on all ranks. At the end of an epoch with dynamic dispatch, a
+            # rank that gets no more batches would wait forever for steps that the other ranks have already done.
             arguments["data_dispatch"], arguments["max_joiners"] = "static", 0
         if not isinstance(trainer.logger, bool):
-            kept = [one for one in as_list(trainer.logger) if one.class_path.rpartition(".")[2] not in REMOTE]
-            for one in kept:
-                if "save_dir" in (one.get("init_args") or {}):
-                    one.init_args.save_dir = folder
+            kept = [logger for logger in as_list(trainer.logger) if logger.class_path.rpartition(".")[2] not in REMOTE]
+            for logger in kept:
+                if "save_dir" in (logger.get("init_args") or {}):
+                    logger.init_args.save_dir = folder
             trainer.logger = kept or False
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer = super().instantiate_trainer(**kwargs)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by the callback connector
-        saving = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
-        given = {one.class_path.rpartition(".")[2] for one in as_list(self.config.fit.trainer.callbacks)}
-        callbacks[:] = [*(one for one in callbacks if not isinstance(one, LEFT_OUT)), ScalingControl(saving, given)]
+        saving = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+        configured = {callback.class_path.rpartition(".")[2] for callback in as_list(self.config.fit.trainer.callbacks)}
+        callbacks[:] = [
+            *(callback for callback in callbacks if not isinstance(callback, LEFT_OUT)),
+            ScalingControl(saving, configured),
+        ]
         return trainer
 
 
 def main() -> None:
-    """Run a rank."""
+    """Run a rank of the measurement."""
     run_rank(ScalingCLI)
 
 

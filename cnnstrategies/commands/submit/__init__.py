@@ -1,1 +1,1 @@
-"""``cnnstrategies submit``: a job for each kind of cluster."""
+"""``cnnstrategies submit``: send a run to a cluster."""

@@ -24,7 +24,7 @@ from cnnstrategies.strategies.protocol import facts_of
 
 
 class SubmitCLI(ModelAndData):
-    """A configuration whose devices are elsewhere."""
+    """Command line that parses a configuration of ``fit`` which will run on other machines."""
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -34,7 +34,7 @@ class SubmitCLI(ModelAndData):
 
 
 def check(args: Sequence[str]) -> Submission:
-    """Parse a configuration as ``fit`` does and refuse what cannot run; no process is started."""
+    """Parse a configuration as ``fit`` does, and refuse a configuration that cannot run as a job; start no process."""
     cli = SubmitCLI("submit fit", args)
     options: ClusterOptions = cli.config_init.cluster
     trainer = cli.config.trainer
@@ -50,17 +50,17 @@ def _dump(cli: SubmitCLI) -> Callable[[Namespace], str]:
 
 def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterServerOptions | None:
     """Refuse a strategy that cannot run as the job; return the options of its parameter servers, if it has some."""
-    asked = cli.config.trainer.strategy
-    if isinstance(asked, str):
-        arguments = StrategyRegistry[asked]["init_params"] if asked in StrategyRegistry else {}
+    configured = cli.config.trainer.strategy
+    if isinstance(configured, str):
+        arguments = StrategyRegistry[configured]["init_params"] if configured in StrategyRegistry else {}
     else:
-        arguments = dict(getattr(asked, "init_args", None) or {})
-    method = arguments.get("start_method", "popen")
-    if method != "popen":
-        name = asked if isinstance(asked, str) else asked.class_path.rpartition(".")[2]
+        arguments = dict(getattr(configured, "init_args", None) or {})
+    start_method = arguments.get("start_method", "popen")
+    if start_method != "popen":
+        name = configured if isinstance(configured, str) else configured.class_path.rpartition(".")[2]
         raise ConfigurationError(
-            f"trainer.strategy={name}: it starts its processes itself ({method}), and a job's are "
-            "started for it: use the name without _spawn, _fork or _notebook, or start_method: popen"
+            f"trainer.strategy={name}: the strategy starts its processes itself ({start_method}), but in a job the "
+            "launcher starts them: use the name without _spawn, _fork or _notebook, or start_method: popen"
         )
     strategy = cli.config_init.trainer.strategy
     if isinstance(strategy, str) and strategy in StrategyRegistry:
@@ -71,16 +71,16 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterS
     if isinstance(cli.datamodule, ImageDataModule) and cli.datamodule.global_batch_size is not None:
         share(cli.datamodule.global_batch_size, loading, cli.config.trainer.accumulate_grad_batches)
     servers = facts.server_options
-    if server_nodes and (isinstance(asked, str) or servers is None):
-        name = asked if isinstance(asked, str) else asked.class_path.rpartition(".")[2]
+    if server_nodes and (isinstance(configured, str) or servers is None):
+        name = configured if isinstance(configured, str) else configured.class_path.rpartition(".")[2]
         raise ConfigurationError(
-            f"cluster.server_nodes={server_nodes} with trainer.strategy={name}: they are for a strategy that is "
+            f"cluster.server_nodes={server_nodes} with trainer.strategy={name}: server nodes need a strategy that is "
             "written as class_path: ParameterServerStrategy"
         )
     if server_nodes and servers is not None and servers.endpoints:
         raise ConfigurationError(
-            f"cluster.server_nodes={server_nodes} and endpoints={list(servers.endpoints)}: the servers of "
-            "a job listen on the nodes that it is given; leave out endpoints"
+            f"cluster.server_nodes={server_nodes} and endpoints={list(servers.endpoints)}: the servers of a job listen "
+            "on the job's nodes, which are not known before; leave out endpoints"
         )
     return servers
 
@@ -89,14 +89,14 @@ def main(options: SubmitOptions, words: Sequence[str]) -> None:
     """Check a configuration and submit it; print what was queued and where its logs will be."""
     if options.command != "fit":
         raise ConfigurationError(
-            f"submit {options.command}: submit takes fit, as in: cnnstrategies submit fit --config ..."
+            f"submit {options.command}: submit takes fit, as in `cnnstrategies submit fit --config run.yaml`"
         )
     call = shlex.join(["cnnstrategies", *sys.argv[1:]])
     submission = check(words)
     launcher = launcher_named(options.to)
     job = submission.job(launcher, call)
     if ignored := submission.ignored_keys(launcher):
-        print(f"Note: with --to {launcher.name} these keys do not count: {', '.join(ignored)}", file=sys.stderr)
+        print(f"Note: --to {launcher.name} ignores these keys: {', '.join(ignored)}", file=sys.stderr)
     if options.dry_run:
         print(job.show(), end="")
         return

@@ -1,1 +1,1 @@
-"""``cnnstrategies tune``: settings that are tried."""
+"""``cnnstrategies tune``: the fastest settings, by measurement."""

@@ -22,8 +22,8 @@ from cnnstrategies.planning.tune.contest import Contest, repeats, table
 from cnnstrategies.planning.tune.settings import Setting, factorial, joined, nested, write_commented
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, ONE_BATCH, TrialError
 
-MOST_WORKERS = 4  # of a rank
-LOADING = "loading"  # The kind of settings of which trials load their data as in training.
+MOST_WORKERS = 4  # largest number of processes that load data for a rank
+LOADING = "loading"  # The kind of settings whose trials load data as a training does; other trials use one batch.
 
 
 def main(options: TuneOptions, words: Sequence[str]) -> None:
@@ -42,74 +42,83 @@ def main(options: TuneOptions, words: Sequence[str]) -> None:
             search.run(phases)
         except KeyboardInterrupt:
             status.stop()
-            console.print("Stopped: what is known so far is")
+            console.print("Stopped; the results so far:")
         except TrialError as failure:
             raise ConfigurationError(
-                f"the configuration does not run as it is ({failure}): see it by `cnnstrategies fit` first"
+                f"the configuration does not run ({failure}): run it with `cnnstrategies fit` first"
             ) from failure
-    _tell(console, search, options)
+    _report(console, search, options)
 
 
 def choices(config: Any, model: type, device: torch.device, allow: Collection[str]) -> list[list[Setting]]:
-    """Groups of settings that exclude each other, tried in all combinations.
+    """Return groups of settings to try. Settings of one group exclude each other; all combinations of groups are tried.
 
-    What the module's class has arguments for is set there, the rest by a callback.
+    If the module's class has an argument for a setting, the setting changes this argument. Otherwise it adds the
+    callback ComputeSettings.
     """
-    own, arguments = _arguments(config, model)
+    settings, arguments = _arguments(config, model)
     if "channels_last" in arguments:
-        given = bool(own.get("channels_last"))
-        name, values = "contiguous" if given else "channels_last", {"model.init_args.channels_last": not given}
+        channels_last = bool(settings.get("channels_last"))
+        name, values = (
+            "contiguous" if channels_last else "channels_last",
+            {"model.init_args.channels_last": not channels_last},
+        )
     else:
         name, values = "channels_last", {"ComputeSettings.channels_last": True}
     groups = [[Setting(name, values, Effect.ROUNDING)]]
     if "precision" in allow and str(config.trainer.precision) in ("32-true", "32", "None"):
-        found = []
+        precisions = []
         if device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
-            found.append(Setting("bf16", {"trainer.precision": "bf16-mixed"}, Effect.LEARNING))
+            precisions.append(Setting("bf16", {"trainer.precision": "bf16-mixed"}, Effect.LEARNING))
         if device.type == "cuda":
-            found.append(Setting("TF32", {"ComputeSettings.float32_precision": "high"}, Effect.LEARNING))
-        groups.append(found)
+            precisions.append(Setting("TF32", {"ComputeSettings.float32_precision": "high"}, Effect.LEARNING))
+        groups.append(precisions)
     if device.type == "cuda" and not config.trainer.benchmark:
         groups.append([Setting("cudnn.benchmark", {"trainer.benchmark": True}, Effect.ROUNDING)])
     return [group for group in groups if group]
 
 
 def compilers(config: Any, model: type) -> list[Setting]:
-    """What is tried on top of the fastest of these: to compile each combination would take most of the time."""
-    own, arguments = _arguments(config, model)
+    """Return the settings of compilation, which are tried with the fastest combination only.
+
+    Compiling each combination would take most of the time.
+    """
+    settings, arguments = _arguments(config, model)
     if "compile_backend" in arguments:
-        value = None if own.get("compile_backend") else "inductor"
+        value = None if settings.get("compile_backend") else "inductor"
         return [Setting(value or "not compiled", {"model.init_args.compile_backend": value}, Effect.ROUNDING)]
     return [Setting("inductor", {"ComputeSettings.compile_backend": "inductor"}, Effect.ROUNDING)]
 
 
 def loading(config: Any, data: type) -> list[Setting]:
-    """Other numbers of processes that load."""
+    """Return settings with other numbers of processes that load data."""
     arguments = parameters_of(data)
     if "num_workers" not in arguments or not hasattr(config.data, "init_args"):
         return []
     ranks = int(config.trainer.devices) if str(config.trainer.devices).isdigit() else 1
     most = min(MOST_WORKERS, max(1, (os.cpu_count() or 1) // ranks))
-    keeps = {"data.init_args.persistent_workers": True} if "persistent_workers" in arguments else {}
+    persistent = {"data.init_args.persistent_workers": True} if "persistent_workers" in arguments else {}
     return [
-        Setting(f"{one} workers", {"data.init_args.num_workers": one, **(keeps if one else {})}, Effect.NONE)
-        for one in dict.fromkeys((0, 1, most // 2, most))
-        if one != config.data.init_args.get("num_workers", 0)
+        Setting(f"{count} workers", {"data.init_args.num_workers": count, **(persistent if count else {})}, Effect.NONE)
+        for count in dict.fromkeys((0, 1, most // 2, most))
+        if count != config.data.init_args.get("num_workers", 0)
     ]
 
 
 def _arguments(config: Any, model: type) -> tuple[Any, Collection[str]]:
-    """What a module's arguments are set to, and which it has."""
+    """Return the module's arguments in the configuration, and the names of all arguments that its class has."""
     if not hasattr(config.model, "init_args"):
         return {}, ()
     return config.model.init_args, parameters_of(model)
 
 
 class Search:
-    """Tries one kind of settings after the other, each on top of what the ones before have found.
+    """Search for the fastest settings: one kind of settings after the other, each together with the earlier winners.
 
-    ``contests`` is what was tried, by kind, ``chosen`` what is faster, if anything is, ``notes`` what was not tried,
-    and why.
+    Attributes:
+        contests: Contest for each kind of settings that was tried.
+        chosen: Combination of settings that is faster than the configuration; None if no setting is faster.
+        notes: Lines for the user about kinds that were not tried, with the reason.
     """
 
     def __init__(
@@ -129,26 +138,30 @@ class Search:
         self._ends = time.monotonic() + 60 * options.minutes
 
     def run(self, phases: Mapping[str, Sequence[Setting]]) -> None:
-        """Try them; TrialError where the configuration itself does not run."""
-        found: list[Setting] = []
+        """Try the settings of each kind.
+
+        Raises:
+            TrialError: The configuration itself does not run.
+        """
+        winners: list[Setting] = []
         for kind, settings in phases.items():
             if not settings:
                 continue
             if kind == LOADING and self.device.type == "cpu" and not self._has_spare_cores():
-                self.notes.append("loading: the ranks use all cores, so none is left for processes that load")
+                self.notes.append("loading: not tried, the ranks use all cores and leave none to processes that load")
                 continue
             if time.monotonic() > self._ends:
-                self.notes.append(f"{kind}: not tried, there was no time left; give more --minutes")
+                self.notes.append(f"{kind}: not tried, no time was left; give more --minutes")
                 continue
             self.contests[kind] = contest = self._contest(len(settings), kind == LOADING)
             if (winner := contest.run(settings)) is not None:
-                found.append(winner)
-                self.chosen = joined(found)
-        if len(found) > 1:
+                winners.append(winner)
+                self.chosen = joined(winners)
+        if len(winners) > 1:
             assert self.chosen is not None
-            chosen, self.chosen = self.chosen, None
+            combined, self.chosen = self.chosen, None
             self.contests["all together"] = contest = self._contest(1, LOADING in self.contests)
-            self.chosen = contest.run([chosen])
+            self.chosen = contest.run([combined])
 
     def _contest(self, count: int, loads: bool) -> Contest:
         words = self.words
@@ -169,7 +182,7 @@ class Search:
     def _has_spare_cores(self) -> bool:
         ranks = str(self.config.trainer.devices)
         threads = os.environ.get("OMP_NUM_THREADS", "")
-        # Without a number of threads Lightning gives all cores to the ranks.
+        # Unless OMP_NUM_THREADS is set, Lightning gives all cores to the ranks.
         known = ranks.isdigit() and threads.isdigit()
         return known and (os.cpu_count() or 1) > int(ranks) * int(threads)
 
@@ -178,9 +191,9 @@ class Search:
         self._status.update(f"{text}; at most {left / 60:.1f} minutes left")
 
 
-def _tell(console: Console, search: Search, options: TuneOptions) -> None:
+def _report(console: Console, search: Search, options: TuneOptions) -> None:
     if not any(contest.default_times for contest in search.contests.values()):
-        fail("there was no time for a single round: give more --minutes")
+        fail("the time was not enough for a single round: give more --minutes")
     for kind, contest in search.contests.items():
         if contest.default_times:
             rate = 1 / statistics.median(contest.default_times)
@@ -189,11 +202,11 @@ def _tell(console: Console, search: Search, options: TuneOptions) -> None:
         print(note)
     winner = search.chosen
     if winner is None:
-        print("Nothing is clearly faster: keep the configuration as it is.")
+        print("No setting is clearly faster: keep the configuration as it is.")
         return
     rows = [contest.rows[winner.name] for contest in search.contests.values() if winner.name in contest.rows]
     verdict = rows[-1].verdict
-    assert verdict is not None, "the winner has run"
+    assert verdict is not None, "a winner has a verdict"
     lines = [
         f"{winner.name}: {verdict.speed:.2f} times as fast [{verdict.low:.2f}, {verdict.high:.2f}], measured by "
         "cnnstrategies tune"

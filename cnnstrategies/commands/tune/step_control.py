@@ -1,4 +1,8 @@
-"""What the ranks of trials have in common: they wait for orders before a step, and say why they fail."""
+"""Common code of the ranks of trials. A rank waits for an order before each step, and reports why it fails.
+
+A rank is connected to the process that measures (`cnnstrategies.planning.tune.trial`) by a Unix socket. Orders and
+answers are lines of JSON.
+"""
 
 import json
 import os
@@ -22,7 +26,7 @@ DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 
 
 class StepControl(Callback):
-    """Has a training go on for as many steps as it is told to, again and again."""
+    """Callback that lets a training run the ordered number of steps, and then waits for the next order."""
 
     def __init__(self) -> None:
         self._left = 0
@@ -30,22 +34,23 @@ class StepControl(Callback):
         self._resting: list[nn.Module] = []
 
     def hello(self, trainer: Trainer) -> dict[str, Any]:
-        """What a rank says of itself, beside its number."""
+        """Return what the rank's first report contains, in addition to rank and world size."""
         return {}
 
     @abstractmethod
     def obey(self, order: Mapping[str, Any]) -> None:
-        """Do what is ordered; steps by setting ``_left``."""
+        """Carry out an order; setting ``_left`` makes the training run that many steps."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.fit_loop.max_epochs = -1
-        # Compilers draw other random numbers; what is compared must not depend on them.
-        self._resting = [one for one in pl_module.modules() if isinstance(one, DROPOUT)]
-        for one in self._resting:
-            one.eval()
+        # Compiled code draws other random numbers than plain code; the losses to compare must not depend on them.
+        self._resting = [module for module in pl_module.modules() if isinstance(module, DROPOUT)]
+        for module in self._resting:
+            module.eval()
         for schedule in trainer.strategy.lr_scheduler_configs:
-            schedule.frequency = sys.maxsize  # More steps come than it was made for, and no validation that it may ask.
+            # A schedule may be made for fewer steps than the trial needs, or need the result of a validation.
+            schedule.frequency = sys.maxsize
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(os.environ[TRIAL])
         self._answers = self._connection.makefile("r")
@@ -62,36 +67,40 @@ class StepControl(Callback):
             self.obey(order)
 
     def note_loss(self, outputs: Any) -> bool:
-        """Of the first steps, where a module's step gives one; whether this was the last of them."""
+        """Store the loss of a step among the first :data:`COMPARED_STEPS` steps; 0 if the module returns no loss.
+
+        Returns:
+            Whether this step was the last of these steps. Dropout is active again from then on.
+        """
         if len(self._losses) == COMPARED_STEPS:
             return False
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         self._losses.append(float(loss) if isinstance(loss, Tensor) else 0.0)
         if len(self._losses) < COMPARED_STEPS:
             return False
-        for one in self._resting:
-            one.train()
+        for module in self._resting:
+            module.train()
         return True
 
     def say(self, message: Mapping[str, Any]) -> None:
-        """Answer."""
+        """Send a report to the process that measures."""
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 class TrialCLI(CLI):
-    """``fit`` for as many steps as are ordered, and leaves nothing."""
+    """Command line of a trial's rank, which trains as ``fit`` does, for as many steps as are ordered."""
 
     @override
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
-        self.named = None  # It leaves nothing from which it could go on.
+        self.named = None  # A trial has no checkpoint to go on from.
         trainer = self.config.fit.trainer
         trainer.enable_progress_bar = False
         trainer.max_steps, trainer.max_time, trainer.fast_dev_run, trainer.overfit_batches = -1, None, False, 0.0
 
 
 def run_rank(kind: Callable[[], object]) -> None:
-    """Run a command line as a rank of a trial."""
+    """Run a command line as a rank of a trial, and print a line that begins with :data:`FAILED` if the rank fails."""
     quieten()
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -1,7 +1,7 @@
-"""The ranks of a trial: they train on one batch over and over, as many steps as ``tune`` asks for.
+"""The ranks of a trial: they train on one batch repeatedly, as many steps as ``tune`` orders.
 
-Run as ``python -m cnnstrategies.commands.tune.trial fit --config ...`` by :mod:`cnnstrategies.planning.tune.trial`, and
-by no one else.
+Only :mod:`cnnstrategies.planning.tune.trial` runs this module, as ``python -m cnnstrategies.commands.tune.trial fit
+...``.
 """
 
 import itertools
@@ -24,7 +24,7 @@ STEPS_OF_AN_EPOCH = 1000
 
 
 class OneBatch(Dataset[Any]):
-    """A batch that is there already, again and again."""
+    """A dataset that returns one stored batch repeatedly."""
 
     def __init__(self, batch: Any, size: int) -> None:
         self.batch = batch
@@ -38,7 +38,7 @@ class OneBatch(Dataset[Any]):
 
 
 class TrialControl(StepControl):
-    """Makes the steps that are ordered with one batch, and reports after them."""
+    """Callback that runs the ordered steps with one batch, and reports their duration."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -46,7 +46,8 @@ class TrialControl(StepControl):
         loader = source.train_dataloader()
         if not isinstance(loader, DataLoader):
             raise ConfigurationError(
-                f"tune measures with a DataLoader, and train_dataloader gives {type(loader).__name__}"
+                f"tune measures with a DataLoader, but train_dataloader returns {type(loader).__name__}: return a "
+                "DataLoader"
             )
         batch = next(iter(loader))
         size = int(loader.batch_size or 1)
@@ -67,8 +68,8 @@ class TrialControl(StepControl):
             return
         self._left -= 1
         if self.note_loss(outputs):
-            # Fitting one batch for long ends in gradients so small that processors are slow with them.
-            for group in itertools.chain.from_iterable(one.param_groups for one in trainer.optimizers):
+            # After many steps on one batch the gradients are so small that processors compute slowly with them.
+            for group in itertools.chain.from_iterable(optimizer.param_groups for optimizer in trainer.optimizers):
                 group["lr"] = 0.0
         if self._left:
             return
@@ -78,7 +79,7 @@ class TrialControl(StepControl):
 
 
 class OneBatchCLI(TrialCLI):
-    """``fit`` without anything that writes, evaluates or talks."""
+    """Command line of a trial's rank, without loggers, checkpoints, validation and callbacks except ComputeSettings."""
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -90,7 +91,7 @@ class OneBatchCLI(TrialCLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self.config_init.fit
-        kept = [one for one in as_list(config.trainer.callbacks) if isinstance(one, ComputeSettings)]
+        kept = [callback for callback in as_list(config.trainer.callbacks) if isinstance(callback, ComputeSettings)]
         config.trainer.callbacks = kept
         trainer = super().instantiate_trainer(**kwargs)
         trainer.callbacks[:] = [*kept, TrialControl()]  # type: ignore[attr-defined]  # set by the callback connector
@@ -98,7 +99,7 @@ class OneBatchCLI(TrialCLI):
 
 
 def main() -> None:
-    """Run a trial's rank."""
+    """Run a rank of a trial."""
     run_rank(OneBatchCLI)
 
 

@@ -314,7 +314,7 @@ class Roster:
             self._decide_without(now, member, how, replaced)
 
     def _is_cut_off(self, now: float) -> bool:
-        """Whether this process is more likely cut off than all members dead at once."""
+        """Whether it is more likely that this process is cut off than that all members have died at once."""
         members = self.members
         quiet = now - max((member.seen for member in members), default=now)
         timeout = self._settings.timeout
@@ -364,7 +364,7 @@ class Roster:
             self._finish(f"{member} {how}, and no worker is left")
 
     def _without_server(self, member: Member, how: str) -> str | None:
-        """Return why the run cannot go on without a server; None if it can, with the copies of the server's slices."""
+        """Return why the run cannot go on without a server; None if other servers have copies of its slices."""
         self.lost_servers.add(member.peer.id)
         if self._has_copies:
             self.publish()  # The copies of its slices take over; if the server returns, it has no state.

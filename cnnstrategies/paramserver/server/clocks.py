@@ -192,7 +192,7 @@ class RollCall:
         self._absent.discard(worker)
 
     def expire(self, now: float) -> bool:
-        """Whether the time for missing reports has just run out. Nobody is waited for then.
+        """Whether the time for missing reports has just run out; the missing workers are then no longer waited for.
 
         The time begins with the first call after :meth:`call`.
         """

@@ -330,7 +330,7 @@ class Synchronous:
         return complete
 
     def adopt(self, decision: Decision) -> None:
-        """Take over a decision that arrived with a slice's values; a new leader also sends it to the others.
+        """Take over a decision that arrived with a slice's values; a new leader also sends it to the other servers.
 
         The server that first sent the decision may be dead by now.
         """

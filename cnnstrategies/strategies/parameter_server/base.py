@@ -120,7 +120,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         self.register(worker_address(self.options, place, self.global_rank), key_file)
 
     def register(self, address: Address, key_file: str | None) -> None:
-        """Become a member of a run."""
+        """Register as a member of a run."""
         self._address = RunAddress(address.coordinator, key_file)
         self.membership = Membership(address, keys=load_keys(key_file))
         self._collectives = Collectives(self.membership)

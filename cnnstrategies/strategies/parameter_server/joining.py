@@ -36,9 +36,9 @@ from cnnstrategies.strategies.parameter_server.options import ParameterServerOpt
 from cnnstrategies.strategies.parameter_server.start import (
     agreed_specification,
     connection,
-    places,
     restore_trainer,
     seed,
+    value_tensors,
 )
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
 
@@ -251,7 +251,7 @@ class JoiningStrategy(ParameterServerStrategy):
         specification = agreed_specification(self)
         check_parameters(specification, self.options.specification(module, optimizer, 1, self.world_size))
         started = run.start()
-        worker = connection(run.membership, specification, places(module, specification))
+        worker = connection(run.membership, specification, value_tensors(module, specification))
         state = started.values[started.leader]
         check_seed(state["seed"])
         self.options = replace(self.options, mode=specification.mode, staleness=specification.staleness)

@@ -33,12 +33,12 @@ LEAST_SECONDS = 5.0  # Time for the answer of a server with heartbeats, which ma
 
 
 def usual_staleness(mode: Mode) -> int:
-    """Return the staleness of a run that names none; 0 in modes that allow none."""
+    """Return the default staleness of a mode; 0 for modes without staleness."""
     return USUAL_STALENESS if mode == "ssp" else 0
 
 
 def usual_sync_every(mode: Mode) -> int:
-    """Return the steps between two outer steps of a run that names none; 1 in modes without outer steps."""
+    """Return the default number of steps between two outer steps; 1 for modes without outer steps."""
     return USUAL_SYNC_EVERY if mode == "local" else 1
 
 

@@ -158,7 +158,8 @@ def open_supervision(
         method: How the processes are started.
     """
     allow_threads(1 + layout.processes + options.servers_per_node)
-    if layout.node == 0 and place.session == 0:  # In a later session the port may belong to the previous one for long.
+    # A later session's coordinator is not checked: it waits until the previous coordinator has released the port.
+    if layout.node == 0 and place.session == 0:
         _check_free(place.coordinator)
     servers = options.server_count(layout.nodes) if training else 0
     address = _address(options, place, "supervision", layout.node)

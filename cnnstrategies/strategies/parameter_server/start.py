@@ -33,7 +33,7 @@ PIECE_BYTES = 1 << 20
 # The servers
 
 
-def meet_servers(
+def join_servers(
     strategy: CoordinatedStrategy, module: LightningModule, optimizer: Optimizer, outer_state: Mapping[str, Any] | None
 ) -> tuple[Worker | CombinedWorker, Specification, int | None]:
     """Agree on the run's specification and join the servers; a restarted worker waits until the run admits it.
@@ -54,7 +54,7 @@ def meet_servers(
         whole = options.specification(module, optimizer, strategy.num_nodes, strategy.world_size, **clipping)
         run.put(whole.to_json())
     specification = agreed_specification(strategy)
-    parameters = places(module, specification)
+    parameters = value_tensors(module, specification)
     # From here on the servers know this worker and accept its keys. If the coordinator gives out batches, a restarted
     # worker need not wait for the end of the epoch.
     started = run.start(midway=options.data_dispatch == "dynamic" and not options.aggregates)
@@ -109,7 +109,7 @@ def connection(
     )
 
 
-def places(module: LightningModule, specification: Specification) -> list[Tensor]:
+def value_tensors(module: LightningModule, specification: Specification) -> list[Tensor]:
     """Return the tensors into which a worker writes the servers' values.
 
     These are the parameters themselves, except for frozen parameters, which get copies: the module may write them

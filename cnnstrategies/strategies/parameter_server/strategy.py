@@ -38,7 +38,7 @@ from cnnstrategies.strategies.parameter_server.options import (
 )
 from cnnstrategies.strategies.parameter_server.start import (
     average_buffers,
-    meet_servers,
+    join_servers,
     take_state_of_rank_zero,
     trainer_state,
 )
@@ -250,7 +250,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def on_train_start(self) -> None:
         """Connect to the servers; a restarted worker waits here until the run admits it."""
         self.leave_address(self.trainer)
-        worker, specification, own_steps = meet_servers(self, self.module, self.optimizers[0], self._outer_state)
+        worker, specification, own_steps = join_servers(self, self.module, self.optimizers[0], self._outer_state)
         if self.options.mode == "sync" and self.world_size > 1:
             self._watch = watch_gradients(self.module, self.callbacks)
         self.joined_late = own_steps is not None
@@ -370,7 +370,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         worker.interrupt()
         if self.options.mode == "local":
             self._stepper.outer_step()
-            worker.interrupt()  # The outer step came early.
+            worker.interrupt()  # The time of an early outer step must not count for the choice of compressions.
         worker.wait_all()
         self._dispatch.processed = self._dispatch.seen
         if not self._buffers_are_equal:
@@ -432,7 +432,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         return state
 
     def _servers_state(self) -> dict[str, Any] | None:
-        """On rank 0 the state of the servers' optimizer; called on every rank."""
+        """Return on rank 0 the state of the servers' optimizer; a collective."""
         assert self._stepper is not None
         self.barrier("optimizer state")
         state = self._stepper.worker.optimizer_state() if self.global_rank == 0 else None
