@@ -149,7 +149,7 @@ def _link(options: PlanOptions, device: torch.device, devices: int) -> Link:
         return Link(1.0, 0.0)  # Nothing is sent, so the values do not matter.
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         raise ConfigurationError(
-            "the connection between GPUs is measured between two of them, and this machine has one: give --bandwidth "
-            "(Mbit/s) and --latency (ms), or describe the machines with --cluster"
+            "measuring the connection between GPUs needs two GPUs, and this machine has one: give --bandwidth (Mbit/s) "
+            "and --latency (ms), or describe the machines with --cluster"
         )
     return measure_local_link(device, "gloo" if device.type == "cpu" else "nccl")

@@ -79,8 +79,8 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
                 sys.exit(code)
             if ranks_are_children(launcher) and cannot_be_sent(error):
                 raise ConfigurationError(
-                    "trainer.strategy spawns its ranks and sends them model, data and callbacks, which cannot all be "
-                    f"pickled: {error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
+                    "trainer.strategy spawns its ranks, and therefore pickles model, data and callbacks, which failed: "
+                    f"{error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
                 ) from error
             if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
                 raise KeyboardInterrupt from None  # Lightning has turned the interrupt into a SystemExit.

@@ -32,8 +32,8 @@ def main(options: ScalingOptions, words: Sequence[str]) -> None:
     config = ModelAndData("scaling", words).config
     if int(config.trainer.num_nodes) > 1:
         raise ConfigurationError(
-            f"trainer.num_nodes={config.trainer.num_nodes}: scaling trains on this machine; give 1, and try the link "
-            "to others with `cnnstrategies doctor`"
+            f"trainer.num_nodes={config.trainer.num_nodes}: scaling trains on this machine only; give 1, and measure "
+            "the connections to other machines with `cnnstrategies doctor`"
         )
     device = device_of(config.trainer.accelerator)
     for name in ("picture", "output"):
@@ -62,7 +62,7 @@ def main(options: ScalingOptions, words: Sequence[str]) -> None:
         status.stop()
         console.print(report.table(measurement))
         for count, trouble in bench.trouble.items():
-            console.print(f"Not measured on {count}: {trouble}", highlight=False, markup=False)
+            console.print(f"Not measured on {count} devices: {trouble}", highlight=False, markup=False)
         console.print("\n".join(report.sentences(measurement, causes)), highlight=False, markup=False)
         report.draw(measurement, options.picture)
         console.print(f"Drew {options.picture}")
