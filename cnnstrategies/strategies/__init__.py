@@ -37,7 +37,7 @@ _register(
 _register(
     "parameter_server_ssp",
     ParameterServerStrategy,
-    "Like async, but no worker runs more than 4 steps ahead of the slowest worker",
+    "Like async, but no worker is more than 4 steps ahead of the slowest worker",
     mode="ssp",
     staleness=4,
 )
