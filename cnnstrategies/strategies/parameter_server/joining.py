@@ -335,8 +335,8 @@ def check_parameters(run: Specification, configured: Specification) -> None:
         if expected != parameter:
             raise ConfigurationError(
                 f"the run trains {len(run.parameters)} parameters, and this configuration has "
-                f"{len(configured.parameters)}; the first difference is {expected} in the run and {parameter} here: "
-                "use the run's own configuration"
+                f"{len(configured.parameters)}; the first difference is {expected or 'no parameter'} in the run "
+                f"and {parameter or 'no parameter'} here: use the run's own configuration"
             )
 
 
