@@ -162,13 +162,18 @@ def test_a_killed_rank_is_named_in_one_line():
     spoken = "__import__('cnnstrategies.runtime.processes').runtime.processes.first_to_fail(1)"
     ended = fit((1,), f"{spoken}; os.kill(os.getpid(), 9)")
     assert ended.returncode == 1, ended.stderr
-    assert "The run cannot go on: rank 1 was ended by SIGKILL, as the system does when memory is short" in ended.stderr
+    assert (
+        "The run cannot continue: rank 1 was ended by SIGKILL, as the system does when memory is short" in ended.stderr
+    )
     assert "Traceback" not in ended.stderr
 
 
 WHY = "worker 1 had no answer"
 ENDED = [
-    *((kind(WHY), 1, f"The run cannot go on: {WHY}\n") for kind in (ServersUnreachableError, RemovedError, RunEnded)),
+    *(
+        (kind(WHY), 1, f"The run cannot continue: {WHY}\n")
+        for kind in (ServersUnreachableError, RemovedError, RunEnded)
+    ),
     (RunEnded("every worker has left", clean=True), 0, "Nothing is left to do: every worker has left\n"),
 ]
 

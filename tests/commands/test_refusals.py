@@ -53,7 +53,7 @@ NETWORK = "--model.init_args.network"
 # Words, and parts of the line: its beginning first. Words without quickstart.yaml begin with FIT.
 REFUSED = {
     "FIT": ["no data and model: give --data CLASS and --model CLASS, or a configuration that has data and model"],
-    "fitt": ["no command 'fitt'; did you mean 'fit'?"],
+    "fitt": ["unknown command 'fitt'; did you mean 'fit'?"],
     "predict --model=mine.Lit": ["predict: Lit has no forward that maps images to logits: give it one, such as"],
     "quantize": ["no ckpt_path: give the checkpoint, --ckpt_path FILE"],
     "tune --allow=accuracy": ["--allow: 'accuracy' is not accepted; accepted: precision"],

@@ -318,7 +318,7 @@ def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
         words = str(ended)
         if isinstance(ended, ProcessExitedException) and ended.signal_name is not None:
             words = ended_by(ended.error_index, ended.exit_code)
-        print(f"The run cannot go on: {_with_notes(ended, words)}", file=sys.stderr)
+        print(f"The run cannot continue: {_with_notes(ended, words)}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
         if shows_tracebacks() or isinstance(error, ConfigurationError):

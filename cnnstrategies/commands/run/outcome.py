@@ -144,7 +144,7 @@ def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     time.sleep(PATIENCE)
     for number, rank in enumerate(ranks, start=1):
         if rank.poll() == -signal.SIGKILL:
-            words = f"The run cannot go on: {ended_by(number, rank.returncode)}"
+            words = f"The run cannot continue: {ended_by(number, rank.returncode)}"
             print(f"{words}, and rank 0 waited for it for {PATIENCE:.0f} s", file=sys.stderr, flush=True)
     for rank in ranks:
         rank.kill()
