@@ -142,7 +142,7 @@ def option(
 
 
 def positional(default: Any = dataclasses.MISSING, metavar: str = "", **arguments: Any) -> Any:
-    """Declare a positional argument, such as the folder in ``pack FOLDER``: return a field for a command's dataclass."""
+    """Declare a positional argument, such as the folder in ``pack FOLDER``: return a field for the dataclass."""
     return field(default=default, metadata={"metavar": metavar, "positional": True}, **arguments)
 
 
@@ -229,7 +229,7 @@ class Command:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The lines of the help about the command's options, keys and sections, as pairs of a name and a description."""
+        """The lines of the help about the command's options, keys and sections, as pairs of a name and a text."""
         rows = [option.row for option in self.options]
         rows += self.keys
         for section, declaration in self.sections:
