@@ -38,7 +38,7 @@ def main(options: DoctorOptions) -> None:
     alone = len(hosts) == 1
     for table in (versions_table,) if alone else (hosts_table, versions_table, links_table):
         Console().print(table(hosts))
-    problems = list(found_problems(hosts))
+    problems = list(problems_of(hosts))
     for problem in problems:
         print(f"problem: {problem}")
     if alone:
@@ -86,7 +86,7 @@ def by_version(hosts: Sequence[HostReport]) -> dict[str, dict[str, list[str]]]:
     return hosts_by_version
 
 
-def found_problems(hosts: Sequence[HostReport]) -> Iterator[str]:
+def problems_of(hosts: Sequence[HostReport]) -> Iterator[str]:
     """Yield one line for each problem, with its remedy."""
     for program, names in by_version(hosts).items():
         if len(names) > 1:

@@ -58,7 +58,7 @@ REFUSED = {
     "quantize": ["no ckpt_path: give the checkpoint, --ckpt_path FILE"],
     "tune --allow=accuracy": ["--allow: 'accuracy' is not accepted; accepted: precision"],
     "quantize --outptu=small.pt2": ["unknown key outptu; did you mean 'output'? accepted: ckpt_path, output, calibra"],
-    "verify --steps=0": ["steps=0: nothing is trained; give at least 1"],
+    "verify --steps=0": ["steps=0: nothing is trained; use 1 or more"],
     "fit --ckpt_path=page.ckpt": ["ckpt_path: page.ckpt is not a checkpoint: it begins with b'not found'"],
     "quantize --ckpt_path=other.ckpt": ["ckpt_path: other.ckpt is of another network than `model` describes: "],
     "fit --ckpt_path=nowhere.ckpt": ["", "nowhere.ckpt", "best or last or hpc or a path"],
@@ -164,7 +164,7 @@ def test_null_is_refused_where_a_value_is_needed():
     check_nulls(configured_keys([QUICKSTART, *(f"--{key}=null" for key in TAKEN), *RESNET]))
 
 
-NO_KEYS = "config: run.yaml has no keys: a configuration has, as in "
+NO_KEYS = "config: run.yaml has no keys: write a configuration as keys and values, as in "
 TEXTS = {"trainer:\n  devices: [1\n": "config: run.yaml is not YAML: while parsing ", "": NO_KEYS, "- a": NO_KEYS}
 
 
