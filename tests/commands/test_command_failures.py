@@ -35,7 +35,7 @@ def wrapped() -> None:
 
 LINES = [
     (ConfigurationError("num_classes=1:\n a classifier"), "num_classes=1: a classifier"),
-    (raised(wrapped), "No space left on device: events.out; make room, and go on with --ckpt_path=last"),
+    (raised(wrapped), "No space left on device: events.out; free some space, and continue with --ckpt_path=last"),
     (
         raised(lambda: nn.Conv2d(3, 4, 3)(torch.zeros(2, 1, 8, 8))),
         "the network takes images with 3 channels, but the data's images have 1",
@@ -43,7 +43,7 @@ LINES = [
     (raised(lambda: nn.Conv2d(64, 4, 3)(torch.zeros(2, 32, 8, 8))), None),
     (
         raised(lambda: nn.Linear(2, 3).load_state_dict(nn.Linear(3, 3).state_dict())),
-        "ckpt_path: the checkpoint is of another network than `model` describes: size mismatch for weight",
+        "ckpt_path: the checkpoint belongs to a different network from the one that `model` describes: size",
     ),
     (FileNotFoundError(errno.ENOENT, "No such file or directory", "labels.csv"), None),
     (
@@ -84,7 +84,7 @@ def test_what_a_spawned_rank_has_raised_is_explained_by_its_text():
     assert refusal_in(text.format(ours)) == "broken image a.png: cut"
     assert refusal_in(text.format(channels)).startswith("the network takes images with 3 channels")
     full = "OSError: [Errno 28] No space left on device"
-    assert refusal_in(text.format(full)).startswith("No space left on device; make room")
+    assert refusal_in(text.format(full)).startswith("No space left on device; free some space")
     assert refusal_in(text.format(f"{full}: b'runs/events'")).startswith("No space left on device: runs/events; make")
     assert refusal_in(text.format("ValueError: boom")) is None
     assert refusal_in(text.format("KeyboardInterrupt")) is None
