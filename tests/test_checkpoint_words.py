@@ -44,7 +44,9 @@ def test_the_newest_is_sought_where_runs_of_this_name_write():
     assert find_checkpoint("last", trainer()) == here / "checkpoints/last.ckpt"
     saved = ModelCheckpoint("saved")
     assert find_checkpoint("last", trainer(saved, logger=named)) == here / "saved/last.ckpt"
-    with pytest.raises(ConfigurationError, match=r"saved/last.ckpt is the newest .* its folder has no best.ckpt; give"):
+    with pytest.raises(
+        ConfigurationError, match=r"saved/last.ckpt is the newest .* its folder contains no best.ckpt; give"
+    ):
         find_checkpoint("best", trainer(saved))
     remote = trainer(ModelCheckpoint("memory://bucket"))
     with pytest.raises(

@@ -61,11 +61,16 @@ class OrderLoader(DataLoader[Any]):
 
 
 def by_shares(loader: Any, trainer: Trainer, deals: Deals) -> Any:
-    """Return a training loader like a given one, except that its batches are divided by shares.
+    """Replace a training loader by a loader whose batches are divided by shares, and return the new loader.
 
-    A loader that divides its batches by shares already is returned as it is. A loader is also returned as it is, with a
-    warning if there are several ranks, unless it is a torch DataLoader with a plain BatchSampler whose sampler
-    Lightning has replaced by a DistributedSampler.
+    The loader must be a torch DataLoader with a plain BatchSampler, in which Lightning has put a DistributedSampler.
+    Any other training loader is returned unchanged, with a warning if there are several ranks. Loaders for evaluation,
+    and loaders that divide their batches by shares already, are returned unchanged without a warning.
+
+    Args:
+        loader: The loader.
+        trainer: The trainer that uses the loader.
+        deals: The ranks' shares.
     """
     if not trainer.training or batches_of(loader) is not None:
         return loader

@@ -85,7 +85,9 @@ def test_what_a_spawned_rank_has_raised_is_explained_by_its_text():
     assert refusal_in(text.format(channels)).startswith("the network takes images with 3 channels")
     full = "OSError: [Errno 28] No space left on device"
     assert refusal_in(text.format(full)).startswith("No space left on device; free some space")
-    assert refusal_in(text.format(f"{full}: b'runs/events'")).startswith("No space left on device: runs/events; make")
+    assert refusal_in(text.format(f"{full}: b'runs/events'")).startswith(
+        "No space left on device: runs/events; free some"
+    )
     assert refusal_in(text.format("ValueError: boom")) is None
     assert refusal_in(text.format("KeyboardInterrupt")) is None
 

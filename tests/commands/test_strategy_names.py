@@ -115,7 +115,7 @@ def test_private_names_of_jsonargparse_are_there():
 @pytest.mark.parametrize("option", ["--trainer.strategy", "--trainer.strategy.class_path"])
 def test_the_name_of_a_configuration_is_answered_with_the_configuration(option):
     words = [f"{option}=parameter_server_local", "--trainer.strategy.sync_every=4"]
-    with pytest.raises(ConfigurationError, match="give --config strategy/parameter_server_local"):
+    with pytest.raises(ConfigurationError, match="add --config strategy/parameter_server_local"):
         check_recipe_names(configured_keys(words))
     check_recipe_names(configured_keys(["--trainer.strategy=parameter_server_async"]))
 

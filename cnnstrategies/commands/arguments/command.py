@@ -219,7 +219,7 @@ class Command:
 
     @property
     def call(self) -> str:
-        """What the user types to call the command, without its arguments, such as ``cnnstrategies fit``."""
+        """Text that the user types to call the command, without arguments, such as ``cnnstrategies fit``."""
         return self.name if self.name.startswith("cnnstrategies") else f"cnnstrategies {self.name}"
 
     @property
@@ -306,7 +306,7 @@ class Command:
         if self.configuration is not Configuration.NONE:
             keys = " and a configuration's keys (--config, --trainer.KEY, ...)"
         guess = closest(name.replace("-", "_").replace("__", "--", 1), known)
-        raise ConfigurationError(f"{self.name}: no option {name}{guess} accepted: {', '.join(flags)}{keys}")
+        raise ConfigurationError(f"{self.name}: unknown option {name}{guess} accepted: {', '.join(flags)}{keys}")
 
     def show_all_options(self) -> None:
         """Print the help of LightningCLI's parser, which describes all keys of a configuration."""

@@ -34,7 +34,9 @@ def find(file_or_name: str) -> Path:
     recipe = FOLDER / f"{name}.yaml"
     if name in names():
         return recipe
-    raise ConfigurationError(f"config: no file {file_or_name!r}, and no recipe of this name{accepted(name, names())}")
+    raise ConfigurationError(
+        f"config: there is no file and no recipe with the name {file_or_name!r}{accepted(name, names())}"
+    )
 
 
 def with_files(args: Sequence[str]) -> list[str]:

@@ -159,7 +159,7 @@ def watch_gradients(module: LightningModule, callbacks: Iterable[Callback]) -> H
 
 
 class Linear(TorchFunctionMode):
-    """Mode of torch in which functions of gradients that are not linear raise a ConfigurationError.
+    """Mode of torch that raises a ConfigurationError when a user's hook computes a nonlinear function of gradients.
 
     Args:
         names: Name of each parameter, by the parameter's ``id()``.

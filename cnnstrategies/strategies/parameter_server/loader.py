@@ -207,14 +207,15 @@ def check_order(sampler: Any, strategy: CoordinatedStrategy) -> None:
     name = type(wrapped_sampler(inner)).__name__
     if drawn[0] != drawn[1]:
         raise ConfigurationError(
-            f"{name} returns a different order of the same epoch in each call, but data_dispatch: dynamic needs an "
-            "order that all workers know: create the sampler without a generator of its own, because torch's generator "
-            "is seeded for each epoch, or use data_dispatch: static"
+            f"{name} returns the samples of an epoch in a different order in each call, but data_dispatch: dynamic "
+            "needs an order that all workers know: create the sampler without a generator of its own, because torch's "
+            "generator is seeded for each epoch, or use data_dispatch: static"
         )
     if len(set(strategy.gather(drawn[0], "order of the samples").values())) > 1:
         raise ConfigurationError(
-            f"{name} returns a different order in each worker, but data_dispatch: dynamic needs an order that all "
-            "workers know: seed all workers equally (seed_everything), or use data_dispatch: static"
+            f"{name} returns the samples of an epoch in a different order in each worker, but data_dispatch: dynamic "
+            "needs an order that all workers know: seed all workers equally (seed_everything), or use data_dispatch: "
+            "static"
         )
 
 

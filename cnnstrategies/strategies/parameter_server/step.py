@@ -32,7 +32,8 @@ class Stepper:
     itself waits for all parameters at its end.
 
     Code may also read a parameter outside of the module that owns it. The first steps wait for all parameters before
-    the forward, and record which parameters are read in this way. Later steps wait for these parameters only.
+    the forward, and record which parameters are read in this way. Later steps wait before the forward only for the
+    recorded parameters.
 
     Args:
         module: The module that is trained.
