@@ -128,7 +128,7 @@ def test_values_come_in_the_encoding_that_the_worker_asks_for(mode: Any) -> None
     assert got == [BF16.encoding, Encoding.DENSE, FP16.encoding, BF16.encoding, Encoding.DENSE]
     for base in (TopK.encoding << 1, OneBit.encoding << 1, Encoding.KEYS << 1, 1 << 20):
         pull(run, 0, base, keys=[0])
-    assert run.roles[0].dropped["a pull in an encoding that is not used for parameters"] == 4
+    assert run.roles[0].dropped["a pull in an encoding that this run does not use for pulls"] == 4
 
 
 def test_numbers_outlive_a_connection_and_end_with_a_life() -> None:
