@@ -146,7 +146,7 @@ class Specification(RunOptions):
         slice_bytes: Largest size, in bytes, of a slice that is a part of a parameter. Parameters are not cut if the
             optimizer needs whole tensors.
         session: Random number that identifies the run. Messages with another number are dropped.
-        per_node: Number of worker processes on a node of which one pushes the sum of the node's gradients; 1 if every
+        per_node: Number of worker processes on a node of which one pushes the mean of the node's gradients; 1 if every
             worker process pushes its own gradients.
     """
 
