@@ -176,9 +176,9 @@ class Specification(RunOptions):
     def patience(self) -> float:
         """Seconds without a message after which a worker counts a server as unreachable and stops with an error.
 
-        The time is longer than the coordinator's time-out, so that the coordinator has removed a dead server before, or
-        the worker has noticed that the coordinator is dead. The time is longer still if other servers have copies of
-        the slices, because the new view, in which they replace the dead server, arrives some time after its death.
+        The time is longer than the coordinator's time-out. Before it is over, the coordinator has removed a dead
+        server, or the worker has noticed that the coordinator itself is dead. With `replication` above 1 the time is
+        longer, because the view in which other servers replace the dead server arrives some time after the death.
         """
         return self.timeout * (2 if self.replication > 1 else 1.25)
 

@@ -121,7 +121,10 @@ class Participant:
 
     @property
     def idle(self) -> bool:
-        """Whether this process may end, because no request that must arrive before the end is open."""
+        """Whether this process may end: the coordinator has replied to all requests that must not be lost at the end.
+
+        These requests report that this process leaves, that the run must end, or that a signal has arrived.
+        """
         kinds = ("leave", "end", "signal")
         requests = tuple(self._asking.open.values())
         return self.ended is not None or all(request.message.kind not in kinds for request in requests)
@@ -176,7 +179,7 @@ class Participant:
 
 
 class Reporter:
-    """The role of a supervision in the protocol with the coordinator. Each call sends a request of the same kind."""
+    """The role of a supervision in the protocol with the coordinator. The kind of a call is the kind of its request."""
 
     def __init__(self, session: int) -> None:
         self._asking = Asking(COORDINATOR, {"session": session})

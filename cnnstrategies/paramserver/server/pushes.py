@@ -298,7 +298,7 @@ class Updater:
             self._todo.append(key)
 
     def _has_needed(self, pushes: Pushes, key: int) -> bool:
-        """Return whether all pushes of a slice have arrived that the decided step needs."""
+        """Return whether the pushes of a slice that the decided step needs have all arrived."""
         return pushes.has(key, self._live_members) and not (self._waits_for_any and pushes.has_none(key))
 
     @property

@@ -134,7 +134,7 @@ class Server:
         self.mode.follow(view)
         if self.shard.own_key_set - own_keys_before:
             for worker in list(self._outbox.routes):
-                # This server drops messages about slices of which it is not the primary, so some may be lost.
+                # Before this view, this server dropped all messages about the slices whose primary it is now.
                 self._outbox.ask_again(worker)
         self._heard = {
             server: self._heard.get(server, now) if before.get(server) == first_view else now
@@ -360,7 +360,7 @@ class Server:
         self.mode.begin((worker, header.incarnation), header.step, begin)
 
     def _pull_encoding(self, encoding: int) -> int:
-        """Return the encoding in which a worker pulls, after a check.
+        """Check an encoding that a worker requests for a pull, and return it.
 
         Raises:
             InvalidMessageError: The run does not use the encoding for pulls.

@@ -23,9 +23,9 @@ class Pull:
     Attributes:
         request: Step in the PULL message. The reply contains the same step.
         version: The lowest version that the worker accepts.
-        member: For steps that workers make independently: id and incarnation of the worker, because the reply must wait
-            until the worker's own push is applied. None if the version suffices to decide when to reply.
-        step: The step of the worker's own push that must be applied.
+        member: Id and incarnation of a worker whose own push must be applied before the reply, for steps that workers
+            make independently. None if the reply only waits for the version.
+        step: The step of the push that must be applied before the reply.
         whole: Whether to send the exact values, without compression.
         state: Whether to send the optimizer's state instead of the values.
         encoding: Encoding of the reply; `NOTHING` for the specification's encoding.
@@ -92,7 +92,7 @@ class Shard:
         """Sort `own_keys` in the order in which a worker uses the slices.
 
         Args:
-            keys: Keys in the order of use. If they are not as many as `own_keys`, the order does not change.
+            keys: Keys in the order of use. If their number is not the number of `own_keys`, the order does not change.
         """
         if len(keys) == len(self.own_keys) and keys != self.own_keys:
             self._order.update((key, place) for place, key in enumerate(keys))
