@@ -142,7 +142,8 @@ class Specification(RunOptions):
             of a step, the step may contain its gradients of some slices only.
         clip_norm: Largest global L2 norm of the mean gradient in mode sync, and of each worker's gradient in the other
             modes; None for no clipping.
-        clip_value: Largest absolute value of an element of that gradient; None for no clipping.
+        clip_value: Largest absolute value of an element of the mean gradient in mode sync, and of each worker's
+            gradient in the other modes; None for no clipping.
         slice_bytes: Largest size, in bytes, of a slice that is a part of a parameter. Parameters are not cut if the
             optimizer needs whole tensors.
         session: Random number that identifies the run. Messages with another number are dropped.

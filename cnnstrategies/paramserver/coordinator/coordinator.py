@@ -45,8 +45,7 @@ class Coordinator:
         dispatcher: The chunks of samples.
         rounds: The collectives.
         ended: The message with which the run has ended; None before the end.
-        signal: Number of the signal that a member has received, because of which all members must stop; 0 without such
-            a signal.
+        signal: Number of the signal that a member has received, after which all members must stop; 0 before.
         specification: The run's specification, as JSON in one frame; None before the first worker has sent it.
     """
 

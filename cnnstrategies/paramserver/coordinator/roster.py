@@ -99,7 +99,7 @@ class _Place:
         member: The process that has the place; None if the place is free.
         appeared: Whether the coordinator no longer waits for the place's first process.
         incarnation: Lowest incarnation that may register.
-        lost: Number of incarnations that are counted as lost: all incarnations below this number.
+        lost: Lowest incarnation that is not counted as lost yet.
         promise: Time by which another process must take the place, and the error message with which the run ends
             otherwise; None if the run does not wait for a process.
     """

@@ -112,12 +112,12 @@ class Shard:
                 self.answer(key)
 
     def pull_of(self, key: int, worker: int, request: int) -> Pull | None:
-        """Return the pull of a slice by a worker that waits for a reply; None if no pull waits.
+        """Return a worker's pull of a slice if the pull still waits for its reply; None otherwise.
 
         Args:
             key: Key of the slice.
             worker: Id of the worker.
-            request: The step that the pull's PULL message must have.
+            request: The step in the worker's PULL message.
         """
         pull = self._pulls[key].get(worker)
         return pull if pull is not None and pull.request == request else None
