@@ -339,7 +339,7 @@ LARGEST_OPTION = 1e30
 
 
 def check_options(options: Any, groups: Sequence[Group]) -> Options:
-    """Return the hyper-parameters in a message, after a check.
+    """Check the hyper-parameters in a message, and return them.
 
     Args:
         options: Contents of the message, which may be anything that JSON can represent.

@@ -79,7 +79,7 @@ def _run(
 
 
 def _place(settings: CoordinatorSettings, roster: Roster, goes_on: bool) -> dict[str, object]:
-    """Return the reply to the question for a free worker id for a joiner.
+    """Return the reply to a joiner that asks for a free worker id.
 
     The id is not reserved, so two joiners that ask at the same time may get the same id.
     """

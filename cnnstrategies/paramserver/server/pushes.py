@@ -231,7 +231,7 @@ class Backlog:
                 yield step, worker
 
     def all_complete(self) -> Iterator[tuple[int, MemberKey]]:
-        """Return an iterator over steps and workers whose pushes of the step are complete."""
+        """Return an iterator over pairs of a step and a worker whose pushes of this step are complete."""
         return ((step, worker) for step, worker in self.all_begun() if self.complete(step, worker))
 
     def compare_versions(self) -> None:

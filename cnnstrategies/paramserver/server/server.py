@@ -322,11 +322,11 @@ class Server:
 
     @property
     def _values_lost(self) -> bool:
-        """Whether values are lost: common steps were made, but this server has no values of a slice as its primary."""
+        """Whether a slice's values are lost: this server is the slice's primary, but has no values after common steps."""
         return self._synchronous is not None and self._synchronous.clock.step > 0 and not self.shard.ready
 
     def _lacks_updates(self, member: MemberKey, step: int, answered: frozenset[int], first: int) -> bool:
-        """Return whether updates are missing here although, to the worker's knowledge, they were applied.
+        """Return whether this server lacks updates that were applied according to a worker's report.
 
         Args:
             member: Id and incarnation of the worker.
