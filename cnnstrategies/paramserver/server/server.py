@@ -101,7 +101,7 @@ class Server:
 
     @property
     def routes(self) -> Mapping[int, bytes]:
-        """By worker: route of the connection on which the worker's last message arrived."""
+        """Routes of the connections on which the workers' last messages arrived, by worker."""
         return self._outbox.routes
 
     def admits(self, key: str) -> bool:
@@ -322,7 +322,7 @@ class Server:
 
     @property
     def _values_lost(self) -> bool:
-        """Whether a slice's values are lost: this server is the slice's primary, but has no values after common steps."""
+        """Whether a slice's values are lost: its primary, this server, has no values although common steps were made."""
         return self._synchronous is not None and self._synchronous.clock.step > 0 and not self.shard.ready
 
     def _lacks_updates(self, member: MemberKey, step: int, answered: frozenset[int], first: int) -> bool:
