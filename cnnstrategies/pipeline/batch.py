@@ -138,7 +138,9 @@ def _all_headers(header: BatchHeader | None, transport: Transport) -> list[Batch
     try:
         data = b"" if header is None else to_bytes(header)
     except CodecError as error:
-        raise ConfigurationError(f"a batch is sent to all ranks, and {error}, or leave it out in collate_fn") from error
+        raise ConfigurationError(
+            f"a batch cannot be sent to all ranks: {error}; or remove the value in collate_fn"
+        ) from error
     table = _gather_bytes(len(data).to_bytes(WORD, "little") + data[: HEADER_BYTES - WORD], HEADER_BYTES, transport)
     lengths = [int.from_bytes(entry[:WORD], "little") for entry in table]
     _check_ends(lengths)
@@ -282,7 +284,7 @@ class OutputGatherer:
                     continue
                 rows = split.global_rows(*microbatches, device=self.device)
                 if rank == self.transport.rank:
-                    # `cat` keeps the channels_last layout, but a broadcast only sends elements in their memory order.
+                    # `cat` keeps the memory format channels_last, but the other ranks expect contiguous tensors.
                     piece = torch.cat([parts[m][index] for m in microbatches]).contiguous()
                 else:
                     piece = torch.empty((len(rows), *row.shape), dtype=row.dtype, device=self.device)

@@ -409,8 +409,8 @@ def pack(values: tuple[Any, ...], ask_for_all: bool) -> tuple[TensorHeader, list
 
     Args:
         values: The values.
-        ask_for_all: Whether the receiver shall send back the gradients of all floating-point tensors, and not only
-            those of tensors that require a gradient.
+        ask_for_all: Whether the receiver must send back the gradients of all floating-point tensors, even of tensors
+            that do not require a gradient.
     """
     leaves, tree = tree_flatten(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -83,9 +83,9 @@ def same_each_time(network: nn.Module) -> Iterator[None]:
     for library, state in _random_states().items():
         if state != states[library]:
             raise ConfigurationError(
-                f"{name}.forward draws random numbers with {library}: when the network is cut into stages, they would "
-                "be the same in every step; draw them in a layer such as nn.Dropout or "
-                "torchvision.ops.StochasticDepth, or use strategy ddp"
+                f"{name}.forward draws random numbers with {library} to choose what it computes: when the network is "
+                "cut into stages, it would make the same choice in every step; draw the numbers in a layer such as "
+                "nn.Dropout or torchvision.ops.StochasticDepth, or use strategy ddp"
             )
     for path, value in _attributes(network).items():
         if attributes.get(path, network) != value:

@@ -44,8 +44,8 @@ class Bucket:
         """Return the parameters that have no gradient on any replica. A gradient of zeros counts as a gradient.
 
         Args:
-            reached: Parameters that have a gradient on this replica. If they are all parameters of the bucket, the
-                numbers of replicas are not read, because the host would wait for the device.
+            reached: Parameters that have a gradient on this replica. If they include all parameters of the bucket,
+                nothing is read from the device, because the host would have to wait for it.
         """
         if reached.issuperset(self.parameters):
             return []

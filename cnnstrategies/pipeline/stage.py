@@ -89,7 +89,8 @@ class StageModule(TracedModule):
             _put_attribute(self, network, name)
         # The generated code of both graphs reads the modules from `self`, so both modes use the same modules.
         self._run = {training: type(fx.GraphModule(self, graph)).forward for training, graph in graphs.items()}
-        self.training = network.training  # The submodules keep their own modes.
+        # Only this module's own mode is set. Its submodules are those of the network, so they have the right modes.
+        self.training = network.training
 
     def forward(self, *inputs: Any) -> Any:
         """Run the stage's graph on its inputs."""
@@ -195,7 +196,7 @@ def _stage_graph(
     changed = {origin for node in stage_nodes for origin in _origins(traced, changed_in_place(traced, node))}
     for name, argument in [(name, graph.placeholder(name)) for name in inputs]:
         node = by_name[name]
-        # Received tensors are autograd leaves, which cannot be changed in place. A stage that does so gets a copy.
+        # Received tensors are autograd leaves. Leaves cannot be changed in place, so such a change is made to a copy.
         copies[node] = graph.call_function(copy_value, (argument,)) if node in changed else argument
 
     def copied(node: fx.Node) -> fx.Node:

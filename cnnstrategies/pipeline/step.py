@@ -228,8 +228,8 @@ class Step:
     def tracks(self, again: bool) -> bool:
         """Whether a forward runs with autograd.
 
-        A compiled stage always does. Without autograd, different code would be compiled, which may draw different
-        random numbers than the recomputation of the forward.
+        The forward of a compiled stage always does. Without autograd, other code would be compiled for it than for its
+        recomputation, and the two might draw different random numbers.
 
         Args:
             again: Whether the forward will be recomputed for the backward.
@@ -300,7 +300,7 @@ class Step:
 
     @contextmanager
     def timed(self, kind: str, microbatch: int | None) -> Iterator[None]:
-        """Report the context as a span of a training step to the watchers and the clocks.
+        """Report the code inside the context to the watchers and the clocks, as a span of a training step.
 
         Without watchers the times are not measured.
         """

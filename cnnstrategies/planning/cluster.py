@@ -134,7 +134,7 @@ def read_cluster(file: Path, devices: int | None = None) -> Cluster:
         _refuse(
             f"{file}: nodes: ",
             f"the machines have {cluster.devices} devices, but trainer.devices x trainer.num_nodes is {devices}; "
-            "make both numbers the same",
+            "change one of the two so that they are equal",
         )
     return cluster
 

@@ -75,8 +75,8 @@ class Problem:
     def shares(self, replicas: Sequence[int]) -> tuple[int, ...]:
         """Return the number of microbatches of each device.
 
-        The tuple is empty if, in every stage, the numbers of its replicas differ by at most one. No shares are needed
-        then.
+        The tuple is empty if no shares are needed, because within every stage the replicas' numbers of microbatches
+        differ by at most one.
         """
         stages = [self.dealt(sum(replicas[:stage]), count) for stage, count in enumerate(replicas)]
         return tuple(itertools.chain(*stages)) if any(max(counts) > min(counts) + 1 for counts in stages) else ()
@@ -160,8 +160,8 @@ class Problem:
         before = max(0, first - 1)
         around = min(cluster.devices, after + 1) - before
         if around > 1:
-            # Every device has one port for sending and one for receiving. The devices of a machine share one such pair
-            # for messages to other machines.
+            # Every device has one port for sending and one for receiving. For messages to other machines, all devices
+            # of a machine share one port for sending and one for receiving.
             hosts = {cluster.host_of[device] for device in range(before, before + around)}
             sharing = min(replicas, max(cluster.hosts[host].devices for host in hosts)) if len(hosts) > 1 else 1
             incoming = costs.sent_bytes[start] + costs.sent_gradient_bytes[end]

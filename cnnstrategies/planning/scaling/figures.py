@@ -203,11 +203,12 @@ class Measurements:
         return rates
 
     def gain(self, saved: float, saved_of_epoch: float = 0.0) -> float:
-        """Return the factor by which an epoch becomes faster if it takes less time.
+        """Return the current time of an epoch divided by its time after an improvement.
 
         Args:
-            saved: Seconds that each step becomes shorter.
-            saved_of_epoch: Seconds that the rest of the epoch becomes shorter. Ignored if an epoch has no end.
+            saved: Seconds by which the improvement shortens each step.
+            saved_of_epoch: Seconds by which it shortens validation and the saving of checkpoints in an epoch. Ignored
+                if an epoch has no end.
         """
         epoch = self.facts.epoch
         if epoch.steps is None:

@@ -186,7 +186,8 @@ class Bench:
         trial, hello = training.trial, training.hello
         facts = replace(self.facts, epoch=EpochCosts(hello["steps"], hello["validation"]), **hello["facts"])
         known: dict[str, Any] = {}
-        # If the strategy uses all-reduce, all ranks have the whole network, so they can be measured in the same way.
+        # Only strategies with all-reduce give each rank the whole network. The sum of gradients and larger batches are
+        # not measured for other strategies.
         alike = ALL_REDUCE in hello["waiting"]
         try:
             if facts.accelerator:

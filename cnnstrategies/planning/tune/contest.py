@@ -1,4 +1,4 @@
-"""Run candidates side by side and time them in turns, until it is known which of them is faster than the default."""
+"""Run candidates side by side and time them in turns, until it is known which of them are faster than the default."""
 
 import math
 import random

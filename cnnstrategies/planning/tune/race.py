@@ -21,7 +21,7 @@ from typing import Literal
 Outcome = Literal["faster", "slower", "no difference", "undecided", "behind"]
 MARGIN = math.log(1.02)  # If speeds differ by less than this factor (as a logarithm), the verdict is "no difference".
 # A candidate is compared with the leader and with the default. It counts as behind if, after at least `SOONEST` rounds,
-# it was slower by more than `BEHIND` in every round. After at least `LATER` rounds it also counts as behind if an
+# it was slower by more than 5 % in every round. After at least `LATER` rounds it also counts as behind if an
 # interval with the error probability `BEHIND_ERROR` shows that it is slower. "Behind" only ends the measurement; it is
 # not a statistical verdict, so it uses nothing of the error probability.
 BEHIND = math.log(1.05)

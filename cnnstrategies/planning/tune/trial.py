@@ -18,9 +18,9 @@ TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable with the path of the socke
 ONE_BATCH, AS_IN_TRAINING = "cnnstrategies.commands.tune.trial", "cnnstrategies.commands.scaling.run"
 FAILED = "This trial has failed: "  # A rank that fails prints one line with this text and the reason.
 PATIENCE = 120.0  # Smallest time limit in seconds for the start and for each order, because the machine may be busy.
-# Losses of this number of steps are compared with the default's. The third loss already depends on two updates.
+# The losses of this number of steps are compared with those of the default. The third loss depends on two updates.
 COMPARED_STEPS = 3
-# Error texts in the output of a failed run, each group with the cause that the user is told.
+# Pairs of error texts in the output of a failed run, and the cause that is reported to the user.
 CAUSES = (
     (("OutOfMemoryError", "out of memory", "can't allocate memory"), "out of memory"),
     (("BackendCompilerFailed", "InductorError", "CppCompileError", "InvalidCxxCompiler"), "the compiler failed"),
