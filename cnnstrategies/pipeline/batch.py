@@ -106,7 +106,7 @@ def share_batch(
                 f"[{', '.join(texts)}]: give all replicas images of equal {quantity} in a step; the {quantity} may "
                 "change from step to step"
             )
-    all_rows = _bring_everywhere(rest, first.specs, split, transport)
+    all_rows = _send_to_all_ranks(rest, first.specs, split, transport)
     return Batch(split, local_images, first.shapes, first.dtypes, all_rows, forms)
 
 
@@ -198,7 +198,7 @@ def _read(data: bytes) -> BatchHeader | None:
     return header
 
 
-def _bring_everywhere(
+def _send_to_all_ranks(
     rest: Sequence[Tensor], specs: Sequence[Spec], split: Split, transport: Transport
 ) -> tuple[Tensor, ...]:
     """Return all rows of each tensor, in the order in which one process alone would load them.
@@ -222,16 +222,16 @@ def _bring_everywhere(
     place = transport.place
     if place.stage == 0 and split.rows[place.replica]:
         for tensor, replica_areas in zip(rest, areas, strict=True):
-            _part(buffer, *replica_areas[place.replica]).copy_(tensor)
+            _section(buffer, *replica_areas[place.replica]).copy_(tensor)
     if transport.placement.world_size > 1 and words:
         if len(split.rows) == 1:
             dist.broadcast(buffer, transport.placement.ranks(0)[0])
         else:
             dist.all_reduce(buffer)  # Only one rank has a word that is not zero, so the sum is the word of this rank.
-    return tuple(split.assemble([_part(buffer, *area) for area in replica_areas]) for replica_areas in areas)
+    return tuple(split.assemble([_section(buffer, *area) for area in replica_areas]) for replica_areas in areas)
 
 
-def _part(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _section(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a view of a section of a buffer of words, with another shape and dtype.
 
     Args:

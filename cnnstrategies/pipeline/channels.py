@@ -19,9 +19,9 @@ from cnnstrategies.pipeline.timetable import Kind, Task
 from cnnstrategies.pipeline.transport import BACKWARD, FORWARD, REACHED, Pending, Transport
 
 # Largest number of microbatches whose gradients are being sent to a rank at the same time.
-GRADIENTS_UNDER_WAY = 2
+MOST_GRADIENT_SENDS = 2
 # In evaluation: largest number of microbatches whose outputs are being sent at the same time.
-EVALUATIONS_UNDER_WAY = 4
+MOST_EVALUATION_SENDS = 4
 
 # Sort key of a message: turn and kind of the task that sends the message, sending rank, receiving rank.
 Order = tuple[int, Kind, int, int]
@@ -95,7 +95,7 @@ class Channels:
         """
         while self._awaited and self._awaited[0][0][0] < until:
             order, sender, size = self._awaited[0]
-            if not self._expect(order, sender, size, due=order[0] < now):
+            if not self._prepare_receive(order, sender, size, due=order[0] < now):
                 break
             self._awaited.popleft()
         self.begin()
@@ -174,7 +174,7 @@ class Channels:
         self._sends[microbatch] = sends
         # In evaluation only: in training, two ranks could wait for each other here, because one would wait until the
         # other receives activations, and the other until the first receives gradients.
-        if not training and len(self._sends) > EVALUATIONS_UNDER_WAY:
+        if not training and len(self._sends) > MOST_EVALUATION_SENDS:
             self._wait_for_sends(next(iter(self._sends)))
         return roots
 
@@ -230,7 +230,7 @@ class Channels:
                 sends.append(self._prepare(order, self.transport.send(wire, rank, BACKWARD, content)))
             under_way = self._gradient_sends.setdefault(rank, deque())
             under_way.append(sends)
-            while len(under_way) > GRADIENTS_UNDER_WAY:
+            while len(under_way) > MOST_GRADIENT_SENDS:
                 for send in under_way.popleft():
                     send.wait()
 
@@ -272,7 +272,7 @@ class Channels:
         """
         return self.turn(sender), sender.kind, source, target
 
-    def _expect(self, order: Order, sender: Task, size: Hashable, due: bool) -> bool:
+    def _prepare_receive(self, order: Order, sender: Task, size: Hashable, due: bool) -> bool:
         """Prepare the receive of a message, if the message is due or its shapes are known.
 
         Args:

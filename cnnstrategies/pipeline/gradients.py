@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel
+BUCKET_BYTES = 25 * 2**20  # Size of a bucket; DistributedDataParallel also uses this size by default.
 
 
 class Bucket:

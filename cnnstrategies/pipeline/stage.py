@@ -80,7 +80,7 @@ class StageModule(TracedModule):
         for graph in graphs.values():
             for node in graph.nodes:
                 if node.op == "call_module":
-                    _put(self, str(node.target), network.get_submodule(str(node.target)))
+                    _put_module(self, str(node.target), network.get_submodule(str(node.target)))
         names = set(blueprint.state[stage])
         for graph in graphs.values():
             names |= {str(node.target) for node in graph.nodes if node.op == "get_attr"}
@@ -255,10 +255,10 @@ def _origins(traced: fx.GraphModule, node: fx.Node | None) -> Iterator[fx.Node]:
         node = first if isinstance(first, fx.Node) else None
 
 
-def _put(root: nn.Module, path: str, module: nn.Module) -> None:
+def _put_module(root: nn.Module, path: str, module: nn.Module) -> None:
     """Add a module to a stage under a dotted path."""
     *parents, name = path.split(".")
-    _holder(root, parents).add_module(name, module)
+    _submodule(root, parents).add_module(name, module)
 
 
 def _put_attribute(root: nn.Module, network: nn.Module, path: str) -> None:
@@ -268,7 +268,7 @@ def _put_attribute(root: nn.Module, network: nn.Module, path: str) -> None:
     """
     *parents, name = path.split(".")
     owner = network.get_submodule(".".join(parents))
-    holder = _holder(root, parents)
+    holder = _submodule(root, parents)
     value = getattr(owner, name)
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         holder.register_buffer(name, value, persistent=path in network.state_dict(keep_vars=True))
@@ -276,7 +276,7 @@ def _put_attribute(root: nn.Module, network: nn.Module, path: str) -> None:
         nn.Module.__setattr__(holder, name, value)
 
 
-def _holder(root: nn.Module, parents: Sequence[str]) -> nn.Module:
+def _submodule(root: nn.Module, parents: Sequence[str]) -> nn.Module:
     """Return the submodule with the given path, and create the missing modules on the path."""
     for name in parents:
         if not hasattr(root, name):

@@ -40,7 +40,7 @@ class RandomState:
 
 @dataclass
 class Held:
-    """What a rank holds of a microbatch between the microbatch's forward and backward.
+    """The data of a microbatch that a rank holds between the microbatch's forward and backward.
 
     Attributes:
         leaves: For each stage that sent inputs, the inputs whose gradients must be sent back.
@@ -193,7 +193,7 @@ class Step:
         held = self._held[microbatch]
         with self.timed("backward", microbatch):
             if held.arguments is not None:
-                self._run_again(microbatch, held)
+                self._recompute(microbatch, held)
             self._backpropagate(held, gradients)
         self.channels.send_backward(microbatch, held.leaves)
         del self._held[microbatch]
@@ -211,7 +211,7 @@ class Step:
             with torch.autocast(self.pipeline.device.type, enabled=False):
                 torch.autograd.backward(roots, starts)
 
-    def _run_again(self, microbatch: int, held: Held) -> None:
+    def _recompute(self, microbatch: int, held: Held) -> None:
         assert held.arguments is not None
         assert held.random is not None
         present = RandomState(self.pipeline.device)

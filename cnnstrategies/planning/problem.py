@@ -106,7 +106,7 @@ class Problem:
             return max(counts)
         # Before the backward of microbatch m, a stage has run the forwards of m and of the microbatches after m, in
         # total as many as there are ranks in this stage and all later stages. Running ahead adds one.
-        return _most_of_one(counts, sum(replicas[stage:]) + (run_ahead and stage + 1 < len(replicas)))
+        return _most_for_one_replica(counts, sum(replicas[stage:]) + (run_ahead and stage + 1 < len(replicas)))
 
     def memory(self, layout: Layout) -> float:
         """Return an upper bound for the bytes that the device with the fullest memory holds.
@@ -213,7 +213,7 @@ class Problem:
 
 
 @lru_cache(maxsize=4096)
-def _most_of_one(counts: tuple[int, ...], stretch: int) -> int:
+def _most_for_one_replica(counts: tuple[int, ...], stretch: int) -> int:
     """Return how many of ``stretch`` consecutive microbatches belong to the same replica, at most.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from cnnstrategies.planning.costs import digits
 
 COMPUTE = ("forward", "backward", "optimizer")
-# The name of a callback's or logger's part of a step is this prefix, followed by the name of the callback or logger.
+# Prefixes of the names of parts of a step. The name of the callback or logger that takes this time follows the prefix.
 CALLBACK, LOGGER = "callback ", "logger "
 LARGER = 4  # A batch that is larger by this factor is tried, to see whether the batches are too small for a device.
 
