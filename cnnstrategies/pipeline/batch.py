@@ -120,10 +120,11 @@ def _header(images: Images, rest: Sequence[Tensor], form: Any) -> BatchHeader:
     rows = len(image_tensors[0])
     for tensor in (*image_tensors, *rest):
         if not isinstance(tensor, Tensor) or len(tensor) != rows:
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            has_shape = isinstance(tensor, Tensor)
+            item = f"a tensor of shape {tuple(tensor.shape)}" if has_shape else f"a {type(tensor).__name__}"
             raise ConfigurationError(
-                f"a batch of {rows} images contains {shape}: everything in a batch must be a tensor with one row "
-                "per image"
+                f"a batch of {rows} images contains {item}: everything in a batch must be a tensor with one row per "
+                "image"
             )
     shapes, dtypes = tuple(map(_row_shape, image_tensors)), tuple(tensor.dtype for tensor in image_tensors)
     return BatchHeader(rows, shapes, dtypes, [(_row_shape(tensor), tensor.dtype) for tensor in rest], form)
@@ -246,7 +247,7 @@ def _section(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dt
 
 
 class OutputGatherer:
-    """Gathers the outputs of the last stage on every rank, in the order of the global batch."""
+    """A collector of the last stage's outputs. It returns them on every rank, in the order of the global batch."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport

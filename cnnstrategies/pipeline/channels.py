@@ -90,8 +90,8 @@ class Channels:
 
         Args:
             now: Turn of the rank's next task.
-            until: Turn up to which receives begin: those of messages that are sent before this turn. Of the messages
-                that are sent at ``now`` or later, only those with known shapes are received.
+            until: Receives begin for messages that are sent before this turn. If a message is sent at ``now`` or later,
+                its receive only begins if the message's shapes are known.
         """
         while self._awaited and self._awaited[0][0][0] < until:
             order, sender, size = self._awaited[0]
@@ -195,7 +195,7 @@ class Channels:
 
         Returns:
             For each receiving stage, the gradients of the tensors that :meth:`send_forward` returned for the stage. The
-            gradient is None if the backward has not reached the tensor.
+            gradient is None if the receiving stage has not computed a gradient for the tensor.
         """
         gradients: dict[int, list[Tensor | None]] = {}
         for target in self.graph.names_to:

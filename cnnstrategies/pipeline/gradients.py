@@ -129,7 +129,7 @@ class GradientReducer:
         return gradients
 
     def abandon(self) -> None:
-        """Restore ``grad`` as it was before :meth:`begin`, and discard the gradients of this batch and kept ones."""
+        """Restore ``grad`` as it was before :meth:`begin`, and discard this batch's and all kept gradients."""
         if self._kept is not None:
             for parameter, kept in zip(self.parameters, self._kept, strict=True):
                 parameter.grad = kept

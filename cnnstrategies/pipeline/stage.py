@@ -242,7 +242,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _origins(traced: fx.GraphModule, node: fx.Node | None) -> Iterator[fx.Node]:
-    """Yield a node, and the nodes with which its result may share storage.
+    """Yield a node, and the nodes whose results may share storage with the node's result.
 
     The result of a node may be a view of the node's first argument, so the search goes from first argument to first
     argument. It ends at a module with parameters, because such a module returns a new tensor.

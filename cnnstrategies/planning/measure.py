@@ -209,9 +209,9 @@ def _sweep(
 
 @contextmanager
 def _module_on(traced: fx.GraphModule, node: fx.Node, device: torch.device | None) -> Iterator[None]:
-    """If the node calls a module, move the module to the device, and move it back on exit.
+    """Move the module that a node calls to a device, and move it back on exit.
 
-    Nothing is moved if ``device`` is None.
+    Nothing is moved if the node does not call a module, or if ``device`` is None.
     """
     if device is None or node.op != "call_module":
         yield
@@ -238,7 +238,7 @@ def _recording(saved: dict[int, int]) -> Iterator[None]:
     """Record the storages that autograd saves while the context is active.
 
     Args:
-        saved: Filled with the size of each storage in bytes. Keys are the storages' addresses.
+        saved: Dictionary to which the sizes of the storages in bytes are added. Keys are the storages' addresses.
     """
 
     def pack(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Predict step times of the parameter server.
 
-For synchronous steps, the time at which each layer is computed, sent and updated is followed layer by layer. For
-asynchronous steps, workers and servers are modelled as a closed network of queues.
+Synchronous steps are simulated layer by layer: when a layer is computed, sent and updated. For asynchronous steps,
+workers and servers are modelled as a closed network of queues.
 """
 
 import heapq

@@ -18,8 +18,8 @@ from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.problem import Problem
 
 ALL_LAYOUTS = 800  # If at most this number of layouts is possible, all layouts are considered.
-# Largest number of sets of cuts that the model compares to choose starting layouts. The number is divided equally among
-# the numbers of stages.
+# Largest number of sets of cuts that the model compares to choose starting layouts. Each number of stages that is tried
+# gets an equal part of it.
 MOST_STARTS = 6400
 STAGES = 16  # Largest number of stages that is tried if the user does not set the number.
 PROPOSALS = 24  # Number of layouts that are passed to the simulator because they are the best by the model.
@@ -264,7 +264,7 @@ def _neighbours(layout: Layout, problem: Problem) -> Iterator[Layout]:
         replicas = list(layout.replicas)
         replicas[giver], replicas[taker] = replicas[taker], replicas[giver]
         yield Layout(layout.cuts, tuple(replicas))
-        for count in (1, 2, 4, 8):  # Several replicas at once can move a stage to whole machines.
+        for count in (1, 2, 4, 8):  # Moving several replicas at once can make a stage fill whole machines.
             if layout.replicas[giver] > count and layout.replicas[taker] + count <= problem.microbatches:
                 replicas = list(layout.replicas)
                 replicas[giver] -= count

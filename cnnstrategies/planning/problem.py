@@ -104,8 +104,8 @@ class Problem:
         counts = self.dealt(sum(replicas[:stage]), replicas[stage])
         if self.job.schedule != "1f1b":
             return max(counts)
-        # Before the backward of microbatch m, a stage has run the forwards of m and of the microbatches after m, in
-        # total as many as there are ranks in this stage and all later stages. Running ahead adds one.
+        # The microbatches that a stage holds at once are consecutive. Their number is at most the number of ranks from
+        # this stage to the last stage, and one more if stages run ahead.
         return _most_for_one_replica(counts, sum(replicas[stage:]) + (run_ahead and stage + 1 < len(replicas)))
 
     def memory(self, layout: Layout) -> float:

@@ -106,7 +106,7 @@ def test_a_memory_limit_is_kept_when_few_layouts_fit(monkeypatch: pytest.MonkeyP
         tight += free.memory(free.search() or layout_found) > limit
     assert tight > 1, "the limit must have changed the choice in some of the graphs"
     far = chain([1.0] * 40, parameters=[0] * 36 + [1000] * 4)
-    for least in (partition.ALL, 0):
+    for least in (partition.ALL_LAYOUTS, 0):
         monkeypatch.setattr(partition, "ALL_LAYOUTS", least)
         planner = predictor(far, FAST, 2, 8, stages=2, memory_limit=3 * 2000 + 100)
         assert planner.search() == Layout((38,), (1, 1)), "the only layout that fits is far from the fastest layout"

@@ -104,8 +104,9 @@ class Sample:
 
     Attributes:
         seconds: Seconds that one thread takes to load a sample.
-        processor: The part of `seconds` in which the thread computes or waits for a core, so not for storage.
-        two: Seconds that a thread takes to load a sample while another thread loads a sample too.
+        processor: The part of `seconds` in which the thread computes or waits for a core. The rest is waiting for
+            storage.
+        two: Seconds that each of two threads takes to load a sample if both load at the same time.
     """
 
     seconds: float
@@ -207,8 +208,8 @@ class Measurements:
 
         Args:
             saved: Seconds by which the improvement shortens each step.
-            saved_of_epoch: Seconds by which it shortens validation and the saving of checkpoints in an epoch. Ignored
-                if an epoch has no end.
+            saved_of_epoch: Seconds by which the improvement shortens the rest of an epoch, that is validation and the
+                saving of checkpoints. Ignored if an epoch has no end.
         """
         epoch = self.facts.epoch
         if epoch.steps is None:

@@ -20,8 +20,8 @@ from cnnstrategies.planning.tune.trial import COMPARED_STEPS, ONE_BATCH, PATIENC
 
 WARM_UP_STEPS = 3
 BLOCK_SECONDS = 0.5
-LARGEST_DIFFERENCE = 1e-3  # Tolerated relative difference of a loss if a setting should only change the rounding.
-FRESH = Look(7, 0.05)  # The only look of a confirmation with new rounds.
+LARGEST_DIFFERENCE = 1e-3  # Rounding is not expected to change a loss by more than this fraction.
+FRESH = Look(7, 0.05)  # If a candidate is confirmed with new rounds, the verdict is given at this look.
 # One of two identical processes can be a tenth faster in all its rounds (Mytkowicz et al., 2009, explain why). A gain
 # below `CERTAIN_GAIN` must therefore appear again in each of `PAIRS` pairs of new processes. A pair runs the default
 # and the candidate; see benchmarks/planning/tune_equal.md.
@@ -266,8 +266,8 @@ class Contest:
     def _difference(self, setting: Setting, default: _Runner, runner: _Runner) -> str:
         """Return a text that says how a setting's losses differ from the default's; empty if they agree.
 
-        Only settings that change the rounding are checked. Other settings may change the losses although they are
-        right: for example, a different number of loading workers draws different random augmentations.
+        Only settings that change the rounding are checked. With other settings, different losses are not necessarily an
+        error: for example, a different number of data loader workers draws different random augmentations.
         """
         if setting.effect is Effect.ROUNDING:
             count = COMPARED_STEPS if self.deterministic else 1

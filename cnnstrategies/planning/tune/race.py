@@ -169,7 +169,7 @@ def verdict(gains: Sequence[float], error: float) -> RaceVerdict:
 
     Args:
         gains: Logarithm of the default's time divided by the candidate's time, in each round.
-        error: Probability that the interval of the speed is wrong.
+        error: Largest probability that the interval does not contain the true speed.
     """
     low, middle, high = interval(gains, error)
     outcome: Outcome = "undecided"

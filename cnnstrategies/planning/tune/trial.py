@@ -17,7 +17,8 @@ TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable with the path of the socke
 # Modules whose `main` a trial's ranks run. The first uses one batch for all steps, the second new batches like `fit`.
 ONE_BATCH, AS_IN_TRAINING = "cnnstrategies.commands.tune.trial", "cnnstrategies.commands.scaling.run"
 FAILED = "This trial has failed: "  # A rank that fails prints one line with this text and the reason.
-PATIENCE = 120.0  # Smallest time limit in seconds for the start and for each order, because the machine may be busy.
+# Smallest time limit in seconds for the start and for each order. It is long because the machine may be busy.
+PATIENCE = 120.0
 # The losses of this number of steps are compared with those of the default. The third loss depends on two updates.
 COMPARED_STEPS = 3
 # Pairs of error texts in the output of a failed run, and the cause that is reported to the user.
@@ -177,7 +178,7 @@ class Trial:
 
 
 def _run(module: str, words: list[str], output: Path, variables: Mapping[str, str]) -> None:
-    """Run the function ``main`` of a module; called in the forked process.
+    """Run the function ``main`` of a module in the forked process.
 
     Args:
         module: Name of the module.
