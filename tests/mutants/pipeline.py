@@ -19,7 +19,7 @@ from mutants.faulty import removes, replaces
 from torch import nn
 
 from cnnstrategies.codec import decode, from_bytes, loaded_record, with_fields
-from cnnstrategies.pipeline.buffers import MomentTable
+from cnnstrategies.pipeline.buffers import StatisticsTable
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, Bucket, GradientReducer
 from cnnstrategies.pipeline.losses import WeighedLoss
@@ -58,7 +58,7 @@ removes(
 )
 
 
-@replaces(MomentTable.update, killed_by=test_batch_norm.test_running_statistics_of_batch_norm_equal_one_process)
+@replaces(StatisticsTable.update, killed_by=test_batch_norm.test_running_statistics_of_batch_norm_equal_one_process)
 def running_statistics_cover_only_the_replicas_own_microbatches(right, self, group):
     right(self, None)
 

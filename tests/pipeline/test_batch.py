@@ -89,7 +89,7 @@ def refusals() -> list[str | None]:
 
 
 def test_batches_that_do_not_fit_together_are_refused_on_every_rank() -> None:
-    alone = "ended an epoch, or training, while rank{} continued with a further batch"
+    alone = "ended an epoch, or training, while rank{} continued with another batch"
     for all_ended, others_ended, first_ended, sizes in run_ranks(3, refusals):
         assert all_ended is None
         assert "ranks 1, 2 " + alone.format(" 0") in str(others_ended)

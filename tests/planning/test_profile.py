@@ -68,7 +68,7 @@ MISTAKES = [
     ("n4 n3", "n4 n6", 6, "inputs: no earlier row has the node 'n6'"),
     ("n4,Batch", "n3,Batch", 5, "node 'n3' is also in line 4"),
     ('"Conv2d(3, 64)"', "Conv2d(3, 64)", 3, "the number of values differs from the number of columns"),
-    (CSV, "\n".join(CSV.splitlines()[:2]), 1, "the file has no node of a network"),
+    (CSV, "\n".join(CSV.splitlines()[:2]), 1, "the file has no row for a node of the network"),
 ]
 
 

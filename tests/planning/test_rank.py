@@ -102,7 +102,7 @@ def test_unequal_shares_gain_the_time_worked_out_by_hand(tmp_path: Path) -> None
     assert server.options["shares"] == "auto"
     assert server.step == pytest.approx(dealt.step)
     assert (equal.step, dealt.step) == pytest.approx((160 * 0.093 / 8, 64 * 0.093 / 8))
-    assert "ddp_balanced: the devices have 64, 16 samples of a step" in ranking.notes
+    assert "ddp_balanced: the devices get 64, 16 samples of a step" in ranking.notes
     file = tmp_path / "strategy.yaml"
     write_overlay(file, ranking)
     strategy = yaml.safe_load(file.read_text())["trainer"]["strategy"]

@@ -130,7 +130,7 @@ def test_a_planted_cause_comes_first_with_its_remedy(name):
 def test_a_healthy_run_has_no_reason_and_reports_its_distance_from_the_limit():
     assert reasons(measurements()) == []
     lines = report.sentences(measurements(), [])
-    assert any(line.startswith("No cause was found: training reaches 0.94 of the rate") for line in lines)
+    assert any(line.startswith("No cause was found: training reaches 94% of the samples/s") for line in lines)
 
 
 def test_every_rule_finds_its_planted_cause():
@@ -187,4 +187,4 @@ def test_the_table_adds_up_and_names_weak_and_strong_scaling():
     halves = replace(
         slow, runs=[slow.runs[0], MeasuredRun([replace(rank, samples=16) for rank in slow.largest.ranks], [100.0])]
     )
-    assert "each of 2 devices sees 16 (strong scaling)" in report.sentences(halves, [])[0]
+    assert "each of 2 devices has 16 samples (strong scaling)" in report.sentences(halves, [])[0]

@@ -126,7 +126,7 @@ def test_1f1b_limits_the_microbatches_in_flight_per_stage() -> None:
 
 
 def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="schedule='2f2b': accepted are gpipe and 1f1b"):
+    with pytest.raises(ConfigurationError, match="schedule='2f2b' is not known; use gpipe or 1f1b"):
         timetable([1, 1], 4, "2f2b")
 
 

@@ -278,7 +278,7 @@ def refusals(kinds: Sequence[type[Module]], replicas: list[int]) -> list[str]:
     ("expected", "replicas"),
     [
         (REFUSED_IN_A_STEP, [1]),
-        ([(StoppingAlone, "rank 1 ended an epoch, or training, while rank 0 continued with a further batch")], [1, 1]),
+        ([(StoppingAlone, "rank 1 ended an epoch, or training, while rank 0 continued with another batch")], [1, 1]),
     ],
     ids=["one rank", "two"],
 )
