@@ -125,7 +125,7 @@ class StageBuffers:
         """Copy the buffers that changed in the first step, except those of BatchNorm, from the first replica.
 
         Raises:
-            ConfigurationError: Another buffer has changed.
+            ConfigurationError: A buffer has changed that did not change in the first step.
         """
         changed = [state != before for state, before in zip(self._states(), self._before, strict=True)]
         if self._changing is None:
@@ -285,7 +285,7 @@ class StatisticsTable:
         """Return, for each layer, the weight of the batch's mean and variance in the running statistics.
 
         Args:
-            updates: Number of updates of each layer in this step, including the update for which the weight is.
+            updates: Number of updates of each layer in this step, including the current update.
         """
         momenta = [layer.momentum for layer in self._layers]
         weight = numbers_on(tuple(momentum or 0.0 for momentum in momenta), updates.device)

@@ -26,8 +26,8 @@ class Split:
     and the remaining microbatches are empty, because BatchNorm works better with a few full microbatches than with many
     small ones.
 
-    The rows of the global batch are in the order in which one process alone would load them. The samplers give this
-    order's samples to the replicas in turn.
+    The rows of the global batch are in the order in which one process alone would load them. The samplers give the
+    samples in this order to the replicas in turn.
 
     Attributes:
         rows: Number of samples of each replica of the first stage.

@@ -279,7 +279,7 @@ def find_cut(traced: fx.GraphModule, name: str) -> int:
         name: Name of a module, such as ``layer2.0``, or of a node. The cut is after the module's last node.
 
     Raises:
-        ConfigurationError: The network does not run a module or node with this name, or it cannot be cut there.
+        ConfigurationError: The network does not run a module or node with this name, or a cut is not possible there.
     """
     nodes = ordered_nodes(traced)
     inside = [

@@ -85,7 +85,7 @@ def _soonest(placement: Placement, times: Sequence[float], bounds: Sequence[int]
         bounds: Largest number of microbatches that each rank may have.
 
     Returns:
-        The placement; None if the ranks of a stage may not have all microbatches together.
+        The placement; None if the bounds of a stage's ranks add up to less than the number of microbatches.
     """
     shares = [0.0] * placement.world_size
     for stage in range(placement.stages):
