@@ -277,5 +277,5 @@ class ParameterServerOptions(RunOptions):
 
     def _in_words(self, compression: str) -> str:
         if compression == AUTO:
-            return "the encoding with the fastest steps, down to one bit a value"
+            return "the encoding with the fastest steps, down to one bit per element"
         return payload_compression(compression).describe(self.topk_density)
