@@ -1,8 +1,8 @@
-"""Train any CNN on several devices: how the work is divided is one line of YAML.
+"""Train any CNN on several devices; one line of YAML chooses how the work is divided.
 
-Importing the package registers its strategies with Lightning: at once, or as soon as Lightning is imported. So what
-needs neither Lightning nor torch, such as a command's help, starts without them. Ctrl-C before the command line has
-begun shows Python's traceback, so nothing is imported here that takes milliseconds.
+Importing the package registers its strategies with Lightning: at once, or as soon as Lightning is imported. So a
+command that needs neither Lightning nor torch, such as help, starts without them. Ctrl-C before the command line has
+begun shows Python's traceback, so this module imports nothing that takes milliseconds.
 """
 
 import importlib
@@ -24,21 +24,28 @@ __all__ = ["ConfigurationError", "ImageClassifier", "ImageSegmenter", "strategie
 
 
 def __getattr__(name: str) -> object:
-    homes = {
+    modules = {
         "ConfigurationError": "cnnstrategies.errors",
         "ImageClassifier": "cnnstrategies.models.classifier",
         "ImageSegmenter": "cnnstrategies.models.segmenter",
         "verify": "cnnstrategies.verifying",
     }
-    if name in homes:
-        return getattr(importlib.import_module(homes[name]), name)
+    if name in modules:
+        return getattr(importlib.import_module(modules[name]), name)
     if name == "strategies":
         return importlib.import_module("cnnstrategies.strategies")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class AfterImport:
-    """Calls a function as soon as a module has been imported, by finding it, once, where the other finders do."""
+    """A finder of modules that calls a function as soon as a module has been imported.
+
+    It finds the module once, with the help of the other finders, and then removes itself.
+
+    Args:
+        name: Name of the module.
+        action: The function.
+    """
 
     def __init__(self, name: str, action: Callable[[], object]) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""``python -m cnnstrategies``: the command line where no script is installed, as in jobs and under launchers."""
+"""``python -m cnnstrategies``: the command line without an installed script, for jobs and launchers."""
 
 from cnnstrategies.cli import main
 

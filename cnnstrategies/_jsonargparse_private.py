@@ -1,8 +1,9 @@
-"""What this package changes of jsonargparse, which has no public way: how often it works out the same thing.
+"""The private names of jsonargparse that this package needs, and caches for functions that repeat their work.
 
-A start of the command line asks six thousand times which option has a name, and each time goes through all options; it
-splits some twenty thousand keys, and asks thousands of times under which path Python's own types of annotations are
-imported. Together that was more than a third of a start. `tests/commands/test_parser.py` watches the names.
+A start of the command line looks for an option by its name six thousand times, and each time walks through all options.
+It splits about twenty thousand keys, and looks up the import paths of Python's own types thousands of times. Together
+this was more than a third of a start. jsonargparse has no public way to avoid it. `tests/commands/test_parser.py`
+notices if the private names change.
 """
 
 from collections.abc import Callable
@@ -12,58 +13,59 @@ from weakref import WeakKeyDictionary
 
 from jsonargparse import Namespace, _core, _namespace, _subcommands, _typehints, _util
 
-OF_PYTHON = ("abc", "builtins", "types", "typing")
-look = _subcommands.find_action_and_subcommand
-_found: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
-place_of = Namespace._parse_key
-_path_of = _util.get_import_path
-_path_of_pythons = lru_cache(_path_of)
+PYTHON_MODULES = ("abc", "builtins", "types", "typing")
+# jsonargparse's own names.
+find_option = _subcommands.find_action_and_subcommand
+split_key = Namespace._parse_key
+import_path = _util.get_import_path  # as it stands in the configurations that jsonargparse writes
 NestedArg: Any = _util.NestedArg  # the value of --class.argument, with the argument's name as its key
 adapt: Any = _typehints.adapt_typehints
-import_path = _path_of  # as it stands in the configurations that jsonargparse writes
+
+_import_path_of_python_types = lru_cache(import_path)
+_options_by_parser: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 def _find(parser: Any, dest: str, exclude: Any = None) -> Any:
-    if getattr(parser, "_subcommands_action", None) is not None:  # Which has the options is another parser.
-        return look(parser, dest, exclude)
-    known = _found.setdefault(parser, {})
-    place = (len(parser._actions), dest, exclude)
-    if place not in known:
-        known[place] = look(parser, dest, exclude)
-    return known[place]
+    if getattr(parser, "_subcommands_action", None) is not None:  # The subcommand's parser has the options.
+        return find_option(parser, dest, exclude)
+    options = _options_by_parser.setdefault(parser, {})
+    key = (len(parser._actions), dest, exclude)
+    if key not in options:
+        options[key] = find_option(parser, dest, exclude)
+    return options[key]
 
 
 @lru_cache(maxsize=8192)
 def _split(key: str) -> tuple[list[str], str, str] | None:
-    """A key's first parts, its last one, and the first ones together; None where it is not to be."""
+    """Return a key's parents, its last part, and the parents as one text; None if jsonargparse would refuse the key."""
     parts = key.split(".")
     if " " in key or not all(parts):
         return None
-    *first, last = map(_namespace.add_clash_mark, parts)
-    return first, last, ".".join(first)
+    *parents, last = map(_namespace.add_clash_mark, parts)
+    return parents, last, ".".join(parents)
 
 
 def parse_key(self: Namespace, key: str) -> tuple[str, Namespace | None, str]:
-    """What ``place_of`` says, which is jsonargparse's own: a key's last part, where that is, and the others."""
+    """Return a key's last part, the namespace that has it, and the key of that namespace, as ``split_key`` does."""
     split = _split(key) if isinstance(key, str) else None
     if split is None:
-        return place_of(self, key)
-    first, last, together = split
+        return split_key(self, key)
+    parents, last, parent_key = split
     inner: Any = self
-    for part in first:
+    for part in parents:
         inner = vars(inner).get(part)
-        if not isinstance(inner, Namespace):  # Nothing is there yet, or something else.
-            return place_of(self, key)
-    return last, inner, together
+        if not isinstance(inner, Namespace):  # The namespace does not exist yet, or the value is something else.
+            return split_key(self, key)
+    return last, inner, parent_key
 
 
 def _import_path(value: Any) -> str | None:
-    pythons = isinstance(value, type) and value.__module__ in OF_PYTHON
-    return _path_of_pythons(value) if pythons else _path_of(value)
+    is_python_type = isinstance(value, type) and value.__module__ in PYTHON_MODULES
+    return _import_path_of_python_types(value) if is_python_type else import_path(value)
 
 
 def remember() -> None:
-    """Have it look once for each option, as long as a parser gets no more of them, and split each key once."""
+    """Make jsonargparse look for each option once, until its parser gets another option, and split each key once."""
     for module in (_core, _subcommands):
         module.find_action_and_subcommand = _find  # type: ignore[attr-defined]
     Namespace._parse_key = parse_key  # type: ignore[method-assign]
@@ -71,11 +73,11 @@ def remember() -> None:
 
 
 def pass_values_through(kind: type, change: Callable[[Any, Any], tuple[Any, Any]]) -> None:
-    """Have values of a class pass through a function before jsonargparse reads them.
+    """Pass values of a class through a function before jsonargparse reads them.
 
     Args:
-        kind: The annotation of the parameters whose values are meant, also as a part of a union.
-        change: Takes a value and the earlier value that it changes, and returns both as jsonargparse is to see them.
+        kind: Annotation of the parameters, also as a part of a union.
+        change: Takes a value and the earlier value that it changes; returns both in the form for jsonargparse.
     """
 
     def changed(val: Any, typehint: Any, *, prev_val: Any = None, **kwargs: Any) -> Any:

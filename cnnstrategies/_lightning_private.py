@@ -1,6 +1,7 @@
 """The private Lightning names that this package needs, each with the reason.
 
-A test fails when one of them changes; `tests/test_lightning_private.py` has those that no other test would notice.
+A test fails when one of the names changes; `tests/test_lightning_private.py` has tests for names that no other test
+would notice.
 """
 
 import subprocess
@@ -24,11 +25,14 @@ from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
 
-__all__ = ["GlobalState", "MultiProcessingLauncher", "ScriptLauncher"]  # Beside the functions.
+__all__ = ["GlobalState", "MultiProcessingLauncher", "ScriptLauncher"]  # classes, in addition to the functions below
 
 
 def acts_within_epochs(callback: Callback) -> str | None:
-    """By which argument a callback of Lightning has all ranks do something together between two batches of an epoch."""
+    """Return the argument by which a callback of Lightning makes ranks act together between batches; None without one.
+
+    Such a callback saves a checkpoint or stops the run within an epoch.
+    """
     if isinstance(callback, ModelCheckpoint):
         if callback._every_n_train_steps:
             return f"every_n_train_steps={callback._every_n_train_steps}"
@@ -39,7 +43,10 @@ def acts_within_epochs(callback: Callback) -> str | None:
 
 
 def saves_in_epoch(callback: ModelCheckpoint, trainer: Trainer) -> float:
-    """How often it does, on average; by the clock, and within epochs without an end, as if never."""
+    """Return how many checkpoints a callback saves in an epoch, on average.
+
+    Checkpoints at times of the clock, and within epochs of unknown length, are not counted.
+    """
     batches, every = trainer.num_training_batches, callback._every_n_train_steps * trainer.accumulate_grad_batches
     if every:
         return batches / every if batches < float("inf") else 0.0
@@ -47,10 +54,10 @@ def saves_in_epoch(callback: ModelCheckpoint, trainer: Trainer) -> float:
 
 
 class BatchesKept(_DataConnector):
-    """Distributes a batch sampler's own sampler, and leaves its batches their size.
+    """Distributes the sampler inside a batch sampler, and keeps the size of the batches.
 
-    Lightning takes the loader's sampler, which torch has made beside that one, and its batch size: of torch's own
-    `BatchSampler` it makes batches of one sample, or no batches at all.
+    Lightning itself distributes the loader's sampler, which torch has made in addition, and uses the loader's batch
+    size. With torch's own `BatchSampler` the result is batches of one sample, or no batches.
     """
 
     @override
@@ -60,30 +67,33 @@ class BatchesKept(_DataConnector):
             if isinstance(batches.sampler, Sampler):
                 vars(dataloader)["sampler"] = batches.sampler
             if type(batches) is BatchSampler and self._requires_distributed_sampler(dataloader):
-                given = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
-                vars(dataloader).update(given)
-                getattr(dataloader, "__pl_saved_kwargs", {}).update(given)
+                arguments = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+                vars(dataloader).update(arguments)
+                getattr(dataloader, "__pl_saved_kwargs", {}).update(arguments)
         return super()._prepare_dataloader(dataloader, shuffle, mode)
 
 
 def keep_batches(trainer: Trainer) -> None:
-    """Have a trainer distribute loaders with a batch sampler by :class:`BatchesKept`; its connector is no argument."""
+    """Make a trainer distribute loaders with a batch sampler by :class:`BatchesKept`.
+
+    A trainer has no argument for its connector.
+    """
     trainer._data_connector.__class__ = BatchesKept
 
 
 def leave_samplers(trainer: Trainer) -> None:
-    """Have the trainer put no DistributedSampler in the place of a loader's own, as with `use_distributed_sampler`.
+    """Make the trainer keep the loaders' own samplers, as with ``use_distributed_sampler=False``.
 
-    That is an argument of the Trainer; whether its sampler is needed is known to the strategy.
+    Only the strategy knows whether a DistributedSampler is needed, and the Trainer's argument is set before.
     """
     trainer._accelerator_connector.use_distributed_sampler = False
 
 
 def ask_of_sigterm(trainer: Trainer, ask: bool) -> None:
-    """Whether all ranks are to learn before each batch that rank 0 has received a SIGTERM.
+    """Choose whether all ranks learn before each batch that rank 0 has received a SIGTERM.
 
-    Lightning does it by a tensor on the device that it then reads: the host waits for each step. It is in vain where
-    Lightning's own handler of the signal has been replaced.
+    Lightning broadcasts a tensor on the device and reads it, so the host waits for each step. The broadcast is useless
+    if Lightning's own handler of the signal has been replaced.
     """
     loop = trainer.fit_loop.epoch_loop
     if ask:
@@ -93,46 +103,47 @@ def ask_of_sigterm(trainer: Trainer, ask: bool) -> None:
 
 
 def asks_of_sigterm(trainer: Trainer) -> bool:
-    """Whether they do, by a broadcast."""
+    """Whether all ranks learn of a SIGTERM by a broadcast before each batch; see :func:`ask_of_sigterm`."""
     return "_broadcast_sigterm_tensor" not in trainer.fit_loop.epoch_loop.__dict__
 
 
 def built_by_cli() -> bool:
     """Whether a LightningModule is being built from a configuration by LightningCLI.
 
-    Then `save_hyperparameters` records the configuration (plain data); otherwise it would record and deep-copy
-    the live objects. Lightning has no public way to tell the two apart.
+    In that case `save_hyperparameters` records the configuration, which is plain data. Otherwise it records and
+    deep-copies the live objects. Lightning has no public way to distinguish the two cases.
     """
     return _given_hyperparameters.get() is not None
 
 
 def check_start(method: str, device: torch.device) -> None:
-    """Refuse what Lightning's own launcher is to refuse: forking after CUDA was used, spawning without a main guard.
+    """Refuse forking after CUDA was used, and spawning without a main guard.
 
-    The launcher that watches its processes replaces Lightning's `launch`, where these checks are made; and Lightning's
-    of CUDA answers in the forked processes alone.
+    Lightning makes these checks in its `launch`, which the package's launchers replace. Lightning's check of CUDA also
+    sees a problem only in the forked processes.
 
     Raises:
-        ConfigurationError: The ranks could not use their GPUs.
+        ConfigurationError: Forked ranks could not use their GPUs.
     """
     if method == "fork" and device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ConfigurationError(
-            "start_method=fork: this process has used a GPU, and what is forked from it cannot: use start_method "
-            "spawn or popen, or use no GPU before"
+            "start_method=fork: this process has used a GPU, and processes forked from it cannot use one: set "
+            "start_method to spawn or popen, or use no GPU before"
         )
     if method == "spawn":
         _check_missing_main_guard()
 
 
 def own_values(trainer: Trainer) -> set[str]:
-    """The names of logged values that are of this rank's batches alone; only Lightning's table knows what is reduced.
+    """Return the names of logged values that come from this rank's batches only, because they are not reduced.
 
-    To be asked while it trains on several processes: on one nothing is reduced.
+    Only Lightning's table of results knows which values are reduced. The answer has a meaning only while several
+    processes train: one process reduces nothing.
     """
     names = set()
     for result in trainer.fit_loop._results.values():
         meta = result.meta
-        if not result.is_tensor:  # A metric reduces itself, but for a step's value.
+        if not result.is_tensor:  # A metric reduces itself, except for the value of a step.
             names |= {meta.forked_name(on_step=True)} if meta.on_step else set()
         elif not meta.sync.should:
             names |= {meta.name, meta.forked_name(on_step=True), meta.forked_name(on_step=False)}
@@ -140,43 +151,46 @@ def own_values(trainer: Trainer) -> set[str]:
 
 
 def script_command() -> list[str]:
-    """The command that started this program, to start further ranks with."""
+    """Return the command that started this program, for starting further ranks."""
     return list(_basic_subprocess_cmd())
 
 
 def set_batches_that_stepped(trainer: Trainer, count: int) -> None:
-    """Have a trainer log as if it had made that many optimizer steps; only loading a checkpoint does it in public."""
+    """Make a trainer log as if it had made `count` optimizer steps; in public only loading a checkpoint does so."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = count
 
 
 def train_loader(trainer: Trainer) -> Any:
-    """What a trainer will fit on, before it has made its loaders: given to ``fit``, or by a hook, which is called."""
+    """Return a trainer's training loaders before the trainer has made them; None if it has no data.
+
+    They are the loaders given to ``fit``, or those of a hook, which is called.
+    """
     source = trainer.fit_loop._data_source
     return None if source.instance is None or not source.is_defined() else source.dataloader()
 
 
 def wrapped_sampler(wrapper: DistributedSamplerWrapper) -> Any:
-    """The user's own sampler in the one that Lightning has put in its place."""
+    """Return the user's sampler from inside Lightning's wrapper."""
     return wrapper.dataset._sampler  # type: ignore[attr-defined]
 
 
 def ranks_are_children(launcher: Any) -> bool:
-    """Whether a launcher spawns or forks all ranks, so that none of them is the process that runs the command line.
+    """Whether a launcher spawns or forks all ranks, so that the process of the command line is not a rank.
 
     On several hosts rank 0 could then not serve the port that its parent has used to find the other hosts.
-    Lightning's public property tells only fork from the others.
+    Lightning's public property distinguishes only fork from the other methods.
     """
     return isinstance(launcher, MultiProcessingLauncher)
 
 
 def end_observation(launcher: Any) -> list[subprocess.Popen[bytes]]:
-    """Have Lightning no longer kill this process when one of the ranks that it has started as programs has ended.
+    """Stop Lightning from killing this process when a rank that it has started as a program has ended.
 
-    Its observer looks every 5 s at the list that the launcher had when it started them, and ends when that is empty;
-    the others need a moment to lose their connection and to end in order. The launcher keeps a list for its `kill`.
+    The other ranks need a moment to lose their connection and to end in order. Lightning's observer looks every 5 s at
+    the launcher's first list of ranks, and ends when that list is empty. The launcher keeps another list for `kill`.
 
     Returns:
-        The ranks; none where Lightning does not observe them.
+        The ranks; an empty list if Lightning does not observe any.
     """
     observed = getattr(launcher, "procs", None) or []
     if not any(thread.name == "child-process-observer" for thread in threading.enumerate()):
@@ -189,5 +203,5 @@ def end_observation(launcher: Any) -> list[subprocess.Popen[bytes]]:
 
 
 def is_compiled_whole(module: LightningModule) -> bool:
-    """Whether ``torch.compile`` was given a LightningModule: Lightning puts it back, with compiled steps."""
+    """Whether a LightningModule was passed to ``torch.compile``: Lightning then uses the module with compiled steps."""
     return vars(module).get("_compiler_ctx") is not None

@@ -22,7 +22,7 @@ def main(args: Sequence[str] | None = None) -> None:
     after a signal.
 
     Args:
-        args: Words after the program's name; by default the words of this process.
+        args: Command-line arguments; by default those of this process.
     """
     try:
         if args is not None:
@@ -45,7 +45,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(words: Sequence[str]) -> None:
-    """Run the command that the first word names, or show what the words ask for."""
+    """Run the command that the first argument names, or show the help or the version."""
     import importlib.metadata
     import os
 
@@ -53,10 +53,10 @@ def _run(words: Sequence[str]) -> None:
     from cnnstrategies.commands.arguments.keys import accepted, with_underscores
     from cnnstrategies.commands.arguments.options import COMMANDS
     from cnnstrategies.commands.arguments.refuse import show
-    from cnnstrategies.runtime.processes import STARTER, end_with_parent, told_by_starter
+    from cnnstrategies.runtime.processes import STARTER, end_with_parent, starter_variable
 
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        starter = told_by_starter(STARTER)
+        starter = starter_variable(STARTER)
         end_with_parent(None if starter is None else int(starter))
     name = words[0] if words else help.HELP_WORDS[0]
     if name in help.HELP_WORDS:

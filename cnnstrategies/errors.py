@@ -1,4 +1,4 @@
-"""The one error type for mistakes in a configuration, and what lies behind an error."""
+"""The error type for mistakes in a configuration, and the causes of an error."""
 
 from collections.abc import Iterator
 
@@ -11,10 +11,10 @@ class ConfigurationError(ValueError):
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, and one after the other those that have led to it, each once: some have led to each other."""
+    """Yield an error and then the chain of its causes, each once; chains can be circular."""
     link: BaseException | None = error
     seen: list[BaseException] = []
-    while link is not None and all(link is not one for one in seen):
+    while link is not None and all(link is not earlier for earlier in seen):
         yield link
         seen.append(link)
         link = link.__cause__ or link.__context__

@@ -1,4 +1,4 @@
-"""CNNs for small images, which torchvision and timm do not cover."""
+"""CNNs that torchvision and timm do not have: two for small images, and the U-Net."""
 
 import itertools
 from collections import OrderedDict
@@ -51,9 +51,9 @@ class SmallCNN(nn.Sequential):
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions with a shortcut; where the shape changes the shortcut subsamples and zero-pads.
+    """Two 3 x 3 convolutions with a shortcut; if the shape changes, the shortcut subsamples and zero-pads.
 
-    Option A of He et al. 2016, so the shortcut has no parameters.
+    This is option A of He et al. 2016, so the shortcut has no parameters.
     """
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
@@ -108,14 +108,14 @@ def _convolution(in_channels: int, channels: int, stride: int = 1) -> nn.Sequent
 class UNet(nn.Module):
     """The network of Ronneberger et al., "U-Net: Convolutional Networks for Biomedical Image Segmentation" (2015).
 
-    With padded convolutions and batch normalisation, so the output is as large as the input. Input
+    The convolutions are padded, so the output is as large as the input, and followed by batch normalisation. Input
     (N, in_channels, H, W), output (N, num_classes, H, W) logits.
 
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the images.
-        widths: Channels at each resolution, from the full one to the lowest; each is half of the one before. H and W
-            must be divisible by ``2 ** (len(widths) - 1)``.
+        widths: Channels at each resolution, from the full resolution to the lowest; each halves the resolution before.
+            H and W must be divisible by ``2 ** (len(widths) - 1)``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Networks with trained weights, by their names in torchvision, and a new head; how their images were prepared."""
+"""Networks of torchvision with trained weights and a new head, and the preprocessing that the weights expect."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -19,28 +19,28 @@ FILES = (".pth", ".pt")
 
 
 def pretrained(name: str, num_classes: int, weights: str = "DEFAULT", frozen: bool = False) -> nn.Module:
-    """A network with trained weights whose head is new, unless it was trained for as many classes.
+    """Return a network with trained weights. Its head is new unless the number of classes is the same.
 
     Args:
-        name: Of torchvision, such as ``resnet50``; ``timm.create_model`` does the same for timm's.
+        name: Name of the network in torchvision, such as ``resnet50``; for timm's networks use ``timm.create_model``.
         num_classes: Number of classes.
-        weights: ``DEFAULT`` for the best ones, downloaded at first use; the name of others; or the path of a file with
-            a state dict (.pth, .pt).
-        frozen: Train the new head alone. Statistics of batch normalisation still follow the data.
+        weights: ``DEFAULT`` for the best weights, downloaded at first use; the name of other weights; or the path of a
+            file with a state dict (.pth, .pt).
+        frozen: Train only the new head. Statistics of batch normalisation still follow the data.
 
     Raises:
-        ConfigurationError: There is no such network or weights, they cannot be downloaded, do not fit, or nothing of
-            the network is new and all of it is to be frozen.
+        ConfigurationError: The network or the weights do not exist, the weights cannot be downloaded or do not fit, or
+            ``frozen`` leaves nothing to train because the head is not new.
     """
     if weights.endswith(FILES) and not Path(weights).is_file():
         raise ConfigurationError(f"no file {Path(weights).resolve()}: set model.init_args.network.init_args.weights")
     try:
         network, heads = _built(name, num_classes, weights)
     except OSError as error:
-        why = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise ConfigurationError(
-            f"the weights of {name} cannot be had ({why}): download them where there is a connection, copy the file, "
-            "and give its path as weights"
+            f"the weights of {name} cannot be downloaded ({reason}): download them on a machine with a connection, "
+            "copy the file, and give its path as weights"
         ) from error
     setattr(network, TRAINED_WITH, _of_weights(name, weights))
     if frozen:
@@ -58,42 +58,48 @@ def pretrained(name: str, num_classes: int, weights: str = "DEFAULT", frozen: bo
 def trained_with(
     network: nn.Module, builder: str = "", arguments: Mapping[str, Any] | None = None
 ) -> Preprocessing | None:
-    """How the images were prepared that a network's weights were trained on; None where that is not known.
+    """Return the preprocessing of the images on which a network's weights were trained; None if it is not known.
 
     Args:
-        network: Of :func:`pretrained`, or of timm or torchvision directly.
-        builder: The path of the function that has built it.
-        arguments: That this function was given.
+        network: Network from :func:`pretrained`, timm or torchvision.
+        builder: Import path of the function that has built the network.
+        arguments: Arguments of that function.
     """
-    given = arguments or {}
-    if given.get("pretrained") is True:
+    arguments = arguments or {}
+    if arguments.get("pretrained") is True:
         return _of_cfg(network)
-    if builder.startswith("torchvision.models.") and given.get("weights") is not None:
-        return _of_weights(builder.rpartition(".")[2], given["weights"])
+    if builder.startswith("torchvision.models.") and arguments.get("weights") is not None:
+        return _of_weights(builder.rpartition(".")[2], arguments["weights"])
     known: Preprocessing | None = getattr(network, TRAINED_WITH, None)
     return known
 
 
 def _of_cfg(network: nn.Module) -> Preprocessing | None:
-    """What timm says of a network."""
-    found: Mapping[str, Any] = getattr(network, "pretrained_cfg", {})
-    if not {"input_size", "crop_pct", "mean", "std"} <= found.keys():
+    """Return the preprocessing that timm documents for a network's weights."""
+    config: Mapping[str, Any] = getattr(network, "pretrained_cfg", {})
+    if not {"input_size", "crop_pct", "mean", "std"} <= config.keys():
         return None
-    size = int(found["input_size"][-1])
-    return _known(size, int(size / found["crop_pct"]), found.get("interpolation"), found["mean"], found["std"])
+    size = int(config["input_size"][-1])
+    return _known(size, int(size / config["crop_pct"]), config.get("interpolation"), config["mean"], config["std"])
 
 
 def _of_weights(name: str, weights: Any) -> Preprocessing | None:
-    """What torchvision says of the weights of a network; of a file, what it says of the best ones."""
+    """Return the preprocessing that torchvision documents for weights; for a file, that of the best weights."""
     if name not in list_models():
         return None
     if not isinstance(weights, Enum):
         names = get_model_weights(name).__members__
         weights = names.get(str(weights).rpartition(".")[2], names["DEFAULT"])
-    how = weights.value.transforms()
-    if not hasattr(how, "crop_size"):  # Of segmentation, for example.
+    transform = weights.value.transforms()
+    if not hasattr(transform, "crop_size"):  # The transforms of segmentation networks, for example, do not crop.
         return None
-    return _known(how.crop_size[0], how.resize_size[0], how.interpolation.value, how.mean, how.std)
+    return _known(
+        transform.crop_size[0],
+        transform.resize_size[0],
+        transform.interpolation.value,
+        transform.mean,
+        transform.std,
+    )
 
 
 def _known(size: int, resize: int, interpolation: Any, mean: Iterable[float], std: Iterable[float]) -> Preprocessing:
@@ -110,27 +116,33 @@ def _built(name: str, num_classes: int, weights: str) -> tuple[nn.Module, list[n
         )
     if weights.endswith(FILES):
         state = _state_dict(Path(weights))
-        # The head comes last, and has a row for each class.
+        # The head is the last layer and has a row for each class.
         before = next((len(tensor) for tensor in reversed(list(state.values())) if tensor.ndim > 1), num_classes)
         network = get_model(name, weights=None, num_classes=before)
         try:
             network.load_state_dict(state)
         except RuntimeError as error:
-            why = " ".join(str(error).split())[:200]
-            raise ConfigurationError(f"{weights} is not of {name}: {why}") from error
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigurationError(f"{weights} has weights of another network than {name}: {reason}") from error
     else:
         try:
             network = get_model(name, weights=weights)
         except (KeyError, AttributeError, ValueError) as error:
             raise ConfigurationError(
-                f"torchvision has no weights {weights!r} of {name}: DEFAULT names the best"
+                f"torchvision has no weights {weights!r} of {name}: use DEFAULT for the best weights"
             ) from error
         before = 1000
     return network, [] if before == num_classes else new_heads(network, before, num_classes)
 
 
 def new_heads(network: nn.Module, before: int, num_classes: int) -> list[nn.Module]:
-    """Put new layers in the place of those with an output for each class, auxiliary ones included."""
+    """Replace the layers that have an output for each class, including auxiliary ones; return the new layers.
+
+    Args:
+        network: The network, which is changed.
+        before: Number of classes of the old layers.
+        num_classes: Number of classes of the new layers.
+    """
     heads: list[nn.Module] = []
     for parent in list(network.modules()):
         for name, child in list(parent.named_children()):

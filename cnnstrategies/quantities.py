@@ -45,7 +45,7 @@ def seconds(value: Duration, name: str, least: float | None = None) -> float:
     if duration is None:
         raise ConfigurationError(
             f"{name}={value!r} is not a duration: give seconds, as in 90, or minutes and seconds, as in '1:30', or "
-            "hours too, as in '1:30:00'"
+            "hours as well, as in '1:30:00'"
         )
     if duration <= 0 if least is None else duration < least:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""A learning-rate schedule that is made of others, which YAML can name."""
+"""A learning-rate schedule composed of two, with a name for YAML."""
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
@@ -7,9 +7,9 @@ from cnnstrategies.errors import ConfigurationError
 
 
 class WarmupCosine(SequentialLR):
-    """A linear warm-up, then a cosine to the end.
+    """A linear warm-up, followed by a cosine to the end.
 
-    Lengths are in epochs, or in optimizer steps where the model has ``lr_interval: step``.
+    Lengths are in epochs, or in optimizer steps if the model has ``lr_interval: step``.
 
     Args:
         optimizer: The optimizer.

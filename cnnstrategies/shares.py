@@ -1,6 +1,6 @@
-"""How samples and microbatches are dealt to ranks: by shares, which are equal unless somebody says otherwise.
+"""Division of samples and microbatches among ranks by shares, which are equal by default.
 
-Samplers, the replicas of a pipeline, evaluation, planner and simulator all ask here.
+Samplers, the replicas of a pipeline, evaluation, planner and simulator all use these functions.
 """
 
 import heapq
@@ -12,12 +12,12 @@ from typing import Any
 
 from cnnstrategies.errors import ConfigurationError
 
-GAIN = 0.03  # that is predicted, for which it is dealt anew
-NORMALISED_TOGETHER = 8  # Images of which mean and variance are still worth something.
+GAIN = 0.03  # Shares change if the predicted step is faster by more than this fraction.
+NORMALISED_TOGETHER = 8  # Batch normalisation needs at least this many images for a useful mean and variance.
 
 
 def check_shares(shares: str | Sequence[float], named: Sequence[str]) -> None:
-    """Refuse what is neither a share above 0 for each rank nor one of some words, by a ConfigurationError."""
+    """Raise a ConfigurationError unless shares are one of the words `named` or a list of numbers above 0."""
     if isinstance(shares, str):
         if shares not in named:
             raise ConfigurationError(f"shares={shares!r}: accepted are {', '.join(named)} and a list such as [3, 1]")
@@ -26,22 +26,26 @@ def check_shares(shares: str | Sequence[float], named: Sequence[str]) -> None:
 
 
 def check_initial(initial: str | Sequence[float], shares: str | Sequence[float]) -> None:
-    """Refuse what ``shares: auto`` cannot begin with, or where they are not to be found, by a ConfigurationError."""
+    """Raise a ConfigurationError if initial shares are not valid, or if ``shares`` is not auto and ignores them."""
     check_shares(shares, ("auto", "equal"))
     check_shares(initial, ("equal",))
     if initial != "equal" and shares != "auto":
-        raise ConfigurationError(f"initial_shares={initial} is what shares: auto begins with, not shares: {shares}")
+        raise ConfigurationError(
+            f"initial_shares={initial} is for shares: auto, and shares is {shares}: set shares: auto, or leave "
+            "initial_shares out"
+        )
 
 
 def deal(samples: int, shares: Sequence[float], least: int = 0, most: float | Sequence[float] = inf) -> tuple[int, ...]:
-    """How many samples each rank gets: whole numbers whose sum is ``samples``, nearest to the shares.
+    """Return the number of samples of each rank, in proportion to the shares. The numbers sum up to ``samples``.
 
-    By largest remainders; of equal ones those of lower ranks get the sample more.
+    Rounding is by the largest remainder. Of ranks with equal remainders, lower ranks get one more sample.
 
     Args:
-        shares: What each rank is to have in proportion to the others'; above 0.
-        least: Samples of each rank, as far as there are enough for all.
-        most: Samples that a rank can hold; one number for all, or whole ones for each.
+        samples: Number of samples to divide.
+        shares: Relative share of each rank, above 0.
+        least: Least number of samples of a rank, if there are enough samples for all ranks.
+        most: Largest number of samples that a rank can hold: one number for all ranks, or a whole number for each.
 
     Raises:
         ConfigurationError: There are more samples than all ranks can hold.
@@ -51,19 +55,20 @@ def deal(samples: int, shares: Sequence[float], least: int = 0, most: float | Se
     mosts = most if isinstance(most, Sequence) else [most] * ranks
     if sum(mosts) < samples:
         raise ConfigurationError(
-            f"{samples} samples for {ranks} processes, each of which holds {most} at most: {sum(mosts)} at most"
+            f"{samples} samples for {ranks} processes, each of which holds {most} at most: use at most {sum(mosts)}"
         )
     ideal = [samples * share / sum(shares) for share in shares]
     fixed: dict[int, int] = {}
     while True:
-        # Those below the least get that, or those above the most: whichever are farther off. The others share the rest.
+        # In each round, either all ranks below `least` are raised to it, or all ranks above `most` are lowered to it,
+        # depending on the larger sum of differences. The loop then divides the rest among the other ranks.
         bound = {rank: max(least, min(ideal[rank], mosts[rank])) for rank in range(ranks) if rank not in fixed}
         off = {rank: number - ideal[rank] for rank, number in bound.items()}
         sign = 1 if sum(off.values()) >= 0 else -1
-        found = [rank for rank, difference in off.items() if difference * sign > 0]
-        if not found:
+        bounded = [rank for rank, difference in off.items() if difference * sign > 0]
+        if not bounded:
             break
-        fixed |= {rank: round(bound[rank]) for rank in found}
+        fixed |= {rank: round(bound[rank]) for rank in bounded}
         free = [rank for rank in range(ranks) if rank not in fixed]
         left, whole = samples - sum(fixed.values()), sum(shares[rank] for rank in free)
         for rank in free:
@@ -72,17 +77,22 @@ def deal(samples: int, shares: Sequence[float], least: int = 0, most: float | Se
 
 
 def check_count(shares: str | Sequence[float], ranks: int) -> None:
-    """Refuse a list of shares that is not one for each rank, by a ConfigurationError."""
+    """Raise a ConfigurationError if the length of a list of shares is not the number of ranks."""
     if not isinstance(shares, str) and len(shares) != ranks:
         raise ConfigurationError(
             f"shares={list(shares)} are {len(shares)}, and there are {ranks} processes "
-            "(trainer.devices x trainer.num_nodes): give each one, or leave shares out"
+            "(trainer.devices x trainer.num_nodes): give a share for each process, or leave shares out"
         )
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Shares that make a step quicker, and how much: the step's time before by that after, less 1."""
+    """Shares that make a step faster.
+
+    Attributes:
+        shares: Share of each rank.
+        gain: Time of a step with the old shares divided by that with the new shares, minus 1.
+    """
 
     shares: tuple[float, ...]
     gain: float
@@ -91,26 +101,36 @@ class Proposal:
 def proposal(
     now: Sequence[int], seconds: Sequence[float], step: float, least: int = 0, most: float | Sequence[float] = inf
 ) -> Proposal | None:
-    """Other shares, for training and for the planner; None where they would not gain enough.
+    """Return better shares, for training and for the planner; None if the gain would be below `GAIN`.
 
-    Every rank has its share when the slowest one has: then all wait for nobody. What a step takes beyond its slowest
-    rank's own time, as to reduce gradients, it takes whatever the shares (LB-BSP, Chen et al., SoCC 2020). A rank's
-    time for a sample is that of its present share; where it is not proportional to that, the next proposal is nearer.
+    The best shares make all ranks finish at the same time. The rest of a step, such as reducing gradients, does not
+    depend on the shares (LB-BSP, Chen et al., SoCC 2020). The time per sample was measured with the current shares. If
+    a rank's time is not proportional to its number of samples, the next proposal corrects the error.
 
     Args:
-        now: Samples of each rank.
-        seconds: Of each rank for a sample.
-        step: Seconds of a step now.
-        least: As of :func:`deal`, with ``most``.
+        now: Current number of samples of each rank.
+        seconds: Time per sample of each rank, in seconds.
+        step: Current time of a step, in seconds.
+        least: Least number of samples of a rank; see :func:`deal`.
+        most: Largest number of samples of a rank; see :func:`deal`.
     """
-    speeds = tuple(1 / one for one in seconds)
+    speeds = tuple(1 / duration for duration in seconds)
     then = deal(sum(now), speeds, least, most)
-    before, after = (max(n * one for n, one in zip(counts, seconds, strict=True)) for counts in (now, then))
+    before, after = (
+        max(count * duration for count, duration in zip(counts, seconds, strict=True)) for counts in (now, then)
+    )
     return worth(then, before, after, step)
 
 
 def worth(shares: Sequence[float], before: float, after: float, step: float) -> Proposal | None:
-    """Shares by which the predicted part of a step takes ``after`` in place of ``before``, if they gain enough."""
+    """Return shares with their gain if the gain is above `GAIN`, else None.
+
+    Args:
+        shares: The new shares.
+        before: Predicted time of the slowest rank's own work with the old shares, in seconds.
+        after: Predicted time of the slowest rank's own work with the new shares, in seconds.
+        step: Measured time of a whole step with the old shares, in seconds.
+    """
     rest = max(0.0, step - before)
     gain = (before + rest) / (after + rest) - 1
     return Proposal(tuple(shares), gain) if gain > GAIN else None
@@ -118,13 +138,22 @@ def worth(shares: Sequence[float], before: float, after: float, step: float) -> 
 
 @lru_cache(maxsize=4096)
 def soonest(count: int, speeds: tuple[float, ...], most: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """How many of so many microbatches each replica runs, so that the last one is done soonest; none has nothing.
+    """Divide microbatches among replicas so that the last microbatch ends as early as possible.
+
+    Each replica has at least one microbatch if there are enough.
 
     Args:
-        most: Of each replica, for all together at least so many.
+        count: Number of microbatches.
+        speeds: Speed of each replica.
+        most: Largest number of microbatches of each replica. The sum must be at least `count`. Empty for no limits.
+
+    Returns:
+        The number of microbatches of each replica.
     """
     counts = [min(1, count // len(speeds))] * len(speeds)
-    queue = [((own + 1) / speed, replica) for replica, (own, speed) in enumerate(zip(counts, speeds, strict=True))]
+    queue = [
+        ((number + 1) / speed, replica) for replica, (number, speed) in enumerate(zip(counts, speeds, strict=True))
+    ]
     heapq.heapify(queue)
     for _ in range(count - sum(counts)):
         while most and counts[queue[0][1]] >= most[queue[0][1]]:
@@ -135,19 +164,20 @@ def soonest(count: int, speeds: tuple[float, ...], most: tuple[int, ...] = ()) -
     return tuple(counts)
 
 
-@lru_cache(maxsize=64)  # Each step asks for the same ones several times.
+@lru_cache(maxsize=64)  # Each step needs the same numbers several times.
 def _dealt(samples: int, shares: tuple[float, ...], least: int, most: float) -> tuple[int, ...]:
     return deal(samples, shares, least, most)
 
 
 class Deals:
-    """By which shares the batches of training are dealt, as it goes on: all ranks have the same ones.
+    """The shares by which the batches of a training are divided. They may change during training; all ranks agree.
 
     Args:
-        shares: From the first batch on; equal ones for so many ranks.
-        least: Samples of each rank in a batch, as far as there are enough for all.
-        most: Samples that a rank can hold.
-        loads: By which shares those ranks load that do, of the shares of all ranks; by default all by their own.
+        shares: Share of each rank, from the first batch on.
+        least: Least number of samples of a rank in a batch, if there are enough samples for all ranks.
+        most: Largest number of samples that a rank can hold.
+        loads: Returns the shares of the ranks that load samples, from the shares of all ranks. By default all ranks
+            load.
     """
 
     def __init__(
@@ -162,41 +192,41 @@ class Deals:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Those that were dealt last."""
+        """The latest shares."""
         return self._since[-1][1]
 
     @property
     def since(self) -> tuple[int, int]:
-        """From which epoch and batch on."""
+        """Epoch and batch from which the latest shares are used."""
         return self._since[-1][0]
 
     def change(self, epoch: int, batch: int, shares: Sequence[float]) -> None:
-        """Deal anew from a batch on, which no rank has drawn yet."""
-        assert self.since < (epoch, batch), "one change after the other"
+        """Use new shares, beginning with a batch that no rank has drawn yet."""
+        assert self.since < (epoch, batch), "changes must be made in order"
         now = [(since, old) for since, old in self._since if since[0] == epoch]
         self._since = [*(now or self._since[-1:]), ((epoch, batch), tuple(shares))]
 
     def at(self, epoch: int, batch: int) -> tuple[float, ...]:
-        """The shares of a batch."""
-        return next((given for since, given in reversed(self._since) if since <= (epoch, batch)), self._since[0][1])
+        """Return the shares of a batch."""
+        return next((shares for since, shares in reversed(self._since) if since <= (epoch, batch)), self._since[0][1])
 
     def counts(self, epoch: int, batch: int, samples: int) -> tuple[int, ...]:
-        """Samples of each rank that loads in a batch of so many."""
+        """Return the number of samples of each rank that loads, in a batch of `samples` samples."""
         return _dealt(samples, tuple(self.loads(self.at(epoch, batch))), self.least, self.most)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the shares and their first batches, for a checkpoint."""
         return {"since": [[epoch, batch, *shares] for (epoch, batch), shares in self._since]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as before, if there are as many ranks; else with the shares that this run begins with."""
+        """Restore the shares of a checkpoint. With another number of ranks keep this run's initial shares."""
         since = [((int(epoch), int(batch)), tuple(shares)) for epoch, batch, *shares in state["since"]]
         if len(since[-1][1]) == len(self.shares):
             self._since = since
 
 
 def _rounded(total: int, ideal: Sequence[float]) -> list[int]:
-    counts = [int(one) for one in ideal]
+    counts = [int(number) for number in ideal]
     by_rest = sorted(range(len(ideal)), key=lambda index: (counts[index] - ideal[index], index))
     for index in by_rest[: total - sum(counts)]:
         counts[index] += 1
@@ -204,9 +234,13 @@ def _rounded(total: int, ideal: Sequence[float]) -> list[int]:
 
 
 def turns(counts: Sequence[int]) -> list[list[int]]:
-    """Which places of a global batch each rank gets that has so many of them.
+    """Return the positions of each rank's samples in a global batch.
 
-    The ranks take turns, as long as each has not all of its own: with equal counts rank r of R has r, r + R and so on.
+    The ranks take turns until each rank has as many positions as samples. With equal counts, rank r of R has the
+    positions r, r + R, r + 2 R and so on.
+
+    Args:
+        counts: Number of samples of each rank.
     """
     places: list[list[int]] = [[] for _ in counts]
     place = 0
@@ -218,19 +252,20 @@ def turns(counts: Sequence[int]) -> list[list[int]]:
     return places
 
 
-@lru_cache(maxsize=256)  # A planner asks for the same ones again and again.
+@lru_cache(maxsize=256)  # A planner needs the same rotations many times.
 def rotation(shares: tuple[float, ...], count: int) -> tuple[int, ...]:
-    """Who gets each of so many microbatches, one after another.
+    """Return the rank of each of `count` microbatches, in order.
 
-    Smooth weighted round-robin: in any stretch each has nearly its share, and never all of it at once. With equal
-    shares microbatch m goes to ``m mod R``. Each has one where there are as many.
+    The method is smooth weighted round-robin: in every stretch each rank has nearly its share, and never all of its
+    share at once. With equal shares microbatch m goes to rank ``m mod R``. Each rank has at least one microbatch if
+    there are enough.
     """
     left = list(deal(count, shares, least=1))
     total = list(left)
     credit = [0] * len(left)
     order = []
     for _ in range(count):
-        credit = [have + gets for have, gets in zip(credit, total, strict=True)]
+        credit = [balance + number for balance, number in zip(credit, total, strict=True)]
         chosen = max(range(len(credit)), key=lambda rank: (credit[rank], -rank))
         credit[chosen] -= count
         order.append(chosen)

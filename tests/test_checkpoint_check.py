@@ -51,11 +51,11 @@ class Wider(PlainCNN):
 @pytest.mark.light
 def test_another_network_is_refused_naming_its_configuration(saved, tmp_path):
     for network, message in (
-        (Wider(), r"network.2.weight has the shape \(16, 8, 3, 3\) there and \(16, 8, 5, 5\) here"),
-        (nn.Sequential(*PlainCNN(), nn.Linear(10, 10)), "it has no network.6.weight"),
-        (nn.Sequential(*list(PlainCNN())[:-1]), "it has network.5.weight, which `model` has not"),
+        (Wider(), r"network.2.weight has the shape \(16, 8, 3, 3\) in the checkpoint and \(16, 8, 5, 5\) in `model`"),
+        (nn.Sequential(*PlainCNN(), nn.Linear(10, 10)), "the checkpoint has no network.6.weight"),
+        (nn.Sequential(*list(PlainCNN())[:-1]), "the checkpoint has network.5.weight, and `model` has not"),
     ):
-        whole = rf"best.ckpt is of another network .*: {message}; take `model` as it is in \S+/run0/config.yaml"
+        whole = rf"best.ckpt is of another network .*: {message}; use the `model` of \S+/run0/config.yaml"
         with pytest.raises(ConfigurationError, match=whole):
             check_weights(ImageClassifier(network, 10), saved)
     model = ImageClassifier(PlainCNN(), 10)

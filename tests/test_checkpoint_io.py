@@ -66,7 +66,7 @@ def test_a_changed_bit_is_found_or_changes_nothing(tmp_path):
         found.append(place)
     assert len(found) > 0.9 * len(places)  # Between the entries lies padding.
     path.write_bytes(content[:9000] + b"?" + content[9001:])
-    with pytest.raises(ConfigurationError, match=rf"{path} is not as it was written: archive/data/0 has changed since"):
+    with pytest.raises(ConfigurationError, match=rf"{path} is damaged: archive/data/0 has changed since"):
         io.load_checkpoint(path)
 
 
@@ -86,8 +86,8 @@ def test_what_is_no_checkpoint_is_named_and_why(tmp_path):
     torch.save({"a": RunsCode()}, path)
     for content, message in (
         (path.read_bytes(), r"\(getattr\): if you trust .* add --weights_only=false"),
-        (archive[:9000], "is cut short after 9,000 bytes: a copy of it did not end; copy it again"),
-        (b"a page that says: not found", "is no checkpoint: it begins with b'a page that says'"),
+        (archive[:9000], "is cut short after 9,000 bytes: copying the file did not finish; copy it again"),
+        (b"a page that says: not found", "is not a checkpoint: it begins with b'a page that says'"),
         (b"", "is empty"),
         (other_archive, "cannot be read: RuntimeError: "),
     ):

@@ -56,7 +56,7 @@ def test_what_is_exported_needs_no_package(kind):
     command = [sys.executable, str(Path(__file__).with_name("loads_elsewhere.py")), "out"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert run.stdout == f"3 images, without {', '.join(BARRED)}\n", run.stderr
-    with pytest.raises(ConfigurationError, match="out is there already"):
+    with pytest.raises(ConfigurationError, match="out exists already"):
         export.export(model, data, Path("out"), kind)
 
 
@@ -72,10 +72,10 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_left(monkeypatch):
         with pytest.raises(ConfigurationError, match=message):
             export.export(model, data, Path("out"), "torch_export")
         patched.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(ConfigurationError, match="not here: pip install onnx onnxscript onnxruntime"):
+        with pytest.raises(ConfigurationError, match="not installed: pip install onnx onnxscript onnxruntime"):
             export.export(model, data, Path("out"), "onnx")
     monkeypatch.setattr(export, "to_torch_export", lambda *_: lambda images: model.network(images) + 1)
-    with pytest.raises(ConfigurationError, match="as torch_export gives other logits than the checkpoint, by up to 1:"):
+    with pytest.raises(ConfigurationError, match="network as torch_export differ from the checkpoint's by up to 1:"):
         export.export(model, data, Path("out"), "torch_export")
     assert list(Path.cwd().iterdir()) == []
 

@@ -82,9 +82,9 @@ MISTAKES = {
     "no network 'resnet5' in torchvision; .* timm.create_model.*; did you mean 'resnet50'": ("resnet5", 7),
     r"no file .*nowhere.pth: set model": ("resnet18", 7, "nowhere.pth"),
     "torchvision has no weights 'IMAGENET22K' of resnet18": ("resnet18", 7, "IMAGENET22K"),
-    "other.pth is not of shufflenet_v2_x0_5": ("shufflenet_v2_x0_5", 7, "other.pth"),
+    "other.pth has weights of another network than shufflenet_v2_x0_5": ("shufflenet_v2_x0_5", 7, "other.pth"),
     "text.pt is not a file of weights": ("shufflenet_v2_x0_5", 7, "text.pt"),
-    r"the weights of resnet18 cannot be had \(no route to host\): .* copy the file, and give its path": ("resnet18", 7),
+    r"weights of resnet18 cannot be downloaded \(no route to host\): .* copy the file, and give": ("resnet18", 7),
 }
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints: written whole, checked before a run starts from them."""
+"""Checkpoints: complete files, which are checked before a run starts from them."""

@@ -1,1 +1,1 @@
-"""Launching on a cluster: batch jobs, launchers, several hosts."""
+"""Runs on a cluster: launchers, batch jobs and several hosts."""

@@ -1,4 +1,4 @@
-"""Which of a machine's network interfaces leads to another host."""
+"""Network interfaces of this machine, and the interface that leads to another host."""
 
 import fcntl
 import ipaddress
@@ -12,37 +12,46 @@ from cnnstrategies.errors import ConfigurationError
 
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 IPV6_TABLE = Path("/proc/net/if_inet6")
-DISCARD = 9  # A port is needed to ask for a route; nothing is sent to it.
+DISCARD = 9  # A question for a route needs a port; nothing is sent to it.
 
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface of this machine, and its first IP address, which gloo announces to the other ranks."""
+    """A network interface of this machine.
+
+    Attributes:
+        name: Name, such as ``eth0``.
+        address: First IP address, which gloo announces to the other ranks.
+    """
 
     name: str
     address: str
 
 
 def interfaces() -> list[Interface]:
-    """The interfaces that have an address; one with IPv4 and IPv6 is there twice, IPv4 first."""
-    found = []
+    """Return the interfaces that have an address; an interface with IPv4 and IPv6 appears twice, first with IPv4."""
+    result = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
                 answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
             except OSError:
-                continue  # It has no IPv4 address.
-            found.append(Interface(name, socket.inet_ntoa(answer[20:24])))
+                continue  # The interface has no IPv4 address.
+            result.append(Interface(name, socket.inet_ntoa(answer[20:24])))
     if IPV6_TABLE.exists():
         for line in IPV6_TABLE.read_text().splitlines():
             digits, _, _, _, _, name = line.split()
-            found.append(Interface(name, str(ipaddress.IPv6Address(int(digits, 16)))))
-    return found
+            result.append(Interface(name, str(ipaddress.IPv6Address(int(digits, 16)))))
+    return result
 
 
 def resolve(host: str) -> str:
-    """The IP address of a host name, as this machine knows it."""
+    """Return the IP address of a host name, as this machine resolves it.
+
+    Raises:
+        ConfigurationError: This machine cannot resolve the name.
+    """
     try:
         address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
@@ -54,7 +63,11 @@ def resolve(host: str) -> str:
 
 
 def source_address(target: str) -> str:
-    """The address of this machine from which packets to ``target`` would leave, by the kernel's routes."""
+    """Return the address of this machine from which packets to ``target`` leave, by the kernel's routes.
+
+    Raises:
+        ConfigurationError: The kernel has no route to ``target``.
+    """
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -68,7 +81,11 @@ def source_address(target: str) -> str:
 
 
 def interface_to(target: str) -> Interface:
-    """The interface that leads to ``target`` by the kernel's routes."""
+    """Return the interface that leads to ``target`` by the kernel's routes.
+
+    Raises:
+        ConfigurationError: There is no route, or the route's address is not the first address of an interface.
+    """
     source = source_address(target)
     for interface in interfaces():
         if interface.address == source:
@@ -82,32 +99,36 @@ def interface_to(target: str) -> Interface:
 
 
 def find_interface(wanted: str) -> Interface:
-    """The interface with a name, ``eth0``, or the one with an address in a subnet, ``10.0.0.0/24``."""
+    """Return the interface with a name, ``eth0``, or with an address in a subnet, ``10.0.0.0/24``.
+
+    Raises:
+        ConfigurationError: This machine has no such interface, or the text is not a subnet.
+    """
     try:
-        network = ipaddress.ip_network(wanted, strict=False) if "/" in wanted else None
+        subnet = ipaddress.ip_network(wanted, strict=False) if "/" in wanted else None
     except ValueError as error:
         raise ConfigurationError(
-            f"interconnect.interface: {wanted!r} is no subnet ({error}); 10.0.0.0/24 is one"
+            f"interconnect.interface: {wanted!r} is not a subnet ({error}); 10.0.0.0/24 is an example"
         ) from error
     for interface in interfaces():
-        if interface.name == wanted or (network and ipaddress.ip_address(interface.address) in network):
+        if interface.name == wanted or (subnet and ipaddress.ip_address(interface.address) in subnet):
             return interface
     raise ConfigurationError(f"interconnect.interface: {socket.gethostname()} has no {wanted!r}; it has {_listed()}")
 
 
 def choose_interface(wanted: str | None, target: str) -> Interface:
-    """The interface for the traffic between the ranks.
+    """Return the interface for the traffic between the ranks.
 
-    An explicit choice comes first, then that of gloo's or NCCL's own variable, then the route to another host.
+    The order of choice is ``wanted``, the variables of gloo and NCCL, and the route to ``target``.
     """
     wanted = wanted or os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
     return find_interface(wanted) if wanted else interface_to(target)
 
 
 def use_interface(name: str) -> None:
-    """Have gloo and NCCL use an interface, in this process and those that it starts.
+    """Make gloo and NCCL use an interface, in this process and in processes that it starts.
 
-    A variable that is set already is kept.
+    Variables that are already set are kept.
     """
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, name)
@@ -118,6 +139,6 @@ def _listed() -> str:
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on at the moment."""
+    """Return a TCP port on which nothing listens at the moment."""
     with socket.create_server(("", 0)) as probe:
         return int(probe.getsockname()[1])

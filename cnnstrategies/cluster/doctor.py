@@ -1,4 +1,4 @@
-"""What the hosts do together in ``cnnstrategies doctor``: tell about themselves, try connections and a directory."""
+"""The examination of hosts in ``cnnstrategies doctor``: versions, connections and a shared directory."""
 
 import contextlib
 import json
@@ -22,20 +22,23 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.whole_file import whole_file
 
 LINK_SECONDS = 5.0
-SHARED_SECONDS = 5.0  # NFS shows a new file to other clients after a few seconds
+SHARED_SECONDS = 5.0  # NFS shows a new file to other clients after a few seconds.
 SHARED = "checkpoints need a directory that all hosts share and may write to, as an NFS mount; name it with --shared"
-SHARED_MEMORY = 2**28  # bytes; a container has a quarter of it unless it is told otherwise
-DRIVER = Path("/proc/driver/nvidia/gpus")  # Has an entry for each card, whatever torch can do with it.
+SHARED_MEMORY = 2**28  # bytes; a container has a quarter of this by default
+DRIVER = Path("/proc/driver/nvidia/gpus")  # The driver has an entry for each card, also if torch cannot use the card.
 
 
 @dataclass
 class HostReport:
-    """What one host has found out.
+    """Results of one host's examination.
 
     Attributes:
-        versions: Version of each program that must be the same everywhere.
-        problems: What to mend there, a line each.
-        links: To the others: their number, the round trip in seconds and the bandwidth in bytes/s.
+        name: Name of the host.
+        versions: Version of each program that must be the same on all hosts.
+        problems: Problems of this host with their remedies, one line each.
+        interface: Name of the network interface that leads to the other hosts.
+        address: IP address of this interface.
+        links: Connections to the other hosts: number of the host, round trip in seconds, bandwidth in bytes/s.
     """
 
     name: str
@@ -47,99 +50,109 @@ class HostReport:
 
 
 def versions() -> dict[str, str]:
-    """The versions that must be equal on all hosts."""
+    """Return the versions that must be equal on all hosts, by program."""
     try:
-        own = version("cnnstrategies")
+        package = version("cnnstrategies")
     except PackageNotFoundError:
-        own = "not installed"
+        package = "not installed"
     nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None  # type: ignore[no-untyped-call]
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": lightning.__version__,
-        "cnnstrategies": own,
+        "cnnstrategies": package,
         "NCCL": ".".join(map(str, nccl)) if nccl else "none",
     }
 
 
 def shared_memory() -> int:
-    """Bytes of ``/dev/shm``, which a container limits; where there is none, as outside Linux, nothing lacks."""
+    """Return the bytes of ``/dev/shm``, which a container limits; without it, as outside Linux, return enough."""
     try:
-        found = os.statvfs("/dev/shm")
+        status = os.statvfs("/dev/shm")
     except OSError:
         return SHARED_MEMORY
-    return found.f_frsize * found.f_blocks
+    return status.f_frsize * status.f_blocks
 
 
 def examine_alone(driver: Path = DRIVER) -> HostReport:
-    """Examine this host by itself."""
-    found = HostReport(socket.gethostname(), versions(), [])
+    """Examine this host without the others.
+
+    Args:
+        driver: Directory with an entry for each GPU.
+    """
+    report = HostReport(socket.gethostname(), versions(), [])
     if (size := shared_memory()) < SHARED_MEMORY:
-        found.problems.append(
-            f"{size / 2**20:.0f} MiB of shared memory, through which data workers and NCCL hand over what they have: "
-            "mount an emptyDir with `medium: Memory` at /dev/shm in a pod, or start the container with --shm-size=8g; "
-            "data.init_args.num_workers=0 does without"
+        report.problems.append(
+            f"{size / 2**20:.0f} MiB of shared memory, which data workers and NCCL need for their data: mount an "
+            "emptyDir with `medium: Memory` at /dev/shm in a pod, or start the container with --shm-size=8g; "
+            "data.init_args.num_workers=0 needs none for data"
         )
     cards = len(list(driver.glob("*")))
     if cards and not torch.cuda.is_available():
-        found.problems.append(
+        report.problems.append(
             f"torch {torch.__version__} cannot use its {cards} GPU(s): python -c 'import torch; torch.cuda.init()' "
             "says why"
         )
-    return found
+    return report
 
 
 def examine(place: DoctorPlace, directory: Path, interface: str | None, wait: float) -> list[HostReport] | None:
     """Examine the cluster, together with the other hosts' processes.
 
     Args:
-        directory: Should be the same on all hosts.
-        interface: Name or subnet of the network interface to use; by default the one on the route.
+        place: This process among those of ``doctor``.
+        directory: Directory that should be the same on all hosts.
+        interface: Name or subnet of the network interface to use; by default the interface on the route.
         wait: Seconds to wait for the other hosts.
 
     Returns:
-        On the first host, what each of them found out; None on the others.
+        The reports of all hosts on the first host; None on the others.
     """
     store = open_store(place.main_address, place.main_port, place.node == 0, wait)
     mine, probe, others = meet(store, place.node, place.nodes, place.main_address, interface, wait)
-    found = examine_alone()
-    found.interface, found.address = mine.name, mine.address
+    report = examine_alone()
+    report.interface, report.address = mine.name, mine.address
 
-    def all_here(point: str) -> None:
+    def wait_for_all(point: str) -> None:
         store.set(f"{point}/{place.node}", "")
         wait_for(store, [f"{point}/{node}" for node in range(place.nodes)], place.node, place.nodes, wait)
 
-    # One connection at a time, while one other host measures that to this one.
+    # In each round a host measures one connection, while one other host measures the connection to it.
     for number, peer in enumerate([*others[place.node :], *others[: place.node]]):
-        all_here(f"round/{number}")
-        found.links.append((peer.node, *measure(peer.address, peer.port, LINK_SECONDS)))
-    run = json.loads(store.get("host/0"))[2]  # The first host's port: files of another run have another.
+        wait_for_all(f"round/{number}")
+        report.links.append((peer.node, *measure(peer.address, peer.port, LINK_SECONDS)))
+    run = json.loads(store.get("host/0"))[2]  # The first host's port tells files of this run from another run's files.
     files = {node: directory / f".cnnstrategies-doctor-{run}-{node}" for node in range(place.nodes)}
     try:
-        with whole_file(files[place.node], SHARED):  # As a checkpoint is written.
+        with whole_file(files[place.node], SHARED):  # Checkpoints are written in the same way.
             pass
     except ConfigurationError as error:
-        found.problems.append(str(error))
-    all_here("written")
+        report.problems.append(str(error))
+    wait_for_all("written")
     missing = unseen(others, files)
-    found.problems += [f"{directory}: does not see what {peer.host} writes there: {SHARED}" for peer in missing]
-    all_here("seen")
-    with contextlib.suppress(OSError):  # Where it could not write.
+    report.problems += [f"{directory}: files that {peer.host} writes do not appear here: {SHARED}" for peer in missing]
+    wait_for_all("seen")
+    with contextlib.suppress(OSError):  # The file does not exist if this host could not write it.
         files[place.node].unlink()
-    store.set(f"found/{place.node}", json.dumps(asdict(found)))
+    store.set(f"report/{place.node}", json.dumps(asdict(report)))
     if place.node != 0:
         return None
-    keys = [f"found/{node}" for node in range(place.nodes)]
+    keys = [f"report/{node}" for node in range(place.nodes)]
     wait_for(store, keys, place.node, place.nodes, wait)
     probe.close()
     return [HostReport(**json.loads(store.get(key))) for key in keys]
 
 
 def unseen(others: Sequence[ProbedHost], files: Mapping[int, Path]) -> list[ProbedHost]:
-    """The other hosts whose files do not appear here."""
+    """Return the other hosts whose files do not appear on this host.
+
+    Args:
+        others: The other hosts.
+        files: File of each host, by its number.
+    """
     deadline = time.monotonic() + SHARED_SECONDS
-    left = list(others)
-    while left and time.monotonic() < deadline:
-        left = [peer for peer in left if not files[peer.node].exists()]
+    missing = list(others)
+    while missing and time.monotonic() < deadline:
+        missing = [peer for peer in missing if not files[peer.node].exists()]
         time.sleep(POLL)
-    return left
+    return missing

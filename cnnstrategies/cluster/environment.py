@@ -14,7 +14,10 @@ from cnnstrategies.strategies.protocol import facts_of
 
 
 def local_rank() -> int:
-    """Return the number of this process on its machine, before Lightning has chosen an environment; 0 if alone."""
+    """Return the local rank from the launcher's variables, before Lightning has chosen an environment.
+
+    A process without a launcher has local rank 0.
+    """
     return launchers.local_rank(os.environ)
 
 
@@ -53,7 +56,10 @@ class DoctorPlace:
 
 
 def find_place() -> DoctorPlace | None:
-    """Return the place of this process from the variables of its launcher; None if nothing has started other nodes."""
+    """Return this process's node and local rank from the launcher's variables.
+
+    None if no launcher has started processes on other nodes.
+    """
     for launcher in launchers.launchers():
         if launcher.starts_ranks(os.environ) or launcher.starts_nodes(os.environ):
             environment, nodes = launcher.environment(), launcher.nodes(os.environ)
@@ -63,7 +69,7 @@ def find_place() -> DoctorPlace | None:
 
 
 def check_world(trainer: Trainer) -> None:
-    """Refuse a launcher that has started another number of processes than the trainer expects.
+    """Refuse a run whose launcher has started a different number of processes from the number that the trainer expects.
 
     Each process would train on its share of the data, and nothing would train on the rest.
 

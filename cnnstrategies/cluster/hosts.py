@@ -1,4 +1,4 @@
-"""Hosts of a run find each other before it starts, or say who is missing; and an end when one of them goes silent."""
+"""Connections between the hosts of a run: hosts meet before the run, and the run ends if a host becomes silent."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.strategies.protocol import facts_of
 
 UNREACHABLE = 1  # exit code
-MOST_AT_ONCE = 16  # pings under way
+MOST_AT_ONCE = 16  # pings at the same time
 PING_SECONDS = 5.0
 
 
@@ -32,11 +32,11 @@ class Interconnect:
 
     Args:
         interface: Network interface for the traffic between the ranks, by name (``eth0``) or by subnet
-            (``10.0.0.0/24``, where the names differ from host to host). By default ``GLOO_SOCKET_IFNAME`` or
-            ``NCCL_SOCKET_IFNAME``, else the one on the route between the hosts.
-        wait: Longest wait for all hosts at the start: seconds or ``minutes:seconds``.
-        timeout: Time without an answer from a host, in the same form, after which the run ends with a message that
-            names the host.
+            (``10.0.0.0/24``, for hosts whose interfaces have different names). The default is the value of
+            ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME``, or else the interface on the route between the hosts.
+        wait: Longest wait for all hosts at the start, as seconds or ``minutes:seconds``.
+        timeout: Time without an answer from a host, as seconds or ``minutes:seconds``. After this time the run ends
+            with an error message that names the silent host.
     """
 
     def __init__(self, interface: str | None = None, wait: Duration = 300.0, timeout: Duration = 60.0) -> None:
@@ -48,12 +48,22 @@ class Interconnect:
 def meet(
     store: Store, node: int, nodes: int, main_address: str, interface: str | None, seconds: float
 ) -> tuple[Interface, Probe, list[ProbedHost]]:
-    """Make this host known, wait for the others, and try every connection between this one and them.
+    """Announce this host, wait for the others, and try the connections from this host to all others.
 
     Args:
-        main_address: Where the store is served; the first host takes its route to the second instead.
-        interface: By default the one on the route.
+        store: The store at the main address.
+        node: Number of this host.
+        nodes: Number of hosts.
+        main_address: Address of the store, which the first host serves. The other hosts use the interface on their
+            route to this address; the first host uses the interface on its route to another host.
+        interface: Name or subnet of the interface; by default the interface on the route.
         seconds: How long to wait for the other hosts.
+
+    Returns:
+        The interface, this host's probe, and the other hosts.
+
+    Raises:
+        ConfigurationError: A host is missing, or one host cannot reach another host.
     """
     me = socket.gethostname()
     if node == 0:
@@ -75,10 +85,10 @@ def meet(
     wait_for(store, keys, node, nodes, seconds + nodes * PING_SECONDS)
     failures = [failure for key in keys for failure in json.loads(store.get(key))]
     if failures:
-        store.set(f"told/{node}", "")
+        store.set(f"informed/{node}", "")
         if node == 0:
-            # Until all know of it: the store, which is served here, is about to end.
-            missing_after(store, [f"told/{number}" for number in range(nodes)], PING_SECONDS)
+            # This process serves the store, which ends with it, so it waits until all hosts have read the failures.
+            missing_after(store, [f"informed/{number}" for number in range(nodes)], PING_SECONDS)
         raise ConfigurationError(
             "; ".join(failures) + ": allow TCP connections on all ports between the machines of the run, or choose "
             "another interface with --interconnect.interface"
@@ -88,9 +98,13 @@ def meet(
 
 
 def own_interface(store: Store, node: int, main_address: str, wanted: str | None) -> Interface:
-    """That which leads to the other hosts; the first one has been told of another's address, by the key ``source``."""
+    """Return the interface that leads to the other hosts.
+
+    The other hosts write an address of theirs to the key ``source`` of the store. The first host looks for the route to
+    that address.
+    """
     if node == 0:
-        # The route to its own address would be the loopback's.
+        # The route to the first host's own address would be the loopback.
         return choose_interface(wanted, store.get("source").decode())
     mine = choose_interface(wanted, resolve(main_address))
     store.set("source", mine.address)
@@ -98,23 +112,29 @@ def own_interface(store: Store, node: int, main_address: str, wanted: str | None
 
 
 def interface_of(store: Store, node: int, nodes: int, seconds: float) -> str:
-    """The name of the interface that this host's first process has chosen."""
+    """Return the name of the interface that this host's first process has chosen."""
     wait_for(store, [f"interface/{node}"], node, nodes, seconds)
     return store.get(f"interface/{node}").decode()
 
 
 def wait_for(store: Store, keys: list[str], node: int, nodes: int, seconds: float) -> None:
-    """Wait until the hosts have written these keys; a missing host is named by its number, those present by name."""
+    """Wait until the hosts have written these keys.
+
+    Raises:
+        ConfigurationError: A key is missing after `seconds`. The message names missing hosts by number and present
+            hosts by name.
+    """
     late = missing_after(store, keys, seconds)
     if not late:
         return
-    come = {number: store.get(f"host/{number}") for number in range(nodes) if store.check([f"host/{number}"])}
-    known = [f"{ProbedHost(number, *json.loads(record))}" for number, record in come.items()]
-    missing = [f"node {number}" for number in range(nodes) if number not in (node, *come)]
-    missing = missing or [f"node {key.rpartition('/')[2]}" for key in late]  # They have come, and not gone on.
+    present = {number: store.get(f"host/{number}") for number in range(nodes) if store.check([f"host/{number}"])}
+    known = [f"{ProbedHost(number, *json.loads(record))}" for number, record in present.items()]
+    missing = [f"node {number}" for number in range(nodes) if number not in (node, *present)]
+    # If all hosts are present, those that have not written their key are named.
+    missing = missing or [f"node {key.rpartition('/')[2]}" for key in late]
     raise ConfigurationError(
         f"{socket.gethostname()} has waited {seconds:g} s for {', '.join(missing)}"
-        f"{'; here are ' + ', '.join(known) if known else ''}: start it on all {nodes} machines with the same "
+        f"{'; present are ' + ', '.join(known) if known else ''}: start the run on all {nodes} machines with the same "
         "MASTER_ADDR and MASTER_PORT, and look at the others' output; --interconnect.wait (--wait of doctor) sets how "
         "long to wait"
     )
@@ -123,11 +143,13 @@ def wait_for(store: Store, keys: list[str], node: int, nodes: int, seconds: floa
 class Watch:
     """Pings the other hosts of a run in the background.
 
-    A collective waits for a silent host until the process group's time-out, which is 30 minutes by default, and then
-    names nobody. A host whose part of the run has ended is no concern of the watch: its connections are closed, so
-    that the others' collectives fail at once.
+    A collective waits for a silent host until the process group's time-out, which is 30 minutes by default, and its
+    error then names no host. The watch ignores hosts whose part of the run has ended: their connections are closed, so
+    the other hosts' collectives fail at once.
 
     Args:
+        me: Name of this host.
+        peers: The other hosts.
         timeout: Seconds without any answer after which a host counts as unreachable.
         on_silent: Called once with a message, in the watch's own thread.
     """
@@ -165,21 +187,24 @@ class Watch:
                 names = ", ".join(map(str, lost))
                 reason = answers[lost[0]][1]
                 alone = len(lost) == len(self._peers) > 1
-                own = "; no other host answers, so it may be this one's connection" if alone else ""
+                hint = "; no other host answers, so this host's own connection may be broken" if alone else ""
                 self._on_silent(
-                    f"{self._me} has not reached {names} for {self._timeout:g} s ({reason}){own}: the run ends here. "
-                    "Mend the connection and resume from the last checkpoint; --interconnect.timeout sets how long to "
-                    "wait"
+                    f"{self._me} has not reached {names} for {self._timeout:g} s ({reason}){hint}: the run ends here. "
+                    "Repair the connection and resume from the last checkpoint; --interconnect.timeout sets how long "
+                    "to wait"
                 )
                 return
 
 
 @contextlib.contextmanager
 def across_hosts(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]:
-    """Bring the hosts of a run together before it starts, and watch them while it lasts; one host has its loopback.
+    """Connect the hosts of a run before it starts, and watch them while it runs. A single host uses its loopback.
 
-    Each host's first process speaks for it. A strategy that connects its hosts itself only learns how long to wait for
-    them.
+    On each host the first process does the work. A strategy that connects its hosts itself only learns how long to wait
+    for them.
+
+    Raises:
+        ConfigurationError: The hosts do not meet, or the strategy forks or spawns its ranks.
     """
     strategy = trainer.strategy
     facts = facts_of(strategy)
@@ -195,8 +220,8 @@ def across_hosts(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]
         return
     if ranks_are_children(strategy.launcher):
         raise ConfigurationError(
-            f"trainer.num_nodes={trainer.num_nodes} with a strategy that forks or spawns its ranks: use the one "
-            "without _fork or _spawn in its name"
+            f"trainer.num_nodes={trainer.num_nodes} with a strategy that forks or spawns its ranks: use the strategy's "
+            "name without _fork or _spawn"
         )
     watch, probe = None, None
     address, port = environment.main_address, environment.main_port
@@ -223,5 +248,5 @@ def across_hosts(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]
         if watch is not None and probe is not None:
             watch.close()
             probe.close()
-        # Until here: rank 0's process shares the server with torch's own.
+        # The store must live as long as the run: in rank 0's process torch's own store uses the same server.
         del store

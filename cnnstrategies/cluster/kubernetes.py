@@ -1,4 +1,4 @@
-"""A run on Kubernetes: its objects, Indexed Jobs that start their pods again, their names, and the commands in them."""
+"""The objects of a run on Kubernetes: Indexed Jobs, which restart their pods, with names and the pods' scripts."""
 
 import shlex
 import signal
@@ -12,9 +12,9 @@ from cnnstrategies.cluster.options import KubernetesOptions
 
 MAIN_PORT, SERVER_PORT = 29500, 29600
 CONFIGURATION, KEYS, KEY = "/run/cnnstrategies/config", "/run/cnnstrategies/keys", "run.key"
-OWN_KEY = f"/dev/shm/{KEY}"  # In memory, and this user's alone.
-STOPPED = 128 + int(signal.SIGTERM)  # exit code: after a step with a checkpoint, or while it was starting
-HOPELESS = 78  # exit code (EX_CONFIG): a pod that is started again would end in the same way
+OWN_KEY = f"/dev/shm/{KEY}"  # A copy of the key file, in memory, that only the pod's user can read.
+STOPPED = 128 + int(signal.SIGTERM)  # exit code: stopped after a step with a checkpoint, or during start-up
+HOPELESS = 78  # exit code (EX_CONFIG): a restarted pod would end in the same way
 PATIENCE = 1800  # seconds that a server's pod waits for the next start of a run that has failed
 UNKNOWN = (
     f"no address for $MASTER_ADDR in {PATIENCE} s: was that pod scheduled (kubectl get pods), and does the cluster's "
@@ -28,14 +28,19 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class PodRun:
-    """What is to run as pods.
+    """A run as pods.
 
     Attributes:
+        name: Name of the run's objects.
+        options: The section ``cluster.kubernetes``.
+        size: Number of pods of the trainer, and of processes and GPUs in each.
         servers: Number of pods that hold parameters.
-        goes_on: Whether the run goes on without a pod of the trainer that is lost.
-        folder: Of the run, as the pods see it.
+        goes_on: Whether the run continues without a lost pod of the trainer.
+        folder: The run folder, as the pods see it.
+        configuration: The run's configuration as YAML.
+        python: The interpreter in the pods.
         setup: Lines of ``sh`` before the run.
-        command: The command line that made it, for the reader.
+        command: The command line of ``submit``, for people who read the objects.
     """
 
     name: str
@@ -51,32 +56,37 @@ class PodRun:
 
 
 def job_name(name: str, role: str) -> str:
-    """The Job of a role."""
+    """Return the name of a role's Job.
+
+    Args:
+        name: Name of the run.
+        role: `TRAINER` or `SERVERS`.
+    """
     return name if role == TRAINER else f"{name}-{role}"
 
 
 def host(name: str, role: str, number: int) -> str:
-    """The name by which the others reach a pod of a run."""
+    """Return the host name by which other pods reach a pod of a run."""
     return f"{job_name(name, role)}-{number}.{name}"
 
 
 def objects(run: PodRun) -> list[Object]:
-    """All objects of a run, in the order in which they are made; the last one starts it."""
+    """Return all objects of a run, in the order of their creation; the last object starts the run."""
     configuration = _object(run, "v1", "ConfigMap", immutable=True, data={"config.yaml": run.configuration})
-    # Gives the pods their names, and before they are ready: they find each other by then.
+    # The service gives the pods their names. Pods need the names before they are ready, to find each other.
     names = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(run)}
     roles = [SERVERS, TRAINER] if run.servers else [TRAINER]
     return [configuration, _object(run, "v1", "Service", spec=names), *(_job(run, role) for role in roles)]
 
 
 def text(run: PodRun) -> str:
-    """The objects as YAML, such as ``kubectl create`` takes."""
-    parts = [yaml.dump(one, Dumper=_ManifestDumper, sort_keys=False, width=120) for one in objects(run)]
+    """Return the objects as YAML, for ``kubectl create``."""
+    parts = [yaml.dump(entry, Dumper=_ManifestDumper, sort_keys=False, width=120) for entry in objects(run)]
     return f"# Written by: {run.command}\n" + "---\n".join(parts)
 
 
 class _ManifestDumper(yaml.SafeDumper):
-    """Writes texts of several lines as such, and nothing as a reference to something above."""
+    """A writer of YAML that keeps the lines of long texts, and uses no references."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -101,13 +111,13 @@ def _object(run: PodRun, version: str, kind: str, **content: object) -> Object:
 
 
 def _job(run: PodRun, role: str) -> Object:
-    """An Indexed Job: each index is a pod, which gets the same number and name when it is started again."""
+    """Return an Indexed Job with the pods of a role. A pod keeps its index and its host name after a restart."""
     pods = run.size.nodes if role == TRAINER else run.servers
     spec = {
         "completionMode": "Indexed",
         "completions": pods,
         "parallelism": pods,
-        # When one fails, so do the others.
+        # A failure of one pod makes all other pods fail as well.
         "backoffLimit": run.options.max_restarts * (run.size.nodes + run.servers),
         "podFailurePolicy": {
             "rules": [
@@ -128,7 +138,7 @@ def _job(run: PodRun, role: str) -> Object:
 def _pod(run: PodRun, role: str) -> Object:
     return {
         "subdomain": run.name,
-        "restartPolicy": "Never",  # The Job starts it again, on another node if need be.
+        "restartPolicy": "Never",  # The Job restarts the pod, if necessary on another node.
         "terminationGracePeriodSeconds": run.options.whole_grace,
         "containers": [_container(run, role)],
         "volumes": [{"name": name, **source} for name, _, source in _mounted(run)],
@@ -139,8 +149,8 @@ def _pod(run: PodRun, role: str) -> Object:
 def _container(run: PodRun, role: str) -> Object:
     options = run.options
     trains = role == TRAINER
-    asked = options.resources if trains else options.server_resources
-    resources = {key: str(value) for key, value in asked.items()}
+    amounts = options.resources if trains else options.server_resources
+    resources = {key: str(value) for key, value in amounts.items()}
     if trains and run.size.gpus_per_node:
         resources[options.gpu] = str(run.size.gpus_per_node)
     result: Object = {
@@ -152,7 +162,7 @@ def _container(run: PodRun, role: str) -> Object:
         "volumeMounts": [{"name": name, "mountPath": path} for name, path, _ in _mounted(run)],
     }
     if resources:
-        # Both: a pod that asks for less than it may take is the first to be ended when memory is short.
+        # Requests equal limits: a pod that requests less than its limit is ended first when memory is short.
         result["resources"] = {"requests": resources, "limits": resources}
     return result
 
@@ -162,7 +172,7 @@ def _environment(run: PodRun) -> list[Object]:
         "MASTER_ADDR": host(run.name, TRAINER, 0),
         "MASTER_PORT": str(MAIN_PORT),
         "NNODES": str(run.size.nodes),
-        "PYTHONUNBUFFERED": "1",  # The log of a pod that is killed is whole.
+        "PYTHONUNBUFFERED": "1",  # The log of a killed pod is complete.
         **run.options.env,
     }
     index: Object = {"name": "NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}
@@ -170,7 +180,7 @@ def _environment(run: PodRun) -> list[Object]:
 
 
 def _mounted(run: PodRun) -> list[tuple[str, str, Object]]:
-    """The names of a pod's volumes, where it sees them, and what they are."""
+    """Return the volumes of a pod: name, directory in the pod, and source."""
     options = run.options
     memory: Object = {"medium": "Memory"}
     if options.shared_memory is not None:
@@ -188,11 +198,11 @@ def _mounted(run: PodRun) -> list[tuple[str, str, Object]]:
 
 
 def trainer_script(run: PodRun) -> str:
-    """What a pod of the trainer runs."""
-    # The others go on without a worker of the parameter server; it is let in when the run is started again.
+    """Return the script of a pod of the trainer."""
+    # A run with a parameter server continues without a worker, and admits it again after the pod's program restarts.
     again = '[ "$NODE_RANK" -ne 0 ] && [ ! -e "$finished" ]' if run.goes_on else "false"
     return f"""running=
-# A container's first process gets no signal that it has not asked for.
+# A container's first process receives only signals for which it has a handler.
 trap 'if [ -n "$running" ]; then kill -TERM $!; else exit {STOPPED}; fi' TERM
 {_setup(run)}while :; do
     running=yes
@@ -216,10 +226,10 @@ exit $code
 
 
 def server_script(run: PodRun) -> str:
-    """What a pod that holds parameters runs: a server for each start of the run."""
+    """Return the script of a pod that holds parameters. It runs a server for each start of the run."""
     server = f"{shlex.quote(run.python)} -m cnnstrategies.commands.server --config {CONFIGURATION}/config.yaml"
     return f"""running= ended=
-# A server outlives the signal, and asks the run to stop, which needs it until then.
+# A server outlives the signal: it asks the run to stop, and the run needs the server until then.
 trap 'ended={STOPPED}; if [ -n "$running" ]; then kill -TERM $! 2>/dev/null; else exit $ended; fi' TERM
 {_setup(run)}begin=$(date +%s)
 until [ -e "$finished" ]; do
@@ -228,7 +238,7 @@ until [ -e "$finished" ]; do
     child=$!
     while kill -0 $child 2>/dev/null && [ ! -e "$finished" ]; do sleep 1; done
     if [ -e "$finished" ]; then
-        kill -KILL $child 2>/dev/null # It may be waiting for another start of the run.
+        kill -KILL $child 2>/dev/null # The server may wait for another start of the run.
         exit 0
     fi
     if wait $child; then begin=$(date +%s); fi
@@ -241,7 +251,7 @@ done
 
 
 def _setup(run: PodRun) -> str:
-    lacks = "lacks the package: build one as docs/kubernetes.md says, or name its interpreter with cluster.python"
+    lacks = "lacks the package: build an image as docs/kubernetes.md says, or name its interpreter with cluster.python"
     message = f"cnnstrategies: error: the image {run.options.image} {lacks}"
     otherwise = f"{{ echo {shlex.quote(message)} >&2; exit {HOPELESS}; }}"
     lines = [
@@ -250,13 +260,13 @@ def _setup(run: PodRun) -> str:
         f"{shlex.quote(run.python)} -c 'import cnnstrategies' || {otherwise}",
     ]
     if run.options.key_secret is not None:
-        # As the volume has it, the file may be the group's too.
+        # In the volume the file may be readable by the group.
         lines.append(f"install -m 600 {KEYS}/{KEY} {OWN_KEY} || exit {HOPELESS}")
-    # What the configuration names without a root is in the run folder; classes beside the image's code are found.
+    # Relative paths of the configuration are in the run folder; classes in the image's working directory are found.
     lines += [
         'export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"',
         'mkdir -p "$run" && cd "$run" || exit 1',
-        "begin=$(date +%s) # A pod has no name before it has a node.",
+        "begin=$(date +%s) # A pod has no address before it has a node.",
         'until getent hosts "$MASTER_ADDR" >/dev/null; do',
         f"    if [ $(($(date +%s) - begin)) -gt {PATIENCE} ]; then",
         f'        echo "cnnstrategies: error: {UNKNOWN}" >&2',

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantities import Duration, seconds
 
-# Options of sbatch by the key that decides them: an extra line that says it again could disagree.
+# Options of sbatch, by the key that decides them: an extra line with such an option could disagree with the key.
 DECIDED = {
     "trainer.num_nodes": ("-N", "--nodes"),
     "trainer.devices": (
@@ -16,50 +16,50 @@ DECIDED = {
         *("-G", "--gpus", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket"),
     ),
     "cluster.job_name": ("-J", "--job-name"),
-    "cluster.cpus_per_task": ("-c", "--cpus-per-task"),  # To srun it has to be said as well.
+    "cluster.cpus_per_task": ("-c", "--cpus-per-task"),  # srun needs this option as well.
     "cluster.signal": ("--signal",),
     "cluster.requeue": ("--requeue", "--no-requeue"),
     "cluster.folder": ("-o", "--output", "-e", "--error", "--open-mode", "-a", "--array"),
 }
-# Lightning takes a job of one of these names for a shell and ignores what SLURM says about ranks.
+# Names of jobs that Lightning takes for a shell; it then ignores SLURM's ranks.
 INTERACTIVE = ("bash", "interactive")
-# Between the end of the run's grace and the time limit: for the end of the processes and the requeue.
+# Seconds between the end of the run's grace and the time limit. In this time the processes end and the job is requeued.
 MARGIN_SECONDS = 20
-# Between the end of the run's grace and the moment when the pod is killed: for the end of its processes.
+# Seconds between the end of the run's grace and the moment when the pod is killed. In this time the processes end.
 POD_MARGIN_SECONDS = 10
-# Where every pod has something of ours.
+# Folders that the package itself uses in every pod.
 POD_FOLDERS = ("/dev/shm", "/run/cnnstrategies")
-# What follows from the run.
+# Fields of a pod's specification that follow from the run.
 POD_FIELDS = {"containers", "restartPolicy", "subdomain", "terminationGracePeriodSeconds", "volumes"}
-# What follows from the nodes: a variable that says it again could disagree.
+# Environment variables that follow from the nodes; a variable from the user could disagree.
 NODE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "NNODES", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
 
 @dataclass
 class KubernetesOptions:
-    """What the pods of a run ask for; read by ``submit fit --to kubernetes``.
+    """Resources of a run's pods. ``submit fit --to kubernetes`` reads them.
 
-    A node of the trainer is a pod: their number is ``trainer.num_nodes``, and with ``trainer.accelerator: gpu`` each
-    asks for as many GPUs as ``trainer.devices``.
+    Each node of the trainer is a pod: there are ``trainer.num_nodes`` pods, and with ``trainer.accelerator: gpu`` each
+    requests ``trainer.devices`` GPUs.
 
     Attributes:
         image: Container image that has this package.
-        namespace: Where the objects are made; by default that of the current context.
+        namespace: Namespace of the objects; by default that of the current context.
         queue: Local queue of Kueue.
         pod: Other fields of the pods' specification, as Kubernetes writes them, such as nodeSelector, tolerations,
             priorityClassName, imagePullSecrets, or a securityContext with runAsUser and fsGroup.
         resources: Requests and limits of a pod of the trainer, such as {cpu: 8, memory: 64Gi}.
-        gpu: Name of the resource that a GPU is.
-        server_resources: Those of a pod that holds parameters (cluster.server_nodes).
-        volumes: Persistent volume claims by the directory where the pods see them, such as {/runs: my-claim}.
-        shared_memory: Most that /dev/shm holds, such as 8Gi; it counts as the pod's memory. No limit of its own when
-            left out.
-        key_secret: Secret with the keys of a parameter server, made of a file run.key.
+        gpu: Name of the resource for GPUs.
+        server_resources: Requests and limits of a pod that holds parameters (cluster.server_nodes).
+        volumes: Persistent volume claims, by the directory where the pods see them, such as {/runs: my-claim}.
+        shared_memory: Largest size of /dev/shm, such as 8Gi, which counts as the pod's memory; by default only the
+            pod's memory limits it.
+        key_secret: Secret with the keys of a parameter server, made from a file run.key.
         env: Environment variables of the pods, such as {NCCL_SOCKET_IFNAME: eth0}.
         grace_seconds: Time, as seconds or ``minutes:seconds``, between a pod's SIGTERM and its end. A step, or a
             validation if it comes then, and the writing of the checkpoint must fit into it.
-        max_restarts: How often pods that fail are started again. Those that end because a node is drained or their
-            place is needed, with a checkpoint, do not count.
+        max_restarts: How often pods that fail are started again. Pods that end with a checkpoint, because their node is
+            drained or needed, do not count.
 
     Raises:
         ConfigurationError: A value is out of range.
@@ -91,20 +91,20 @@ class KubernetesOptions:
             )
         for path in self.volumes:
             parts = PurePosixPath(path)
-            if not parts.is_absolute() or path == "/" or any(parts.is_relative_to(own) for own in POD_FOLDERS):
+            if not parts.is_absolute() or path == "/" or any(parts.is_relative_to(folder) for folder in POD_FOLDERS):
                 raise ConfigurationError(
                     f"cluster.kubernetes.volumes: {path!r}: name a directory from the root, such as /runs, outside of "
                     f"{' and '.join(POD_FOLDERS)}"
                 )
-        if own := self.pod.keys() & POD_FIELDS:
+        if decided := self.pod.keys() & POD_FIELDS:
             raise ConfigurationError(
-                f"cluster.kubernetes.pod: {', '.join(sorted(own))}: that is decided here; leave it out"
+                f"cluster.kubernetes.pod: {', '.join(sorted(decided))}: submit decides this; leave it out"
             )
         for name in self.env:
             if name in NODE_VARIABLES or name.startswith("PET_"):
                 raise ConfigurationError(
-                    f"cluster.kubernetes.env: {name} could disagree with the rest: it follows from trainer.num_nodes "
-                    "and trainer.devices; leave it out"
+                    f"cluster.kubernetes.env: {name} follows from trainer.num_nodes and trainer.devices, and could "
+                    "disagree with them; leave it out"
                 )
 
     @property
@@ -120,12 +120,13 @@ class KubernetesOptions:
 
 @dataclass
 class RayOptions:
-    """What ``submit --to ray`` asks of a Ray cluster; the rest of ``cluster`` says what a node is asked for.
+    """The Ray cluster of ``submit --to ray``. Other keys of ``cluster`` give the resources of a node.
 
     Attributes:
-        address: Of the cluster, as ``ray.init`` takes it; by default ``RAY_ADDRESS``, else the one on this machine.
-        max_restarts: How often the run is started again from its last checkpoint, after a node or a process was lost.
-        wait: Longest wait, as seconds or ``minutes:seconds``, for nodes that are free, at the start and after a loss.
+        address: Address of the cluster, as ``ray.init`` accepts it; by default ``RAY_ADDRESS``, or else the cluster of
+            this machine.
+        max_restarts: How often the run is started again from its last checkpoint after a node or a process was lost.
+        wait: Longest wait for free nodes, at the start and after a loss: seconds or ``minutes:seconds``.
 
     Raises:
         ConfigurationError: A value is out of range.
@@ -137,10 +138,10 @@ class RayOptions:
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
-            raise ConfigurationError(f"cluster.ray.max_restarts={self.max_restarts}: 0 or more")
+            raise ConfigurationError(f"cluster.ray.max_restarts={self.max_restarts}: use 0 or more")
         if self.wait_seconds < 1:
             raise ConfigurationError(
-                f"cluster.ray.wait={self.wait}: nodes need some seconds to start a process; give it 30"
+                f"cluster.ray.wait={self.wait}: nodes need some seconds to start a process; use at least 30"
             )
 
     @property
@@ -151,40 +152,42 @@ class RayOptions:
 
 @dataclass
 class ClusterOptions:
-    """What a job asks for; read by ``submit``, ignored by ``fit``.
+    """Resources of a job. ``submit`` reads them; ``fit`` ignores them.
 
-    Nodes, tasks per node and GPUs are not here: they are ``trainer.num_nodes``, ``trainer.devices`` and, with
-    ``trainer.accelerator: gpu``, as many GPUs per node as devices.
+    The trainer decides nodes, tasks and GPUs: ``trainer.num_nodes`` nodes, ``trainer.devices`` tasks on each node, and
+    with ``trainer.accelerator: gpu`` as many GPUs on each node.
 
     Attributes:
-        job_name: Shown by ``squeue``, and the beginning of the run folder's name.
+        job_name: Name of the job, and first part of the run folder's name.
         partition: Partition.
-        account: Account that the time is charged to.
+        account: Account that pays for the time.
         time: Time limit as SLURM writes it, in quotes: "minutes", "hours:minutes:seconds" or
             "days-hours:minutes:seconds".
         cpus_per_task: CPUs of each process, for its threads and its data workers.
         memory: Memory of a node, such as 64G.
-        gpu_type: Type of the GPUs, such as a100; any when left out.
+        gpu_type: Type of the GPUs, such as a100; by default any type.
         venv: Virtual environment to activate.
         setup: Other lines of the script before the run, such as ``module load cuda/12.4``.
-        python: The interpreter; by default ``python`` with ``venv`` or ``container``, and the one that runs ``submit``
-            without.
-        container: What starts a container, such as ``apptainer exec --nv image.sif``; the interpreter is the image's.
+        python: Interpreter; by default ``python`` with ``venv`` or ``container``, and otherwise the interpreter that
+            runs ``submit``.
+        container: Words that start a container, such as ``apptainer exec --nv image.sif``; the interpreter is in the
+            image.
         sbatch: Other options of sbatch, such as ``--exclusive`` and ``--constraint=ib``.
-        requeue: On the warning signal, stop at a step boundary with a checkpoint, requeue the job and go on from there.
+        requeue: On the warning signal, stop after a step with a checkpoint, requeue the job, and resume there.
         signal: The warning signal.
         signal_seconds: Time, as seconds or ``minutes:seconds``, between the warning signal and the time limit. A step,
             or a validation if it comes then, must fit into it; SLURM may send the signal up to a minute earlier.
         max_requeues: How often a job may requeue itself.
-        folder: Where run folders are made, on a disk that all nodes see; with ``--to ray`` by default ``ray``.
-        check_data: Look at the data before the job is queued; false where only the nodes have them.
-        server_nodes: Nodes that hold the parameters of a ``ParameterServerStrategy``, one dedicated server on each: a
-            second part of a heterogeneous job, beside the nodes of the trainer. By default the trainer's nodes do.
-        server_sbatch: Options of sbatch for these nodes, such as ``--partition=cpu`` and ``--mem=32G``; partition,
-            account and time are otherwise the trainer's.
-        kubernetes: What only Kubernetes asks for. There job_name, folder, python, setup and server_nodes count too, and
-            the rest is SLURM's.
-        ray: For ``--to ray``: address, max_restarts and wait.
+        folder: Directory for run folders, on a disk that all nodes see; with ``--to ray`` the default is ``ray``.
+        check_data: Look at the data before the job is queued; set this to false if only the nodes have the data.
+        server_nodes: Number of additional nodes that hold the parameters of a ``ParameterServerStrategy``, with one
+            dedicated server on each; they are the second part of a heterogeneous job. With 0 the trainer's nodes hold
+            the parameters.
+        server_sbatch: Options of sbatch for these nodes, such as ``--partition=cpu`` and ``--mem=32G``; by default
+            partition, account and time are the trainer's.
+        kubernetes: Options that only Kubernetes has. It also reads job_name, folder, python, setup and server_nodes,
+            and ignores the other keys.
+        ray: Options that only Ray has.
 
     Raises:
         ConfigurationError: A value is out of range, or an option of sbatch is one that the trainer decides.
@@ -216,7 +219,7 @@ class ClusterOptions:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.+-]+", self.job_name) or self.job_name in INTERACTIVE:
             raise ConfigurationError(
-                f"cluster.job_name={self.job_name!r}: letters, digits and . + - _ are accepted, and neither of "
+                f"cluster.job_name={self.job_name!r}: use letters, digits and . + - _, but not the names "
                 f"{', '.join(INTERACTIVE)}, which Lightning takes for a shell"
             )
         if self.cpus_per_task is not None and self.cpus_per_task < 1:
@@ -224,18 +227,18 @@ class ClusterOptions:
         if self.python is not None and " " in self.python.strip() and not Path(self.python).is_file():
             container, _, python = self.python.strip().rpartition(" ")
             raise ConfigurationError(
-                f"cluster.python={self.python!r}: it is the path of an interpreter alone; for one in a container give "
-                f"cluster.container={container!r} and cluster.python={python!r}"
+                f"cluster.python={self.python!r}: it must be only the path of an interpreter; for an interpreter in a "
+                f"container give cluster.container={container!r} and cluster.python={python!r}"
             )
         for name, lines in (("sbatch", self.sbatch), ("server_sbatch", self.server_sbatch)):
             for line in lines:
                 _check_extra(name, line)
         if self.server_nodes < 0:
-            raise ConfigurationError(f"cluster.server_nodes={self.server_nodes}: 1 or more, or 0 for no such nodes")
+            raise ConfigurationError(f"cluster.server_nodes={self.server_nodes}: use 1 or more, or 0 for no such nodes")
         if self.server_sbatch and not self.server_nodes:
             raise ConfigurationError(
                 f"cluster.server_sbatch={self.server_sbatch} is for nodes that the job does not ask for: set "
-                "cluster.server_nodes, or leave it out"
+                "cluster.server_nodes, or leave server_sbatch out"
             )
         if isinstance(self.time, int):
             raise ConfigurationError(
@@ -260,9 +263,9 @@ class ClusterOptions:
 
 
 def _check_extra(name: str, line: str) -> None:
-    """Refuse options of sbatch that say what other keys decide."""
+    """Refuse options of sbatch that other keys of the configuration decide."""
     if not line.startswith("-") or "\n" in line:
-        raise ConfigurationError(f"cluster.{name}: {line!r} is no option of sbatch, such as --exclusive")
+        raise ConfigurationError(f"cluster.{name}: {line!r} is not an option of sbatch, such as --exclusive")
     for word in line.split():
         option = word.partition("=")[0]
         key = next((key for key, names in DECIDED.items() if option in names or option[:2] in names), None)
@@ -270,6 +273,6 @@ def _check_extra(name: str, line: str) -> None:
             key = "trainer.devices"
         if key is not None and (name, key) != ("server_sbatch", "cluster.cpus_per_task"):
             raise ConfigurationError(
-                f"cluster.{name}: {line!r} could disagree with the rest of the configuration: {key} decides it; leave "
-                "the option out, and set that"
+                f"cluster.{name}: {line!r} could disagree with {key}, which decides this: leave the option out, and "
+                f"set {key}"
             )

@@ -17,7 +17,7 @@ CHUNK = bytes(2**18)
 
 
 class Probe:
-    """Answers questions of other hosts, at an IP address and a free port, until it is closed."""
+    """A server that answers other hosts, at an IP address and a free port, until it is closed."""
 
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -26,7 +26,7 @@ class Probe:
         threading.Thread(target=self._accept, name="probe", daemon=True).start()
 
     def close(self) -> None:
-        """Stop to answer."""
+        """Stop answering."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -36,7 +36,7 @@ class Probe:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                return  # It was closed.
+                return  # The probe was closed.
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
@@ -54,7 +54,14 @@ class Probe:
 
 @dataclass(frozen=True)
 class ProbedHost:
-    """A host of the run: its number, its own name, its IP address towards the others, and the port of its probe."""
+    """A host of the run.
+
+    Attributes:
+        node: Number of the host.
+        host: The host's own name.
+        address: IP address at which the other hosts reach it.
+        port: Port of its probe.
+    """
 
     node: int
     host: str
@@ -66,11 +73,11 @@ class ProbedHost:
 
 
 def ping(peer: ProbedHost, seconds: float) -> tuple[Answer, str]:
-    """Ask a host's :class:`Probe` whether it is there.
+    """Ask a host's :class:`Probe` whether the host takes part in the run.
 
     Returns:
-        ``here``, ``refused`` (the host answers, but its part of the run has ended) or ``silent``; and the reason for
-        having no answer.
+        ``here``, ``refused`` (the host answers, but its part of the run has ended) or ``silent``; and the reason if the
+        probe has not answered.
     """
     deadline = time.monotonic() + seconds
     try:
@@ -90,8 +97,8 @@ def measure(address: str, port: int, timeout: float) -> tuple[float, float]:
     """Measure the connection to another host's :class:`Probe`; takes about half a second.
 
     Returns:
-        The median of the round trip in seconds, and the bandwidth from here to there over one TCP connection in bytes
-        per second.
+        The median round trip in seconds, and the bandwidth from this host to the other over one TCP connection, in
+        bytes per second.
     """
     with socket.create_connection((address, port), timeout=timeout) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

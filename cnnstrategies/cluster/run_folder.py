@@ -1,15 +1,15 @@
-"""A run that may be started again: its name, where it lies, and the checkpoint from which it goes on.
+"""The name of a run, its folder, and the checkpoint from which it continues when it is started again.
 
 The name is, in this order,
 
-1. what is given as ``--run_name`` or, by a program that starts ``fit``, in the variable ``CNNSTRATEGIES_RUN_NAME``,
-2. what the launchers in :data:`LAUNCHERS` offer, one after the other.
+1. the value of ``--run_name``, or of the variable ``CNNSTRATEGIES_RUN_NAME`` from a program that starts ``fit``,
+2. the name that a launcher gives (:meth:`~cnnstrategies.cluster.launchers.Launcher.run_name`), the innermost launcher
+   first.
 
-Without either nobody can start the run again; it gets a new folder, as it always has. A launcher of
-ours sets that variable; for a foreign one, which sets its own, a function here reads them.
+A run without a name cannot be started again; it gets a new, numbered folder.
 
-The loggers' version is the name, and the checkpoints are in ``checkpoints`` below the first logger's folder, unless
-``checkpoint.dirpath`` says otherwise. Beside them ``run.json`` says whose they are.
+The name becomes the loggers' version. The checkpoints are in the folder ``checkpoints`` below the first logger's
+folder, unless ``checkpoint.dirpath`` names another. ``run.json`` beside the checkpoints names the run.
 """
 
 import hashlib
@@ -32,14 +32,14 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.loggers import KeptCSVLogger
 from cnnstrategies.runtime.whole_file import whole_file
 
-NOT_PART_OF_IT = ("config", "ckpt_path", "run_name", "dry_run")  # Keys by which a restart may differ.
+NOT_HASHED = ("config", "ckpt_path", "run_name", "dry_run")  # Keys whose values may differ after a restart.
 MOST_CHARACTERS = 120
 RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
-# The arguments by which other loggers go on in a run, and show its name.
+# Arguments with which other loggers continue a run, and show its name.
 IDS = {"WandbLogger": ("version", "name"), "MLFlowLogger": ("run_id", "run_name")}
 CSV = loggers_of_lightning.CSVLogger.__name__
-WITH_FOLDERS = (TensorBoardLogger.__name__, CSV, KeptCSVLogger.__name__)  # Their version is a folder.
+WITH_FOLDERS = (TensorBoardLogger.__name__, CSV, KeptCSVLogger.__name__)  # loggers whose version is a folder
 
 
 def find_run(name: str | None, configuration: str, environ: Environ) -> str | None:
@@ -70,24 +70,32 @@ def find_run(name: str | None, configuration: str, environ: Environ) -> str | No
 
 
 def checked(name: str, source: str = "run_name") -> str:
-    """A name, if it can be that of a run's folder."""
+    """Return a run's name after checking that it can be the name of a folder.
+
+    Args:
+        name: The name.
+        source: The option or variable that has given it, for the message.
+
+    Raises:
+        ConfigurationError: The name cannot be used.
+    """
     if not re.fullmatch(r"\w[\w.+-]*", name) or len(name) > MOST_CHARACTERS:
         raise ConfigurationError(
             f"{source}={name!r}: it names a folder: at most {MOST_CHARACTERS} letters, digits and . + - _ are accepted"
         )
     if re.fullmatch(r"version_\d+", name):
-        raise ConfigurationError(f"{source}={name}: runs without a name are numbered so; choose another one")
+        raise ConfigurationError(f"{source}={name}: runs without a name have such names; choose another name")
     return name
 
 
 def configuration_hash(config: Mapping[str, object]) -> str:
-    """Eight characters that are the same for the same configuration, whichever checkpoint it starts from."""
-    content = sorted((str(key), str(value)) for key, value in config.items() if key not in NOT_PART_OF_IT)
+    """Return a hash of eight characters of a configuration, without the keys of the checkpoint and the run's name."""
+    content = sorted((str(key), str(value)) for key, value in config.items() if key not in NOT_HASHED)
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
 
 
 def place(config: Any, name: str) -> None:
-    """Give loggers and checkpoints of a configuration the run's folder and ids; what the user has said stays."""
+    """Set the run's folder and ids in the loggers and checkpoints of a configuration; the user's values stay."""
     loggers = keep_version(config.trainer, name)
     for logger in loggers:
         if getattr(logger, "class_path", None) == f"{loggers_of_lightning.__name__}.{CSV}":
@@ -95,9 +103,9 @@ def place(config: Any, name: str) -> None:
     folder = Path(str(config.trainer.default_root_dir or Path.cwd())) / name
     if loggers and _class(loggers[0]) in WITH_FOLDERS:
         arguments = loggers[0].init_args
-        # As the loggers themselves put it together.
+        # The loggers compose their folder in the same way.
         version = arguments["version"]
-        if "://" in str(arguments["save_dir"]):  # Not on a disk: ModelCheckpoint puts it together.
+        if "://" in str(arguments["save_dir"]):  # The folder is not on a disk: ModelCheckpoint composes its path.
             return
         folder = Path(str(arguments["save_dir"])) / str(arguments["name"] or "")
         folder /= version if isinstance(version, str) else f"version_{version}"
@@ -115,17 +123,21 @@ def place(config: Any, name: str) -> None:
 
 
 def keep_version(trainer: Any, name: str) -> list[Any]:
-    """Give the loggers of a configuration a version, so that a run started again writes to the same folder.
+    """Set the version of a configuration's loggers, so that a restarted run writes to the same folder.
 
-    A version that the user gave stays, and so does a logger that has none, or for which it is an id.
+    A version from the user stays. Loggers without versions, and loggers whose version is an id, are not changed.
+
+    Args:
+        trainer: The configuration of the trainer, which is changed.
+        name: The run's name.
 
     Returns:
-        The loggers, as the configuration, which is changed, has them.
+        The configurations of the loggers.
     """
     if trainer.logger is False:
         return []
     if trainer.logger is None or trainer.logger is True:
-        # What Lightning would make.
+        # Lightning would make this logger.
         trainer.logger = Namespace(  # type: ignore[no-untyped-call]
             class_path="lightning.pytorch.loggers.TensorBoardLogger",
             init_args=Namespace(  # type: ignore[no-untyped-call]
@@ -141,15 +153,19 @@ def keep_version(trainer: Any, name: str) -> list[Any]:
 
 
 def checkpoint_arguments(config: Any) -> list[Any]:
-    """The arguments of the configuration's own ModelCheckpoints, or else of the command line's."""
+    """Return the arguments of the user's ModelCheckpoints; without any, return the section ``checkpoint``."""
     callbacks = config.trainer.callbacks or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    own = [callback.init_args for callback in callbacks if _class(callback) == ModelCheckpoint.__name__]
-    return own or [config.checkpoint]
+    arguments = [callback.init_args for callback in callbacks if _class(callback) == ModelCheckpoint.__name__]
+    return arguments or [config.checkpoint]
 
 
 def last_checkpoint(trainer: Trainer, name: str) -> Path | None:
-    """The last whole checkpoint of a run; None where it has none yet."""
+    """Return the last complete checkpoint of a run; None if the run has no checkpoint yet.
+
+    Raises:
+        ConfigurationError: The folder's last checkpoint is of another run.
+    """
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None or trainer.fast_dev_run:  # type: ignore[attr-defined]  # set outside the class
             continue
@@ -163,39 +179,43 @@ def last_checkpoint(trainer: Trainer, name: str) -> Path | None:
         others = [file for file in folder.glob(f"*{callback.FILE_EXTENSION}") if file != last and _is_whole(file)]
         if others:
             newest = max(others, key=lambda file: file.stat().st_mtime_ns)
-            rank_zero_info(f"{last} is not whole: {newest.name} is taken")
+            rank_zero_info(f"{last} is incomplete: {newest.name} is used instead")
             return newest
     return None
 
 
 def refuse_anothers(last: Path, name: str) -> None:
-    """Refuse a folder with the last checkpoint of another run; a restart would go on from it."""
+    """Refuse a folder with the last checkpoint of another run, from which a restarted run would continue.
+
+    Raises:
+        ConfigurationError: The checkpoint is not of the run `name`.
+    """
     folder = last.parent
     record = read_record(folder)
     if last.exists() and record.get("run", folder.parent.name if folder.name == CHECKPOINTS else None) != name:
         raise ConfigurationError(
-            f"{last} is not of the run {name}, which would go on from it after a restart: give another "
-            "checkpoint.dirpath, or move it"
+            f"{last} is not of the run {name}, which would continue from it after a restart: give another "
+            "checkpoint.dirpath, or move the file"
         )
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What ``run.json`` in a folder of checkpoints says; empty where there is none."""
+    """Return the content of ``run.json`` in a folder of checkpoints; empty if there is no valid file."""
     try:
-        found: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found
+    return record
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write ``run.json`` whole."""
+    """Write ``run.json``, as a complete file."""
     with whole_file(folder / RECORD, "make room there, or give another checkpoint.dirpath") as file:
         file.write(f"{json.dumps(record, indent=1)}\n".encode())
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether nothing is missing at its end; one of several files is left to who loads it."""
+    """Whether a checkpoint file is complete. A checkpoint that is a directory is only checked when it is loaded."""
     return checkpoint.is_dir() or zipfile.is_zipfile(checkpoint)
 
 

@@ -1,4 +1,4 @@
-"""The stores of torch's through which processes find each other: of hosts, of one machine, of torchrun's starts."""
+"""Stores of torch, through which processes find each other: across hosts, on one machine, and under torchrun."""
 
 import contextlib
 import ipaddress
@@ -17,16 +17,21 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.protocol import facts_of
 
 LOOPBACK, INTERFACE = "127.0.0.1", "lo"
-SERVED = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: another process serves the store, and rank 0 only connects to it.
+SERVED = "TORCHELASTIC_USE_AGENT_STORE"  # torch's variable: a process that is not a rank serves the store.
 SECONDS = 60.0
 POLL = 0.05  # seconds
 FREE_PORT = "free port"
 
 
 def serve_on_loopback(address: str = LOOPBACK, port: int = 0) -> TCPStore:
-    """A store of torch's that listens on the loopback alone; by itself it listens on all interfaces.
+    """Return a store of torch that listens only on the loopback.
 
-    ``torch.distributed`` opens it again later: within a process both share one server. Port 0 takes a free one.
+    By default torch's stores listen on all interfaces. When ``torch.distributed`` later opens a store at this port in
+    this process, both stores use one server.
+
+    Args:
+        address: An address of the loopback.
+        port: Port to listen on; 0 chooses a free port.
 
     Raises:
         OSError: The port is taken.
@@ -41,12 +46,13 @@ def serve_on_loopback(address: str = LOOPBACK, port: int = 0) -> TCPStore:
 
 @contextlib.contextmanager
 def on_loopback(strategy: Strategy) -> Iterator[None]:
-    """Have what torch opens for a run on one machine listen on the loopback alone; on several do nothing.
+    """Make torch listen only on the loopback for a run on one machine; for several machines do nothing.
 
-    What is set of ``MASTER_ADDR``, ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` is kept.
+    The function keeps the values of ``MASTER_ADDR``, ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` if they are set.
 
     Args:
-        strategy: This process is one of its ranks, not connected to the others yet, or will start all of them.
+        strategy: The strategy of the run. This process is either a rank that is not connected yet, or the process that
+            will start all ranks.
     """
     facts = facts_of(strategy)
     environment = facts.environment
@@ -57,9 +63,10 @@ def on_loopback(strategy: Strategy) -> Iterator[None]:
     os.environ.setdefault("MASTER_ADDR", LOOPBACK)
     address, store = resolve(environment.main_address), None
     if environment.local_rank() == 0 and ipaddress.ip_address(address).is_loopback:
-        with contextlib.suppress(OSError):  # It is served already; or by another program, as torch will say.
+        # The port is taken if the store is served already. If another program has the port, torch will report it.
+        with contextlib.suppress(OSError):
             store = serve_on_loopback(address, environment.main_port)
-    # Inside a child its number is known.
+    # In a child, whose number is set, the environment counts all processes as created externally.
     starts = ranks_are_children(strategy.launcher) and not environment.creates_processes_externally
     with _served() if store is not None and starts else contextlib.nullcontext():
         yield
@@ -77,16 +84,16 @@ def _served() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_store(listens: bool = False) -> Iterator[None]:
-    """Have rank 0 serve the store through which the ranks find each other, instead of torchrun's agent.
+    """Let rank 0 serve the store through which the ranks find each other, instead of torchrun's agent.
 
-    The agent's store outlives a restart, and restarted ranks read from it the addresses of the dead ones: gloo then
-    tries to connect to these until its time-out, and the restart fails (seen with torch 2.13 and 2.15). Here each
-    start has a store of its own; its port is made known through the agent's. Nothing happens when torchrun's agent
-    serves no store.
+    The agent's store outlives a restart, so restarted ranks would read the addresses of dead ranks. gloo would try to
+    connect to the dead ranks until its time-out, and the restart would fail (seen with torch 2.13 and 2.15). With this
+    function each start has a new store, and the agent's store only holds the new store's port. Nothing happens if
+    torchrun's agent serves no store.
 
     Args:
-        listens: The run opens no store of torch's, but listens at the main port itself: make that another port, which
-            is free on rank 0's machine.
+        listens: Whether the run listens at the main port itself and opens no store of torch. The main port then becomes
+            another port, which is free on rank 0's machine.
     """
     if os.environ.get(SERVED) != "True":
         yield
@@ -98,7 +105,7 @@ def own_store(listens: bool = False) -> Iterator[None]:
     if alone:
         address = os.environ["MASTER_ADDR"] = LOOPBACK
     if os.environ["RANK"] == "0":
-        # torch.distributed opens it again: within a process both share one server.
+        # The store that torch.distributed opens later in this process uses the same server.
         server = (
             serve_on_loopback()
             if alone
@@ -119,7 +126,13 @@ def own_store(listens: bool = False) -> Iterator[None]:
 
 
 def _current_port(agent: PrefixStore, address: str) -> int:
-    """The port on which rank 0 listens; what a rank 0 that has died has left there is tried in vain."""
+    """Return the port on which rank 0 listens.
+
+    The agent's store may still hold the port of a dead rank 0. Then the connection fails, and the port is read again.
+
+    Raises:
+        ConfigurationError: Rank 0 was not reached within `SECONDS`.
+    """
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         if agent.check(["port"]):
@@ -134,12 +147,21 @@ def _current_port(agent: PrefixStore, address: str) -> int:
 
 
 def open_store(address: str, port: int, serve: bool, seconds: float) -> Store:
-    """The store at the main address, through which the processes of a run find each other; rank 0 serves it.
+    """Return the store at the main address, through which the processes of a run find each other.
 
-    ``torch.distributed`` opens it again later: within a process both share one server.
+    When ``torch.distributed`` later opens a store at this port in rank 0's process, both stores use one server.
+
+    Args:
+        address: The main address.
+        port: The main port.
+        serve: Whether this process is rank 0, which serves the store.
+        seconds: How long to wait for the store.
+
+    Raises:
+        ConfigurationError: The port cannot be served, or nothing has listened at it within `seconds`.
     """
     if serve:
-        resolve(address)  # torch's own client would retry, and print a stack.
+        resolve(address)  # torch's own client would retry and print a stack.
     else:
         _wait_for_port(address, port, seconds)
     try:
@@ -160,7 +182,13 @@ def open_store(address: str, port: int, serve: bool, seconds: float) -> Store:
 
 
 def _wait_for_port(address: str, port: int, seconds: float) -> None:
-    """Return when something listens there: torch's own client retries without saying why it fails."""
+    """Wait until a process listens at the port.
+
+    torch's own client would retry as well, but would not report why the connection fails.
+
+    Raises:
+        ConfigurationError: Nothing has listened at the port within `seconds`; the error message gives the reason.
+    """
     deadline = time.monotonic() + seconds
     ip = resolve(address)
     reason = ""
@@ -171,20 +199,20 @@ def _wait_for_port(address: str, port: int, seconds: float) -> None:
         except TimeoutError:
             reason = "no answer: is the machine up, and does a firewall block the port?"
         except ConnectionRefusedError:
-            reason = "it answers, but nothing listens there: has rank 0 been started, with the same MASTER_PORT?"
+            reason = "it answers, but nothing listens at the port: has rank 0 been started, with the same MASTER_PORT?"
         except OSError as error:
             reason = f"{error.strerror}"
         time.sleep(min(0.2, max(0.0, left)))
         with contextlib.suppress(ConfigurationError):
-            ip = resolve(address)  # A pod that was started again has another one.
-    where = address if address == ip else f"{address} ({ip})"
+            ip = resolve(address)  # A pod that was started again has another address.
+    target = address if address == ip else f"{address} ({ip})"
     raise ConfigurationError(
-        f"{socket.gethostname()} has not reached the main address {where} on port {port} for {seconds:g} s: {reason}"
+        f"{socket.gethostname()} has not reached the main address {target} on port {port} for {seconds:g} s: {reason}"
     )
 
 
 def missing_after(store: Store, keys: list[str], seconds: float) -> list[str]:
-    """Wait until all of these keys are there; those that are not after so many seconds."""
+    """Wait until all keys have been written; return the keys that are missing after `seconds`."""
     deadline = time.monotonic() + seconds
     while keys and not store.check(keys):
         if time.monotonic() > deadline:

@@ -27,10 +27,10 @@ ALWAYS_READ = frozenset({"job_name", "setup", "python", "folder"})  # Keys of `c
 
 @dataclass(frozen=True)
 class Submission:
-    """A configuration that can run.
+    """A checked configuration that ``submit`` hands to a launcher.
 
     Attributes:
-        config: The configuration as parsed.
+        config: The parsed configuration.
         dump: Writes a configuration as YAML.
         datamodule: The run's data; None if the module has loaders of its own.
         options: The section ``cluster``.
@@ -84,14 +84,17 @@ class Submission:
             self.datamodule.prepare_data()
 
     def run_folder(self, parent: Path) -> Path:
-        """Return the run's folder in a directory that all nodes see: the folder of its name, or a new one.
+        """Return the path of the run's folder: the folder with the run's name, or a new folder for an unnamed run.
+
+        Args:
+            parent: Parent directory, on a disk that all nodes see.
 
         Raises:
             ConfigurationError: The checkpoints' directory belongs to another run, or the nodes need keys and the
                 configuration names no file with keys.
         """
         if self.server_options is not None and self.size.nodes + self.options.server_nodes > 1:
-            self.server_options.encrypted("tcp://first-node:15000")  # Refuses a run without its key file.
+            self.server_options.encrypted("tcp://first-node:15000")  # Raises an error if a key file is missing.
         parent = parent.resolve()
         name: str | None = self.config.run_name
         if name is None:

@@ -1,4 +1,4 @@
-"""``cnnstrategies doctor``: check a cluster before training on it, and print tables and the problems to mend."""
+"""``cnnstrategies doctor``: check a cluster before training, and print tables, problems and remedies."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ def main(options: DoctorOptions) -> None:
     else:
         try:
             with own_store():
-                place = find_place()  # Under torchrun the port has changed by now.
+                place = find_place()  # Under torchrun, `own_store` has changed the port.
                 assert place is not None, "the place was found above"
                 hosts = examine(place, directory, options.interface, wait)
         except (ConfigurationError, OSError) as error:
@@ -78,7 +78,7 @@ def links_table(hosts: Sequence[HostReport]) -> Table:
 
 
 def by_version(hosts: Sequence[HostReport]) -> dict[str, dict[str, list[str]]]:
-    """Return the names of the hosts by program and by version."""
+    """Return the names of the hosts that have each version: by program, then by version."""
     hosts_by_version: dict[str, dict[str, list[str]]] = {}
     for host in hosts:
         for program, version in host.versions.items():

@@ -1,6 +1,6 @@
-"""``cnnstrategies join``: one more worker for a run with a parameter server.
+"""``cnnstrategies join``: add a worker to a run with a parameter server.
 
-The run is looked for before torch and Lightning are imported, because these imports take seconds.
+The command looks for the run before it imports torch and Lightning, because these imports take seconds.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The command line of a process that joins a run: it reads a configuration of ``fit``, and only trains."""
+"""The command line of a joiner, which reads a configuration as ``fit`` does, and trains without validation or files."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -30,9 +30,9 @@ from cnnstrategies.strategies.parameter_server.joining import TOLD, JoiningStrat
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 from cnnstrategies.strategies.protocol import facts_of
 
-# Callbacks for the run's original workers only.
+# Callbacks that only the run's original workers run.
 LEFT_TO_WORKERS = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, LearningRateMonitor, WeightAveraging)
-# Options of the trainer that differ from the configuration's.
+# Options of the trainer whose values in the configuration are replaced.
 TRAINER_OPTIONS = {
     "devices": 1,
     "num_nodes": 1,
@@ -46,7 +46,7 @@ TRAINER_OPTIONS = {
 
 
 class JoinerEnvironment(LightningEnvironment):
-    """Environment of a single process whose global rank is its place in the run, whatever has started the process."""
+    """Cluster environment of a joiner: a single process whose global rank is the joiner's number in the run."""
 
     creates_processes_externally = True
 
@@ -64,11 +64,11 @@ class JoinerEnvironment(LightningEnvironment):
 
     @override
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the place in the run decides."""
+        """Do nothing, because the coordinator has assigned this value."""
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the place in the run decides."""
+        """Do nothing, because the coordinator has assigned this value."""
 
     @override
     def local_rank(self) -> int:
@@ -80,7 +80,7 @@ class JoinerEnvironment(LightningEnvironment):
 
 
 class JoiningCLI(CLI):
-    """``fit`` of a configuration as one worker that joins a run, and only trains."""
+    """Command line that trains as one more worker of a run."""
 
     def __init__(self, address: RunAddress, place: JoinPlace) -> None:
         self.address = address
@@ -131,7 +131,7 @@ def is_for_others(callback: Callback) -> bool:
 
 
 def server_options_of(strategy: Any) -> ParameterServerOptions:
-    """Return the options of the servers of a configuration's strategy, which may be a registered name.
+    """Return the server options of a configuration's strategy. The strategy may be an object or a registered name.
 
     Raises:
         ConfigurationError: The strategy has no servers.
@@ -147,5 +147,5 @@ def server_options_of(strategy: Any) -> ParameterServerOptions:
 
 
 def run(address: RunAddress, place: JoinPlace, words: Sequence[str]) -> None:
-    """Train in a run until the run is over or has failed."""
+    """Train as a joiner until the run is over or fails."""
     lightning_cli.main(["fit", *words], partial(JoiningCLI, address, place))

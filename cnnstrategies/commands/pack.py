@@ -9,8 +9,8 @@ from cnnstrategies.data.shards.packing import pack
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantities import size_in_bytes
 
-MOST_LISTED = 20  # damaged images; the index has all of them
-SHRUNK_QUALITY = 90  # of the JPEGs that shrunk images become
+MOST_LISTED = 20  # Largest number of damaged images that are printed; the index lists all.
+SHRUNK_QUALITY = 90  # JPEG quality of shrunk images
 
 
 def main(options: PackOptions) -> None:

@@ -30,14 +30,14 @@ from cnnstrategies.paramserver.services import ServerProcess, serve_and_exit
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.run import key_file_of, own_address
 
-APPEAR = 600.0  # seconds to wait for the run where `interconnect.wait` says nothing
+APPEAR = 600.0  # seconds to wait for the run if the configuration does not set `interconnect.wait`
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the program; exit with 2 and one line for a mistake in the options or the configuration.
 
     Args:
-        words: Words after the program's name; by default the words of this process.
+        words: Command-line arguments; by default those of this process.
     """
     words = sys.argv[1:] if words is None else words
     command = PROGRAMS["cnnstrategies-server"]
@@ -64,7 +64,7 @@ def _make_keys(path: Path) -> None:
 
 
 def server_of(configs: Sequence[Path], index: int) -> ServerProcess:
-    """Return the server that configurations describe; later files add to earlier files."""
+    """Return the server with a number that configuration files describe. Later files add to earlier files."""
     arguments: dict[str, Any] = {}
     wait = APPEAR
     for path in configs:

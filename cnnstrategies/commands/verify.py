@@ -16,7 +16,7 @@ LEFT_OUT = ("precision", "logger", "num_nodes", "max_steps", "max_time", *QUIET)
 
 
 class VerifiedCLI(ModelAndData):
-    """Parser of a configuration whose strategy is made to fork its processes."""
+    """Command line that parses a configuration, and replaces its strategy by the variant that forks processes."""
 
     @override
     def before_instantiate_classes(self) -> None:

@@ -18,16 +18,16 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.places import RunAddress, Watcher
 from cnnstrategies.paramserver.security import KeyPair
 
-MOST_FAULTS = 8  # faults that are shown, the newest
+MOST_FAULTS = 8  # largest number of faults that are shown, newest first
 HEADERS = ("step", "steps\n/s", "samples\n/s", "stale\nsteps", "sent\nMB/s", "recvd\nMB/s", "waits\n%", "silent\ns")
-LONGEST = 16  # letters of a host's name
-SILENT = 2.0  # seconds without a heartbeat before they are shown: one or two may be late
+LONGEST = 16  # largest number of letters of a host's name that are shown
+SILENT = 2.0  # The table shows a member's silence after this many seconds: one or two heartbeats may be late.
 
 Answer = Mapping[str, Any]
 
 
 def table(before: Answer, now: Answer) -> RenderableType:
-    """Return the display of a run's state, from two consecutive answers of the coordinator."""
+    """Return the display of a run's status, from two consecutive status reports of the coordinator."""
     parts: list[RenderableType] = [_title(now), _members(before, now)]
     if now["missing"]:
         parts.append(Text(f"not here yet: {', '.join(now['missing'])}"))
@@ -82,13 +82,13 @@ def _key(member: Answer) -> tuple[str, int, int, int]:
 
 
 def _rates(older: Answer | None, member: Answer) -> dict[str, float]:
-    """Return the growth per second of each figure of a member; empty without an older answer."""
+    """Return the growth per second of each of a member's figures; empty if there is no older report of the member."""
     seconds = 0.0 if older is None else member["measured"] - older["measured"]
     if older is None or seconds <= 0:
         return {}
     figures = older["figures"]
     known = {name: value - figures[name] for name, value in member["figures"].items() if name in figures}
-    # The number of slices for which a server counts updates may change, so that its count can fall.
+    # A server's count of updates can fall, because the slices for which it counts updates can change.
     return {name: max(0.0, more) / seconds for name, more in known.items()}
 
 
@@ -107,7 +107,7 @@ def _bytes(value: float | None) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text from another process without characters that control the terminal."""
+    """Return a text with a question mark in place of each unprintable character, which could control the terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
@@ -116,12 +116,12 @@ def _ago(seconds: float) -> str:
 
 
 ANSWER_SECONDS = 2.0
-FIRST_SECONDS = 10.0  # for the first answer: a coordinator may be restarting
-PAUSE = 1.0  # seconds between two questions
+FIRST_SECONDS = 10.0  # Time to wait for the first report: the coordinator may be restarting.
+PAUSE = 1.0  # seconds between two reports
 
 
 class RunGoneError(Exception):
-    """The run is over; the text gives the reason, as far as it is known."""
+    """The run is over. The text gives the reason if it is known."""
 
 
 def main(options: WatchOptions) -> None:
@@ -132,7 +132,7 @@ def main(options: WatchOptions) -> None:
     with Watcher(address.coordinator, _keys(key_file)) as watcher:
         answers = _answers(watcher, address, key_file)
         try:
-            # Speeds are differences between two answers.
+            # Speeds are differences between two reports.
             before, now = next(answers), next(answers)
             if options.once:
                 console.print(table(before, now))
@@ -156,7 +156,7 @@ def _keys(path: str | None) -> KeyPair | None:
 
 
 def _answers(watcher: Watcher, address: RunAddress, key_file: str | None) -> Iterator[Answer]:
-    """Yield the coordinator's answers, one per second.
+    """Yield the coordinator's status reports, one per second.
 
     Raises:
         ConfigurationError: The coordinator never answered.

@@ -1,1 +1,1 @@
-"""Trained networks for use elsewhere: exported, quantised, asked."""
+"""Trained networks for use outside of training: export, quantisation and prediction."""

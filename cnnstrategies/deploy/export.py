@@ -30,15 +30,21 @@ Format = Literal["torch_export", "onnx"]
 FILES = {"torch_export": "model.pt2", "onnx": "model.onnx"}
 NEEDS = {"torch_export": (), "onnx": ("onnx", "onnxscript", "onnxruntime")}
 DESCRIPTION = "export.json"
-BATCHES = 4  # That the exported network is compared on.
-TOLERANCE = 1e-3  # Of the largest logit: another compiler adds up in another order.
+BATCHES = 4  # validation batches on which the exported network is compared with the original
+TOLERANCE = 1e-3  # relative to the largest logit: another compiler adds numbers in another order
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """An exported network beside the checkpoint's, on validation images: the largest difference, and the largest logit.
+    """Logits of an exported network compared with those of the checkpoint's network, on validation images.
 
-    ``agreement`` is the share of the images with the same class, or ``of`` their pixels; None where these have none.
+    Attributes:
+        file: The exported network.
+        images: Number of images.
+        difference: Largest difference between two logits.
+        largest: Largest absolute value of a logit.
+        agreement: Share of images or pixels for which both networks have the same class; None if there are no classes.
+        of: Words for the things that `agreement` counts, if they are not images: " of the pixels".
     """
 
     file: Path
@@ -49,12 +55,12 @@ class Comparison:
     of: str = ""
 
     def __str__(self) -> str:
-        """The comparison in a line."""
-        said = (
+        """Return the comparison as one line."""
+        line = (
             f"On {self.images} validation images the logits differ by {self.difference:.2g} at most (the largest is "
             f"{self.largest:.3g})"
         )
-        return said if self.agreement is None else f"{said}, and {self.agreement:.2%}{self.of} have the same class"
+        return line if self.agreement is None else f"{line}, and {self.agreement:.2%}{self.of} have the same class"
 
 
 def export(
@@ -63,23 +69,29 @@ def export(
     output: Path,
     kind: Format,
 ) -> Comparison:
-    """Write a module's network and what belongs to it into a new folder, and compare what was written with it.
+    """Write a module's network into a new folder, and compare the written network with the original.
 
-    Beside the network comes ``export.json`` with the shape of an image, what is done to it before, and the names of the
-    classes. The module is moved to the CPU and to eval mode; validation images are compared.
+    The folder also has ``export.json`` with the shape of an image, its preprocessing and the names of the classes. The
+    module is moved to the CPU and to eval mode. The comparison uses validation images.
+
+    Raises:
+        ConfigurationError: A package is not installed, the folder exists, or the network cannot be exported with the
+            same logits.
     """
     network = network_of(model, "export")
     if missing := [name for name in NEEDS[kind] if importlib.util.find_spec(name) is None]:
-        raise ConfigurationError(f"export to {kind} needs packages that are not here: pip install {' '.join(missing)}")
+        raise ConfigurationError(
+            f"export to {kind} needs packages that are not installed: pip install {' '.join(missing)}"
+        )
     if output.exists():
-        raise ConfigurationError(f"{output} is there already: give another --output, or remove it")
+        raise ConfigurationError(f"{output} exists already: give another --output, or remove the folder")
     network.cpu().eval()
     datamodule.prepare_data()
     datamodule.setup("validate")
     batches = [images for images, _ in itertools.islice(datamodule.val_dataloader(), BATCHES)]
     source = giving_logits(network, batches[0])
     scratch = output.with_name(f"{output.name}.unfinished")
-    shutil.rmtree(scratch, ignore_errors=True)  # Of an export that was killed.
+    shutil.rmtree(scratch, ignore_errors=True)  # An export that was killed has left it.
     scratch.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
@@ -87,22 +99,22 @@ def export(
         exported = {"torch_export": to_torch_export, "onnx": to_onnx}[kind](
             source, for_any_batch(batches[0]), scratch / FILES[kind]
         )
-        compared = _compare(network, exported, batches, output / FILES[kind])
-        if compared.difference > TOLERANCE * max(1.0, compared.largest):
+        comparison = _compare(network, exported, batches, output / FILES[kind])
+        if comparison.difference > TOLERANCE * max(1.0, comparison.largest):
             raise ConfigurationError(
-                f"the network as {kind} gives other logits than the checkpoint, by up to {compared.difference:.3g}: "
-                "use another --format"
+                f"the logits of the network as {kind} differ from the checkpoint's by up to "
+                f"{comparison.difference:.3g}: use another --format"
             )
         if getattr(model, "task", "classes") != "classes":
-            compared = replace(compared, agreement=None)
+            comparison = replace(comparison, agreement=None)
         description = {"format": kind, "file": FILES[kind], **describe(datamodule, batches[0])}
         (scratch / DESCRIPTION).write_text(json.dumps(description, indent=2, ensure_ascii=False), encoding="utf-8")
         scratch.rename(output)
-    return compared
+    return comparison
 
 
 def describe(datamodule: LightningDataModule, images: Tensor) -> dict[str, Any]:
-    """What is done to an image before the network, and what the network's classes are called."""
+    """Return the preprocessing of an image and the names of the classes, for ``export.json``."""
     height, width = images.shape[2:]
     geometry: dict[str, Any] = {
         "resize_shorter_side": None,
@@ -134,24 +146,24 @@ def _compare(network: Network, exported: Network, batches: list[Tensor], file: P
     total, of = 0, ""
     with torch.no_grad():
         for images in batches:
-            expected, found = main_logits(network(images)), main_logits(exported(images))
-            difference = max(difference, float((expected - found).abs().max()))
+            expected, actual = main_logits(network(images)), main_logits(exported(images))
+            difference = max(difference, float((expected - actual).abs().max()))
             largest = max(largest, float(expected.abs().max()))
             of = " of the pixels" if expected.ndim > 2 else ""
-            same += float((expected.argmax(1) == found.argmax(1)).float().mean()) * len(images)
+            same += float((expected.argmax(1) == actual.argmax(1)).float().mean()) * len(images)
             total += len(images)
     return Comparison(file, total, difference, largest, same / total, of)
 
 
 def to_torch_export(network: nn.Module, example: Tensor, file: Path) -> Network:
-    """Write the network's graph with its weights; what the file computes."""
+    """Write the network's graph with its weights, and return the network that the file holds."""
     save_program(exported_program(network, example), file)
     loaded: Network = torch.export.load(file).module()
     return loaded
 
 
 def to_onnx(network: nn.Module, example: Tensor, file: Path) -> Network:
-    """The same for other runtimes."""
+    """Write the network for ONNX runtimes, and return the network that the file holds."""
     import onnxruntime
 
     logging.disable(logging.WARNING)
@@ -169,8 +181,10 @@ def to_onnx(network: nn.Module, example: Tensor, file: Path) -> Network:
                 verbose=False,
             )
     except Exception as error:
-        why = str(error).strip().splitlines()[0]
-        raise ConfigurationError(f"torch.onnx cannot export {name_of(network)}: {why}; use another --format") from error
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigurationError(
+            f"torch.onnx cannot export {name_of(network)}: {reason}; use another --format"
+        ) from error
     finally:
         logging.disable(logging.NOTSET)
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])

@@ -1,4 +1,4 @@
-"""What maps images to logits in any LightningModule: for prediction, export and quantisation."""
+"""The part of any LightningModule that maps images to logits, for prediction, export and quantisation."""
 
 from typing import Any
 
@@ -13,7 +13,15 @@ from cnnstrategies.models.own_forward import has_own_forward, own_forward
 
 
 def network_of(module: LightningModule, purpose: str) -> nn.Module:
-    """What maps images to logits: the ``network`` of this package's modules, else the module's own ``forward``."""
+    """Return the part of a module that maps images to logits: its own ``forward``, or else its ``network``.
+
+    Args:
+        module: Any module; the package's own modules have a ``network``.
+        purpose: The command that needs the network, for the message.
+
+    Raises:
+        ConfigurationError: The module has neither.
+    """
     if has_own_forward(module):
         return own_forward(module)
     network = getattr(module, "network", None)
@@ -26,9 +34,10 @@ def network_of(module: LightningModule, purpose: str) -> nn.Module:
 
 
 class PredictsImages:
-    """The ``predict_step`` of a module that has none: the probabilities of a batch of ``(images, indices)``.
+    """A ``predict_step`` for a module without one; it returns the probabilities of a batch of ``(images, indices)``.
 
-    Its ``forward`` maps images to logits (N, classes), or to probabilities, which are taken as they are.
+    The module's ``forward`` must map images to logits of shape (N, classes), or to probabilities, which stay as they
+    are.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -39,26 +48,26 @@ class PredictsImages:
         images, indices = batch
         logits = main_logits(self._module(images))
         if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(images) or logits.shape[1] < 2:
-            what = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+            result = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
             raise ConfigurationError(
-                f"predict: for {len(images)} images the forward of {type(self._module).__name__} returned {what}, and "
-                "logits of shape (N, classes) are needed: give it a predict_step that returns 'index' (N,) and "
-                "'probabilities' (N, classes)"
+                f"predict: for {len(images)} images the forward of {type(self._module).__name__} returned {result}, "
+                "but logits of shape (N, classes) are needed: give the module a predict_step that returns 'index' (N,) "
+                "and 'probabilities' (N, classes)"
             )
         return {"index": indices, "probabilities": _as_probabilities(logits.float())}
 
-    __code__ = __call__.__code__  # Lightning reads a step's parameters there, as of a function.
+    __code__ = __call__.__code__  # Lightning reads the names of a step's parameters from this attribute of a function.
 
 
 def _as_probabilities(logits: Tensor) -> Tensor:
     sums = logits.sum(dim=1)
     if bool((logits >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-4):
-        return logits  # The module has made them such.
+        return logits  # The module has already applied a softmax.
     return logits.softmax(dim=1)
 
 
 def give_predict_step(module: LightningModule) -> None:
-    """Have a module without a ``predict_step`` predict by its ``forward``."""
+    """Give a module without a ``predict_step`` one that uses its ``forward``."""
     if not is_overridden("predict_step", module, LightningModule):
         network_of(module, "predict")
         module.predict_step = PredictsImages(module)  # type: ignore[method-assign]  # for this object

@@ -30,11 +30,13 @@ Network = Callable[[Tensor], Any]
 
 @dataclass(frozen=True)
 class Figures:
-    """What a network costs and what it can do.
+    """Quality and cost of a network.
 
-    ``quality`` is the share of the validation images that it classifies rightly, or what else a model measures it by,
-    such as the mean IoU of a segmenter; ``megabytes`` (10^6) are those of weights and buffers, ``milliseconds`` the
-    median time of one batch on the CPU.
+    Attributes:
+        quality: Share of the validation images that are classified correctly, or the model's own measure, such as the
+            mean IoU of a segmenter.
+        megabytes: Size of weights and buffers, in 10^6 bytes.
+        milliseconds: Median time of one batch on the CPU.
     """
 
     quality: float
@@ -44,7 +46,15 @@ class Figures:
 
 @dataclass(frozen=True)
 class Report:
-    """A network before and after quantisation, for batches of ``batch_size`` images; ``metric`` is its quality."""
+    """Comparison of a network before and after quantisation.
+
+    Attributes:
+        before: Figures of the original network.
+        after: Figures of the quantised network.
+        batch_size: Number of images in the batches that were timed.
+        lowered: Whether the quantised network uses int8 kernels of this processor.
+        metric: Name of the measure of quality.
+    """
 
     before: Figures
     after: Figures
@@ -58,10 +68,16 @@ def quantize(
 ) -> Report:
     """Quantise a module's network to int8 and save it.
 
-    Weights and activations become int8 by torchao's PT2E flow: the exported graph is given observers, sees so many
-    training batches to find the range of each activation, and is converted. The file, written by ``torch.export.save``,
-    holds the int8 weights and not the original ones; :func:`load_quantized` brings it back. The figures are measured in
-    what that gives. The module is moved to the CPU and to eval mode.
+    Weights and activations become int8 by torchao's PT2E flow: observers are inserted into the exported graph, training
+    batches set the range of each activation, and the graph is converted. The file, written by ``torch.export.save``,
+    holds the int8 weights and not the original weights; :func:`load_quantized` loads it. The figures are measured on
+    the loaded network. The module is moved to the CPU and to eval mode.
+
+    Args:
+        model: Its network is quantised.
+        datamodule: Calibrates with training data and measures with validation data.
+        output: The file to write.
+        calibration_batches: Number of training batches that set the ranges of the activations.
     """
     network = network_of(model, "quantize")
     network.cpu().eval()
@@ -81,9 +97,9 @@ def quantize(
 
 
 def save_program(program: "torch.export.ExportedProgram", path: Path) -> None:
-    """Write an exported program, as a whole.
+    """Write an exported program to a file that is complete or absent.
 
-    By way of memory: where a disk is full, torch's own writer ends the process with an abort.
+    The program is first written to memory: torch's own writer aborts the process when a disk is full.
     """
     content = io.BytesIO()
     torch.export.save(program, content)
@@ -94,19 +110,24 @@ def save_program(program: "torch.export.ExportedProgram", path: Path) -> None:
 def int8_graph(
     network: nn.Module, datamodule: LightningDataModule, calibration_batches: int
 ) -> tuple["torch.export.ExportedProgram", "GraphModule", Tensor]:
-    """The graph of a network as it is, and as int8, and the batch with which both were traced."""
+    """Return a network's graph, its int8 graph, and the batch with which both were traced.
+
+    Raises:
+        ConfigurationError: There are no calibration batches, torchao is not installed, or torch cannot export the
+            network.
+    """
     if calibration_batches < 1:
         raise ConfigurationError(f"calibration_batches={calibration_batches}: at least 1 is needed; 16 is usual")
     pt2e, quantizer_module = _torchao()
     calibration = [images for images, _ in itertools.islice(datamodule.train_dataloader(), calibration_batches)]
     example = for_any_batch(calibration[0])
     with torch.no_grad():
-        # Strict: otherwise the quantizer takes the calls of a module that is used twice, as ResNet's ReLU, for one.
+        # Strict: otherwise the quantizer confuses two calls of one module, such as ResNet's ReLU, with one call.
         exported = exported_program(network, example, strict=True)
         quantizer = quantizer_module.X86InductorQuantizer()
         quantizer.set_global(quantizer_module.get_default_x86_inductor_quantization_config())
         graph = exported.module()
-        # Auxiliary logits that nobody takes; the quantizer fails on convolutions without use.
+        # Removes auxiliary logits, which are not used: the quantizer fails on convolutions whose output is not used.
         graph.graph.eliminate_dead_code()
         graph.recompile()
         prepared = pt2e.prepare_pt2e(graph, quantizer)
@@ -118,16 +139,16 @@ def int8_graph(
 
 
 def load_quantized(path: str | Path, batch_size: int | None = None) -> nn.Module:
-    """Load what :func:`quantize` saved, lowered to oneDNN's int8 kernels where the processor is x86.
+    """Load a network that :func:`quantize` has saved; on x86 processors it uses oneDNN's int8 kernels.
 
     Args:
         path: The ``.pt2`` file.
-        batch_size: Number of images that the kernels compute at once, in which they are fixed: a smaller batch is
-            padded to it and a larger one split. That of the calibration when left out. Elsewhere than on x86 it has
-            no meaning; the network then computes with dequantised weights, which is slower.
+        batch_size: Fixed number of images that the kernels compute at once; by default the calibration's. Smaller
+            batches are padded, and larger batches are split. On other processors it has no meaning: there the network
+            computes with dequantised weights, which is slower.
 
     Returns:
-        A module that maps images (N, C, H, W), of the size that it was trained on, to logits (N, num_classes).
+        A module that maps images (N, C, H, W), of the size used in training, to logits (N, num_classes).
 
     Raises:
         ConfigurationError: torchao is not installed, or ``batch_size`` is below 1.
@@ -142,7 +163,13 @@ def load_quantized(path: str | Path, batch_size: int | None = None) -> nn.Module
 
 
 class QuantizedNetwork(nn.Module):
-    """A quantised graph as a network for batches of any size; int8 kernels compute so many images at once."""
+    """A quantised graph as a network for batches of any size.
+
+    Args:
+        graph: The graph.
+        image_shape: Shape of an image (C, H, W).
+        batch_size: Number of images that the int8 kernels compute at once.
+    """
 
     def __init__(self, graph: "GraphModule", image_shape: torch.Size, batch_size: int) -> None:
         super().__init__()
@@ -153,7 +180,7 @@ class QuantizedNetwork(nn.Module):
 
             with torch.no_grad():
                 graph = lower_pt2e_quantized_to_x86(graph, (torch.zeros(batch_size, *image_shape),))
-            # The int8 kernels store channels last, where a view that was traced in the usual order may not exist.
+            # The int8 kernels store channels last. A view that was traced in the usual order may be impossible there.
             for node in graph.graph.nodes:
                 if node.target is torch.ops.aten.view.default:
                     node.target = torch.ops.aten.reshape.default
@@ -174,17 +201,17 @@ class QuantizedNetwork(nn.Module):
 
 
 def accuracy(network: Network, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Share of the samples that ``network`` classifies rightly."""
-    right = total = 0
+    """Return the share of the samples that ``network`` classifies correctly."""
+    correct = total = 0
     with torch.no_grad():
         for images, targets in batches:
-            right += int((main_logits(network(images)).argmax(1) == targets).sum())
+            correct += int((main_logits(network(images)).argmax(1) == targets).sum())
             total += len(targets)
-    return right / total
+    return correct / total
 
 
 def quality(network: Network, batches: Iterable[tuple[Tensor, Tensor]], model: NetworkModule) -> float:
-    """What a model measures its network by."""
+    """Return the value of the metric that a model uses for its network's quality, over all batches."""
     metric = copy.deepcopy(getattr(model.val_metrics, model.quality)).cpu()
     metric.reset()
     with torch.no_grad():
@@ -194,27 +221,31 @@ def quality(network: Network, batches: Iterable[tuple[Tensor, Tensor]], model: N
 
 
 def milliseconds(networks: Sequence[Network], images: Tensor, repeats: int = 20) -> list[float]:
-    """Median time of each network's ``network(images)``, after three calls that are not counted.
+    """Return the median time of each network's ``network(images)``, in ms, after three calls that are not counted.
 
-    The networks take turns, so that whatever else the machine does slows all of them.
+    The networks take turns, so that other work of the machine slows all of them.
     """
     times: list[list[float]] = [[] for _ in networks]
     with torch.no_grad():
         for _ in range(3 + repeats):
-            for network, own in zip(networks, times, strict=True):
+            for network, seconds in zip(networks, times, strict=True):
                 start = time.perf_counter()
                 network(images)
-                own.append(time.perf_counter() - start)
-    return [1000 * statistics.median(own[3:]) for own in times]
+                seconds.append(time.perf_counter() - start)
+    return [1000 * statistics.median(seconds[3:]) for seconds in times]
 
 
 def for_any_batch(images: Tensor) -> Tensor:
-    """An example for export, which would fix the size of a batch of one image."""
+    """Return a batch of at least two images: torch.export would fix the size of a batch of one image."""
     return images if len(images) > 1 else images.repeat(2, 1, 1, 1)
 
 
 def exported_program(network: nn.Module, example: Tensor, strict: bool = False) -> "torch.export.ExportedProgram":
-    """The graph of a network, for batches of any size."""
+    """Return the graph of a network, for batches of any size.
+
+    Raises:
+        ConfigurationError: torch cannot export the network.
+    """
     try:
         with torch.no_grad():
             return torch.export.export(
@@ -228,7 +259,7 @@ def exported_program(network: nn.Module, example: Tensor, strict: bool = False) 
 
 
 def _remove_unused_tensors(graph: "GraphModule") -> None:
-    """Remove the float weights, of which torchao leaves a copy beside the int8 ones."""
+    """Remove the float weights, which torchao leaves in the graph beside the int8 weights."""
     used = {node.target for node in graph.graph.nodes if node.op == "get_attr"}
     for name in [name for name, _ in (*graph.named_parameters(), *graph.named_buffers()) if name not in used]:
         owner, _, attribute = name.rpartition(".")

@@ -1,1 +1,1 @@
-"""Processes, seeds, memory, loggers: what every run needs of the machine."""
+"""The machine's part in every run: processes, seeds, memory, files and loggers."""

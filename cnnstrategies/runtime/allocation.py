@@ -1,17 +1,19 @@
-"""How a process allocates memory: the C library's heap, and Python's garbage collector.
+"""Settings of a process's memory: the heap of the C library, and Python's garbage collector.
 
-libzmq allocates each received message by itself. With glibc's defaults a slice is often mapped, zeroed by the kernel
-page by page, and given back. Measured in turn in one run, push and pull of 100 MB by 2 workers to 2 servers, slices of
-2 MiB, median (range) of the milliseconds of a round:
+libzmq allocates memory for each received message. With glibc's defaults the memory of a slice is often mapped, zeroed
+by the kernel page by page, and returned to the kernel. This measurement is a push and a pull of 100 MB by 2 workers to
+2 servers, with slices of 2 MiB; the cases took turns in one run. Median (range) of a round in milliseconds:
 
-- six runs, one I/O thread: neither function 205 (181 to 209) over TCP, 179 (156 to 188) over ipc; the servers' alone
-  161 (151 to 182) and 126 (121 to 137); both 157 (155 to 170) and 120 (115 to 136);
-- four runs, two I/O threads, the servers' on: without the workers' 164 (156 to 170) over TCP, 120 (105 to 130) over
-  ipc; with it 148 (133 to 154) and 113 (108 to 119). Over ipc the workers' part is within the noise.
+- Six runs with one I/O thread. Neither function: 205 (181 to 209) over TCP, 179 (156 to 188) over ipc. Only
+  `keep_freed_memory` in the servers: 161 (151 to 182) and 126 (121 to 137). Also `reuse_freed_memory` in the workers:
+  157 (155 to 170) and 120 (115 to 136).
+- Four runs with two I/O threads and `keep_freed_memory` in the servers. Without `reuse_freed_memory` in the workers:
+  164 (156 to 170) over TCP, 120 (105 to 130) over ipc. With it: 148 (133 to 154) and 113 (108 to 119). Over ipc the
+  difference is within the noise.
 
-A pipeline's first stage frees the activations of several microbatches, one after the other; while all blocks are small,
-glibc gives the top of its heap back each time. ResNet-20 on two stages, microbatches of 8 images of 32 x 32: 4,780 page
-faults a step of the first stage, and 40 with the second function; 110 ms a step, and 102.
+A pipeline's first stage frees the activations of several microbatches one after the other. While all blocks are small,
+glibc returns the top of its heap to the kernel each time. ResNet-20 on two stages, microbatches of 8 images of 32 x 32:
+4,780 page faults and 110 ms in a step of the first stage; 40 page faults and 102 ms with `reuse_freed_memory`.
 """
 
 import contextlib
@@ -21,16 +23,17 @@ import gc
 import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h of glibc
-_LARGEST_STEP = 32 << 20  # the largest threshold that glibc takes
+_LARGEST_STEP = 32 << 20  # the largest threshold that glibc accepts, in bytes
 
 
 def keep_freed_memory() -> None:
-    """Have a server keep the memory that messages leave, for the next ones; nothing happens without glibc.
+    """Make a server keep the memory of freed messages for the next messages; nothing happens without glibc.
 
-    To be called before the process has other threads. One arena, because those of threads are given back as a whole
-    when they are empty. What is kept is what was needed at once: the pushes of a step.
+    Call this function before the process has other threads. It allows one arena, because glibc returns an empty arena
+    of a thread to the kernel as a whole. The server keeps as much memory as it has needed at once: the pushes of a
+    step.
 
-    The garbage collector leaves out what exists by now: it is the imported modules, and they stay.
+    The garbage collector skips all objects that exist at the call: they belong to imported modules, which stay.
     """
     gc.freeze()
     with contextlib.suppress(OSError, AttributeError):
@@ -41,10 +44,10 @@ def keep_freed_memory() -> None:
 
 
 def reuse_freed_memory() -> None:
-    """Have a process that is the user's reuse the memory of slices and activations, and keep its settings.
+    """Make a user's process reuse the memory of slices and activations, without changing the process's settings.
 
-    When glibc frees a large block it takes blocks of that size from the heap from then on, and keeps up to twice as
-    much free memory there. Training does this by itself as soon as it frees a large activation; here it is done at
-    once, with a block that is never touched.
+    After glibc has freed a large block it takes blocks of that size from the heap, and keeps up to twice as much free
+    memory there. Training reaches this state when it frees a large activation. This function reaches it at once, with a
+    block that is never touched.
     """
     torch.empty(_LARGEST_STEP - (1 << 20), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Compile what a module computes, unless the strategy does."""
+"""Compilation of a module's parts, unless the strategy compiles the network."""
 
 from collections.abc import Iterable
 
@@ -11,8 +11,8 @@ from cnnstrategies.strategies.protocol import facts_of
 
 def compile_parts(trainer: Trainer, parts: Iterable[nn.Module], backend: str) -> None:
     """Compile parts of a module in their places, unless the strategy compiles the network itself."""
-    # A forked rank's first use of torch's thread pool replaces it. With a compiled network backward starts several
-    # threads, whose first uses at once can end the process ("Invalid thread pool!"); so use it here.
+    # A forked rank replaces torch's thread pool when it first uses the pool. With a compiled network, backward starts
+    # several threads, and simultaneous first uses can end the process ("Invalid thread pool!"). This is a first use.
     torch.set_num_threads(torch.get_num_threads())
     if not facts_of(trainer.strategy).compiles_network:
         for part in parts:

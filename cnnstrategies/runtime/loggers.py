@@ -1,4 +1,4 @@
-"""Loggers that go on where an earlier start of the run was."""
+"""Loggers that continue the files of an earlier start of the run."""
 
 import csv
 import os
@@ -15,11 +15,11 @@ KEPT = ".metrics.csv.kept"
 
 
 class KeptCSVLogger(loggers.CSVLogger):
-    """Lightning's, which keeps the lines that are there; a run with a name has it in the place of Lightning's.
+    """Lightning's CSVLogger, except that existing lines are kept. Runs with a name use it in place of Lightning's.
 
-    Its name is another one: jsonargparse takes no short name that two classes have.
+    Its name differs from Lightning's because jsonargparse accepts only short names that belong to one class.
 
-    Whenever the process is killed, the lines are in ``metrics.csv`` or in a file beside it.
+    At every moment the lines are in ``metrics.csv`` or in a file beside it, also when the process is killed.
     """
 
     @property
@@ -32,18 +32,21 @@ class KeptCSVLogger(loggers.CSVLogger):
             if file.exists():
                 os.replace(file, kept)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # It says that it removes what is there.
+                warnings.simplefilter("ignore")  # Lightning warns that it removes existing files.
                 writer = super().experiment
             if kept.exists():
                 names, lines = _read(kept)
                 _write(file, names, lines)
                 writer.metrics_keys = names
                 kept.unlink()
-        found: ExperimentWriter = super().experiment
-        return found
+        existing: ExperimentWriter = super().experiment
+        return existing
 
     def drop_lines_from(self, step: int) -> None:
-        """Remove the lines of a step and later ones, which a run that goes on there writes again; on one rank."""
+        """Remove the lines of `step` and later steps, which a run that resumes there writes again.
+
+        Call this method on one rank.
+        """
         file = Path(self.log_dir) / "metrics.csv"
         if file.exists():
             names, lines = _read(file)
@@ -51,7 +54,7 @@ class KeptCSVLogger(loggers.CSVLogger):
 
 
 def _read(file: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """The columns and the whole lines; the last one may be cut short."""
+    """Return the names of the columns and the complete lines; the last line of the file may be cut short."""
     with open(file, newline="", encoding="utf-8") as text:
         reader = csv.DictReader(text)
         lines = [line for line in reader if None not in line.values() and line.get("step", "").isdigit()]

@@ -1,4 +1,4 @@
-"""The processes of one run: how they end together."""
+"""The processes of one run, and how they end together."""
 
 import atexit
 import contextlib
@@ -19,21 +19,22 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-REFUSED = "CNNSTRATEGIES_REFUSED"  # Environment variable: a link that is there once a rank has failed.
-STARTER = "CNNSTRATEGIES_STARTER"  # Environment variable: the process that starts the ranks of this machine.
-PREFIX = "cnnstrategies_"  # Of that link.
+REFUSED = "CNNSTRATEGIES_REFUSED"  # Environment variable: path of a link that exists once a rank has failed.
+STARTER = "CNNSTRATEGIES_STARTER"  # Environment variable: id of the process that starts the ranks of this machine.
+PREFIX = "cnnstrategies_"  # first part of the link's name
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_NAME = 15
 
 
 def end_with_parent(parent: int | None) -> None:
-    """Have the kernel kill this process when its parent dies; nothing happens outside Linux.
+    """Make the kernel kill this process when its parent dies; nothing happens outside Linux.
 
-    Rank 0 ends the ranks that it started, unless it is killed itself; a rank that still waits for it to appear
-    would go on waiting for the process group's time-out, 30 minutes.
+    Rank 0 ends the ranks that it has started, unless rank 0 itself is killed. A rank that still waits for rank 0 to
+    appear would then wait for the process group's time-out of 30 minutes.
 
     Args:
-        parent: Its process id; None if it is not known. It may have ended while this one was still importing.
+        parent: The parent's process id; None if it is not known. A parent that ended while this process was importing
+            is noticed by its id.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -42,29 +43,29 @@ def end_with_parent(parent: int | None) -> None:
 
 
 def end_group_at_exit() -> None:
-    """Have torch's default process group end, if there is one then, before the interpreter does.
+    """Make torch's default process group end before the interpreter ends, if there is a group then.
 
-    Its threads would go on running while the interpreter is taken down. What they then free can abort a process that is
-    done, ``terminate called without an active exception``: one run in many, where processors are scarce. Lightning ends
-    the group for NCCL alone, and torch never does.
+    Otherwise the group's threads would run while the interpreter is finalized. Memory that they free at that time can
+    abort a process whose work is done, with ``terminate called without an active exception``; this happens in one run
+    in many on busy processors. Lightning ends only groups of NCCL, and torch ends none.
     """
     atexit.register(_end_group)
 
 
 def leave_group_at_exit() -> None:
-    """Undo :func:`end_group_at_exit`: after a failure its end would wait for what a lost rank does not send."""
+    """Undo :func:`end_group_at_exit`: after a failure the group's end would wait for messages of a lost rank."""
     atexit.unregister(_end_group)
 
 
 def _end_group() -> None:
-    import torch.distributed as dist  # The command line uses this file before torch.
+    import torch.distributed as dist  # The command line imports this module before torch.
 
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def name_process(name: str) -> None:
-    """Give this process the name that ps and top show, of at most 15 characters; nothing happens outside Linux."""
+    """Set the name that ps and top show for this process: at most 15 characters. Nothing happens outside Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
@@ -83,12 +84,12 @@ def started_processes(launcher: Any) -> list[Any]:
 
 
 def killed_rank(launcher: Any, seconds: float = 0.5) -> str | None:
-    """Which of the ranks that a launcher has started was killed, or as a program is stopped, in words; None if none.
+    """Return words for a rank that was killed, or that is a stopped program; None if there is no such rank.
 
     Args:
-        launcher: Its ``procs`` are looked at, if it has some. Those that were forked or spawned torch ends by SIGTERM
-            when one fails, and by SIGKILL what is left half a minute later.
-        seconds: How long to wait: the others can lose their connection to it a moment before it has ended.
+        launcher: Lightning's launcher, with the ranks that it has started. If one forked or spawned rank fails, torch
+            ends the other ranks by SIGTERM, and half a minute later by SIGKILL.
+        seconds: How long to wait: other ranks can lose their connection to a rank a moment before that rank has ended.
     """
     ranks = started_processes(launcher)
     for rank, process in enumerate(ranks):
@@ -108,27 +109,36 @@ def killed_rank(launcher: Any, seconds: float = 0.5) -> str | None:
 
 
 def ended_by(rank: int, code: int) -> str:
-    """How a signal has ended a rank, in words."""
+    """Return words for the end of a rank by a signal, such as "rank 1 was ended by SIGTERM".
+
+    Args:
+        rank: The rank.
+        code: Its exit code: the signal's number, negated.
+    """
     name = signal.Signals(-code).name
     return f"rank {rank} was ended by {name}{', as the system does when memory is short' * (code == -signal.SIGKILL)}"
 
 
-def told_by_starter(name: str) -> str | None:
-    """An environment variable in a rank that another one, or its supervisor, has started as a program; else None."""
+def starter_variable(name: str) -> str | None:
+    """Return an environment variable set by the process that has started this rank as a program.
+
+    None in a process that was not started as a rank.
+    """
     return os.environ.get(name) if "LOCAL_RANK" in os.environ else None
 
 
 @contextlib.contextmanager
 def one_refusal() -> Iterator[None]:
-    """Give the ranks that this process starts as programs a place where the first to fail makes itself known.
+    """Let the ranks that this process starts as programs agree on the first rank that fails.
 
-    And the number of this process, with which they end.
+    The ranks inherit the path of a link, which the first rank that fails creates, and the number of this process, with
+    which they end.
     """
-    if told_by_starter(REFUSED):
+    if starter_variable(REFUSED):
         yield
         return
     place = Path(tempfile.gettempdir())
-    for old in place.glob(f"{PREFIX}*_*"):  # Of runs that were killed.
+    for old in place.glob(f"{PREFIX}*_*"):  # Links that killed runs have left.
         number = old.name.removeprefix(PREFIX).partition("_")[0]
         if old.is_symlink() and number.isdigit() and not Path(f"/proc/{number}").exists():
             with contextlib.suppress(OSError):
@@ -143,27 +153,30 @@ def one_refusal() -> Iterator[None]:
 
 
 def forget_failure() -> None:
-    """Remove what :func:`first_to_fail` has made, in the process that has started the ranks."""
+    """Remove the link that :func:`first_to_fail` has made, in the process that has started the ranks."""
     if os.environ.get(STARTER) == str(os.getpid()):
         Path(os.environ[REFUSED]).unlink(missing_ok=True)
 
 
 def first_to_fail(code: int) -> bool:
-    """Whether this rank is the first on its machine that cannot go on, so that it is the one to say why."""
+    """Whether this rank is the first on its machine that fails, so that it reports the cause."""
     if (path := os.environ.get(REFUSED)) is None:
         return True
     try:
-        os.symlink(f"{os.getpid()} {code}", path)  # Made with what it says at once.
+        os.symlink(f"{os.getpid()} {code}", path)  # A link appears together with its content, unlike a file.
     except FileExistsError:
         return os.readlink(path).split()[0] == str(os.getpid())
     return True
 
 
 def failed_elsewhere(launcher: Any, seconds: float = 10.0) -> int:
-    """Wait for the rank that was the first to fail to end by itself, having spoken.
+    """Wait until the rank that failed first has reported its error and has ended by itself; return its exit code.
 
-    Lightning kills the one that has started the others as soon as it sees one of them end, which may be before it has
-    spoken itself.
+    Lightning kills the ranks as soon as one of them has ended, which can be before the first one has reported.
+
+    Args:
+        launcher: Lightning's launcher, with the ranks that it has started.
+        seconds: Longest wait.
     """
     process, code = map(int, os.readlink(os.environ[REFUSED]).split())
     for started in started_processes(launcher):
@@ -178,28 +191,28 @@ def failed_elsewhere(launcher: Any, seconds: float = 10.0) -> int:
 
 
 def failed_before() -> bool:
-    """Whether another rank of this machine was the first to fail: the rest then lose their connection to it."""
+    """Whether another rank of this machine has failed first, so that this rank has only lost its connection."""
     path = os.environ.get(REFUSED, "")
     return os.path.islink(path) and os.readlink(path).split()[0] != str(os.getpid())
 
 
 def cannot_be_sent(error: BaseException) -> bool:
-    """Whether an error was raised while something was pickled for a process that is to be spawned."""
+    """Whether an error was raised while an object was pickled for a spawned process."""
     return any(frame.f_code is reduction.dump.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-class _Sent(popen_spawn_posix.Popen):
-    """A spawned process that is sent what it is to run by a thread."""
+class _ThreadedSpawn(popen_spawn_posix.Popen):
+    """A spawned process that receives its pickled task from a thread."""
 
     _fds: list[int]
 
-    def _launch(self, described: Any) -> None:
+    def _launch(self, process: Any) -> None:
         data = io.BytesIO()
         tracker: Any = resource_tracker.getfd()
         context.set_spawning_popen(self)
         try:
-            reduction.dump(spawn.get_preparation_data(described.name), data)
-            reduction.dump(described, data)
+            reduction.dump(spawn.get_preparation_data(process.name), data)
+            reduction.dump(process, data)
         finally:
             context.set_spawning_popen(None)
         (self.sentinel, theirs), (reads, writes) = os.pipe(), os.pipe()
@@ -220,14 +233,14 @@ def _send(pipe: int, data: memoryview) -> None:
 
 @contextlib.contextmanager
 def spawned_by_a_thread() -> Iterator[None]:
-    """Have nobody wait who spawns a process, so that whoever watches it sees it die or stop at once.
+    """Spawn processes without waiting for them, so that their parent sees at once if a process dies or stops.
 
-    multiprocessing waits until the process has read what it is to run, which it does after its imports; and for ever
-    when it is killed or stopped before, for it holds the other end of their pipe itself.
+    multiprocessing itself waits until the new process has read its task, which the process does after its imports. If
+    the process is killed or stopped before, multiprocessing waits forever, because it holds the pipe's other end.
     """
     kind: Any = context.SpawnProcess
     before = kind._Popen  # noqa: SLF001
-    kind._Popen = staticmethod(_Sent)  # noqa: SLF001
+    kind._Popen = staticmethod(_ThreadedSpawn)  # noqa: SLF001
     try:
         yield
     finally:

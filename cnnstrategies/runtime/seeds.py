@@ -4,7 +4,7 @@ import hashlib
 
 
 def mixed_seed(*numbers: int) -> int:
-    """A seed for each tuple of numbers; neighbours such as (0, 1) and (1, 0) have nothing in common.
+    """Return a seed for a tuple of numbers; similar tuples such as (0, 1) and (1, 0) have unrelated seeds.
 
     Returns:
         An integer in [0, 2**63).

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there."""
+"""Files that are either complete or absent."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from cnnstrategies.errors import ConfigurationError, causes
 
-OF_DISKS = {
+DISK_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
     *(errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
 }
@@ -17,18 +17,18 @@ OF_DISKS = {
 
 @contextmanager
 def whole_file(path: Path, remedy: str) -> Iterator[BinaryIO]:
-    """Write a file beside its place, flush it to the disk and rename it.
+    """Write a file under a temporary name, flush it to the disk and rename it.
 
-    Whenever the process or the machine stops, the file at the path is the previous one or the new one.
+    Whenever the process or the machine stops, the file at the path is either the previous file or the new file.
 
     Args:
-        path: Its place; the directory is made if need be.
-        remedy: What to do where the disk does not take it.
+        path: Path of the file; its directory is made if necessary.
+        remedy: The message's last part: what to do if the disk is full or cannot be written to.
 
     Raises:
         ConfigurationError: The disk is full, or cannot be written to.
     """
-    # One name per file, so that what a kill leaves behind is overwritten by the next one.
+    # The temporary name is always the same, so that the next write overwrites the rest of a killed one.
     partial = path.with_name(f".{path.name}.partial")
     with writing(path, remedy):
         try:
@@ -50,11 +50,11 @@ def whole_file(path: Path, remedy: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def writing(path: Path, remedy: str) -> Iterator[None]:
-    """Tell an error of the disk in a line; see :func:`whole_file`."""
+    """Turn errors of the disk into a :class:`ConfigurationError` of one line; see :func:`whole_file`."""
     try:
         yield
     except BaseException as error:
-        for link in causes(error):  # torch raises errors of its own for the system's.
-            if isinstance(link, OSError) and link.errno in OF_DISKS:
+        for link in causes(error):  # torch wraps the system's errors in errors of its own.
+            if isinstance(link, OSError) and link.errno in DISK_ERRORS:
                 raise ConfigurationError(f"cannot write {path}: {os.strerror(link.errno)}; {remedy}") from error
         raise

@@ -55,7 +55,7 @@ def test_what_differs_or_does_not_work_is_named(tmp_path: Path, monkeypatch: pyt
     assert (code, second) == (1, 0), output
     assert "mend: lightning differs: " in output
     assert "2.6.4 on beta" in output
-    assert f"mend: beta: {tmp_path}/shared: does not see what alpha writes there" in output
+    assert f"mend: beta: {tmp_path}/shared: files that alpha writes do not appear here" in output
     assert re.search(rf"mend: beta: cannot write {tmp_path}/shared/\S+: Read-only file system", output), output
 
 

@@ -35,7 +35,7 @@ def test_the_host_with_the_store_ends_after_the_readers() -> None:
         thread.join(0.1)
     thread.join(0.3)
     assert messages == []
-    store.set("told/1", "")
+    store.set("informed/1", "")
     thread.join()
     assert "cannot reach beta" in messages[0]
 

@@ -161,7 +161,7 @@ def test_a_lost_node_ends_the_others_and_all_starts_again(loses, silent, failed,
 def test_what_keeps_a_run_from_its_start_is_told(capsys, tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match=r"has no cnnstrategies \(nothing here\): install it"):
         run(FakeRay(), capsys, "exit 0", probe="echo nothing here; exit 1")
-    with pytest.raises(ConfigurationError, match="2 nodes with 1 CPU each were not free for 0 s"):
+    with pytest.raises(ConfigurationError, match="2 nodes with 1 CPU each were not free within 0 s"):
         run(FakeRay(free=False), capsys, "exit 0")
     Path("digits/config.yaml").unlink()
     with pytest.raises(ConfigurationError, match=r"does not see .*config\.yaml: put cluster.folder on a disk"):

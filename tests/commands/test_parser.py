@@ -91,13 +91,13 @@ def test_what_yaml_cannot_hold_is_left_to_its_class(run_cli):
 
 def test_an_option_is_not_looked_for_again_and_again(monkeypatch):
     """A quarter of a start went into that; twice it may be, as options are added."""
-    looked, look = Counter(), _jsonargparse_private.look
+    looked, look = Counter(), _jsonargparse_private.find_option
 
     def noted(parser, dest, exclude):
         looked[parser, dest, exclude] += 1
         return look(parser, dest, exclude)
 
-    monkeypatch.setattr(_jsonargparse_private, "look", noted)
+    monkeypatch.setattr(_jsonargparse_private, "find_option", noted)
     monkeypatch.setattr(sys, "argv", ["", "fit", f"--config={ROOT / 'configs/quickstart.yaml'}", "--print_config"])
     with pytest.raises(SystemExit):
         CLI()
@@ -108,7 +108,7 @@ def test_an_option_is_not_looked_for_again_and_again(monkeypatch):
 def test_keys_are_found_where_jsonargparse_finds_them():
     made = Namespace(a=Namespace(b=1), d={"e": {"f": 2}}, n=None)
     made["a.keys.items"] = 3
-    found, expected = _jsonargparse_private.parse_key, _jsonargparse_private.place_of
+    found, expected = _jsonargparse_private.parse_key, _jsonargparse_private.split_key
     for key in ("a", "a.b", "a.b.c", "a.keys", "a.keys.items", "d.e", "d.e.f", "n.x", "no.where"):
         assert found(made, key) == expected(made, key), key
     for key in ("a b", "a..b", ""):

@@ -59,7 +59,7 @@ REFUSED = {
     "tune --allow=accuracy": ["--allow: 'accuracy' is not accepted; accepted: precision"],
     "quantize --outptu=small.pt2": ["unknown key outptu; did you mean 'output'? accepted: ckpt_path, output, calibra"],
     "verify --steps=0": ["steps=0: nothing is trained; give at least 1"],
-    "fit --ckpt_path=page.ckpt": ["ckpt_path: page.ckpt is no checkpoint: it begins with b'not found'"],
+    "fit --ckpt_path=page.ckpt": ["ckpt_path: page.ckpt is not a checkpoint: it begins with b'not found'"],
     "quantize --ckpt_path=other.ckpt": ["ckpt_path: other.ckpt is of another network than `model` describes: "],
     "fit --ckpt_path=nowhere.ckpt": ["", "nowhere.ckpt", "best or last or hpc or a path"],
     "fit --model=mine.Litt": ["model: cannot use 'mine.Litt': module 'mine' has no attribute 'Litt'"],
@@ -138,8 +138,8 @@ def test_what_the_parser_refuses_in_other_words_is_said_in_a_line():
     missing = "the following arguments are required: in_channels"
     said = "a class in the configuration needs in_channels: add this to its init_args"
     assert explain_parse_error(missing, []) == said
-    kind = 'Parser key "trainer.strategy":\n  Expected a dot import path string: parameter_server_fork'
-    said = "no class 'parameter_server_fork'; give its import path, for arguments of this strategy that of Para"
+    kind = 'Parser key "trainer.strategy":\n  Expected a dot import path string: parameter_server_frok'
+    said = "no class 'parameter_server_frok'; did you mean 'parameter_server_fork'? Or give its import path, for"
     assert explain_parse_error(kind, []).startswith(f"trainer.strategy: {said}")
 
 

@@ -1,4 +1,4 @@
-"""Messages are checked at the edge, and what fails behind it is a mistake that is heard of."""
+"""Mutants of error handling: messages are checked on arrival; later errors are the package's own and are reported."""
 
 import test_insider_fuzz
 import test_own_mistakes
@@ -37,7 +37,7 @@ def a_coordinators_own_mistake_counts_as_a_bad_message(right, self, sender, mess
 
 removes(
     Membership.end,
-    "a server that fails leaves like one that is done",
+    "a failing server leaves like a server that has finished",
     killed_by=test_own_mistakes.test_a_server_without_the_optimizers_class_ends_and_names_it,
     noticed_by=(TimeoutError,),
 )
@@ -48,7 +48,7 @@ removes(
     killed_by=test_own_mistakes.test_a_failing_coordinator_shows_its_traceback_and_tells_all,
     noticed_by=(TimeoutError,),
 )
-def a_coordinator_that_fails_tells_nobody(right, self, peer, message):
+def a_failing_coordinator_does_not_send_the_runs_end(right, self, peer, message):
     if message.kind != "ended":
         right(self, peer, message)
 
@@ -59,7 +59,7 @@ def a_coordinator_that_fails_tells_nobody(right, self, peer, message):
     noticed_by=(TypeError,),
     options=test_insider_fuzz.MODES["async"],
 )
-def what_a_server_takes_for_a_number_may_be_none(right, self, name, least=0):
+def a_server_accepts_none_in_place_of_an_integer(right, self, name, least=0):
     return self.fields.get(name)
 
 
@@ -68,5 +68,5 @@ def what_a_server_takes_for_a_number_may_be_none(right, self, name, least=0):
     killed_by=test_insider_fuzz.test_nothing_that_a_peer_says_fails_later,
     noticed_by=(TypeError, ValueError, IndexError),
 )
-def what_a_member_reports_may_have_any_form(right, self, name, *columns):
+def a_members_report_is_accepted_in_any_form(right, self, name, *columns):
     return self.fields.get(name)

@@ -1,4 +1,4 @@
-"""Networks that are built in parts: each rank has its own stage's values alone, and they are those of the whole."""
+"""Mutants of networks that each rank builds for its own stage only: values equal the whole network's values."""
 
 import contextlib
 
@@ -10,13 +10,13 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import Turns, own_stage_
 
 removes(
     Turns.hold,
-    "what belongs elsewhere keeps its memory until the end",
+    "parameters of other stages keep their memory until the network is built",
     killed_by=test_own_stage.test_one_at_a_time_holds_memory_while_the_whole_is_built,
 )
 
 
 @replaces(Turns.__torch_dispatch__, killed_by=test_own_stage.test_what_needs_values_that_are_gone_is_refused_by_name)
-def values_that_are_gone_are_computed_with(right, self, func, types, args=(), kwargs=None):
+def deleted_values_are_used_in_computations(right, self, func, types, args=(), kwargs=None):
     try:
         return right(self, func, types, args, kwargs)
     except ConfigurationError:
@@ -24,7 +24,7 @@ def values_that_are_gone_are_computed_with(right, self, func, types, args=(), kw
 
 
 @replaces(Turns.__torch_dispatch__, killed_by=test_own_stage.test_what_is_kept_is_whole_and_the_rest_shape_alone)
-def nothing_is_drawn_for_what_belongs_elsewhere(right, self, func, types, args=(), kwargs=None):
+def random_values_of_other_stages_parameters_are_not_drawn(right, self, func, types, args=(), kwargs=None):
     drawn = func.overloadpacket.__name__ in ("normal_", "uniform_") and self.is_elsewhere(args[0])
     return args[0] if drawn else right(self, func, types, args, kwargs)
 
@@ -49,6 +49,6 @@ removes(
 )
 removes(
     share_stage,
-    "the replicas of a stage begin with what each has drawn",
+    "the replicas of a stage start with different random values",
     killed_by=test_own_stage.test_replicas_begin_alike_and_hold_their_stage_alone,
 )

@@ -1,4 +1,4 @@
-"""What `verify` says is right, and what a trace fixes holds for all microbatches."""
+"""Mutants of `verify` and of tracing: equal runs, and properties that a trace has fixed for all microbatches."""
 
 import test_stage
 import test_verdict
@@ -11,7 +11,7 @@ from cnnstrategies.verifying.verdict import differences
 
 
 @replaces(joined, killed_by=test_verdict.test_batches_of_ranks_are_joined_by_samples_in_rank_order)
-def one_device_gets_the_batches_of_rank_zero(right, parts):
+def one_device_gets_the_batches_of_rank_zero_only(right, parts):
     return parts[0]
 
 
@@ -19,12 +19,12 @@ removes(differences, "nothing differs", killed_by=test_verdict.test_only_roundin
 
 
 @replaces(LeafTracer.number, killed_by=test_stage.test_what_a_trace_would_fix_is_refused, how="branch by value")
-def each_microbatch_decides_by_its_own_values(right, self, asked):
+def each_microbatch_takes_its_own_branch_by_value(right, self, asked):
     raise UndecidedError(self.graph, asked.node)
 
 
 removes(
     hold_to,
-    "images of other shapes are taken for those of the trace",
+    "images of other shapes are accepted by a trace",
     killed_by=test_stage.test_what_a_network_decides_by_shape_holds_for_its_images,
 )

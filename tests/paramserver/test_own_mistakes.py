@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import patience
 import pytest
 import torch
 from data_world import fresh
@@ -80,7 +81,7 @@ def ends(member: Membership, failed: Handle) -> str:
     until(lambda: failed.poll() is not None)
     assert failed.poll() == 1
     with pytest.raises(RunEnded) as ended:
-        member.views.wait_newer(1 << 60, SOON)
+        member.views.wait_newer(1 << 60, patience.at_most(SOON))
     return str(ended.value)
 
 

@@ -88,7 +88,7 @@ def refusals() -> list[str | None]:
 
 
 def test_what_does_not_fit_together_is_said_on_every_rank() -> None:
-    alone = "ended an epoch, or training, while rank{} continued with a further batch"
+    alone = "ended an epoch, or training, while rank{} continued with another batch"
     for together, some, one, sizes in run_ranks(3, refusals):
         assert together is None
         assert "ranks 1, 2 " + alone.format(" 0") in str(some)

@@ -43,7 +43,7 @@ def test_the_child_with_all_parameters_is_divided_or_one_that_is_named() -> None
 
 SAME = layers()
 UNCLEAR: list[tuple[dict[str, Any], str | None, str]] = [
-    ({"net": layers()}, "nett", r"network='nett': .* no submodule of this name; it has net"),
+    ({"net": layers()}, "nett", r"submodule='nett': .* no submodule of this name; it has net"),
     ({}, None, "none has parameters to train: build it in __init__"),
     (
         {"encoder": layers(), "decoder": layers()},

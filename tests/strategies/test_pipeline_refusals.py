@@ -44,7 +44,7 @@ UNFIT: tuple[tuple[int, dict[str, Any], str], ...] = (
     (
         3,
         {"replicas": [2, 1], "initial_shares": [3, 1, 1]},
-        r"initial_shares=\[3, 1, 1\] is what shares: auto begins with, not .* equal",
+        r"initial_shares=\[3, 1, 1\] is for shares: auto, and shares is equal",
     ),
     (3, {"replicas": [2, 1], "cuts": ["2"], "shares": [3, 1]}, r"shares=\[3, 1\] are 2, and there are 3 processes"),
     (
@@ -278,7 +278,7 @@ def refusals(kinds: Sequence[type[Module]], replicas: list[int]) -> list[str]:
     ("expected", "replicas"),
     [
         (REFUSED_IN_A_STEP, [1]),
-        ([(StoppingAlone, "rank 1 ended an epoch, or training, while rank 0 continued with a further batch")], [1, 1]),
+        ([(StoppingAlone, "rank 1 ended an epoch, or training, while rank 0 continued with another batch")], [1, 1]),
     ],
     ids=["one rank", "two"],
 )

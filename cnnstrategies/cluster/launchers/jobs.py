@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ClusterJob(ABC):
-    """A run that a launcher can start, as far as this machine knows."""
+    """A run that ``submit`` has checked for a launcher."""
 
     @abstractmethod
     def show(self) -> str:
@@ -26,7 +26,11 @@ class ClusterJob(ABC):
 
     @abstractmethod
     def submit(self) -> str:
-        """Hand the job to the cluster; return a message with the job's name and the places of logs and checkpoints."""
+        """Hand the job to the cluster.
+
+        Returns:
+            Lines for the user: the job's name, and the directories of logs and checkpoints.
+        """
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class ScriptJob(ClusterJob):
         folder: The run folder, on a disk that all nodes see. :meth:`submit` writes ``config.yaml`` and ``job.sh``.
         script: Text of the script, which runs ``fit`` with the folder's ``config.yaml``.
         queue: Function that puts a script into the queue and returns the job's number, such as :func:`hand_over`.
-        changes: Values that the launcher decides, by key of the configuration.
+        changes: Values of the job's configuration that the launcher decides. By key of the configuration.
     """
 
     submission: "Submission"
@@ -69,7 +73,7 @@ class ScriptJob(ClusterJob):
         )
 
     def write(self) -> None:
-        """Write the run folder with the script and the configuration that it names."""
+        """Write the script and the configuration to the run folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         configuration = self.submission.text(self.folder, self.changes)
         (self.folder / "config.yaml").write_text(configuration, encoding="utf-8")

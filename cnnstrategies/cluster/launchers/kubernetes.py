@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cnnstrategies.cluster.submission import Submission
 
 SECTION = "cluster.kubernetes"
-# A pod's name has at most 63 characters; the time, the role, the index and five characters of Kubernetes' own need 35.
+# A pod's name has at most 63 characters. The timestamp, the role, the index and Kubernetes' random suffix need 35.
 LONGEST_NAME = 28
 WAIT = 1800.0  # seconds for all pods to start, which includes fetching their images
 
@@ -121,7 +121,11 @@ class KubernetesJob(ClusterJob):
 
 
 def _check_keys(submission: "Submission") -> None:
-    """Refuse a Secret with keys that nothing reads, and encrypted connections without such a Secret."""
+    """Refuse a Secret with keys for a run without encryption, and encrypted connections between pods without a Secret.
+
+    Raises:
+        ConfigurationError: The key `key_secret` must be left out, or must be set.
+    """
     servers, secret = submission.server_options, submission.options.kubernetes.key_secret
     if servers is None and secret is not None:
         raise ConfigurationError(f"{SECTION}.key_secret={secret} is for a ParameterServerStrategy; leave it out")
@@ -136,7 +140,11 @@ def _check_keys(submission: "Submission") -> None:
 
 
 def _folder(options: ClusterOptions) -> PurePosixPath:
-    """Return the directory in which run folders are made, as the pods see it."""
+    """Return the parent directory of run folders, as a path in the pods.
+
+    Raises:
+        ConfigurationError: The directory is not in a volume.
+    """
     volumes = list(options.kubernetes.volumes)
     folder = PurePosixPath(options.folder)
     if not folder.is_absolute() and len(volumes) == 1:
@@ -158,7 +166,7 @@ def _is_in_volume(path: PurePosixPath, options: ClusterOptions) -> bool:
 
 
 def _changes(submission: "Submission", name: str) -> dict[str, Any]:
-    """Return the values that the pods' configuration has in place of the user's, by key."""
+    """Return the values that replace the user's values in the pods' configuration. By key of the configuration."""
     options = submission.options
     changes: dict[str, Any] = {
         "stop.grace": float(options.kubernetes.grace),
@@ -177,7 +185,7 @@ def _changes(submission: "Submission", name: str) -> dict[str, Any]:
 
 
 def create(run: PodRun) -> None:
-    """Ask the cluster whether it accepts the objects of a run, and create them: either all of them or none.
+    """Create all objects of a run if the cluster accepts all of them; otherwise create none.
 
     Raises:
         ConfigurationError: kubectl is not installed, or the cluster refuses an object.

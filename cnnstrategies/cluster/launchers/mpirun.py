@@ -11,7 +11,7 @@ from cnnstrategies.cluster.launchers.registry import register
 
 
 class Mpirun(Launcher):
-    """The part that both programs called mpirun share.
+    """Base class of the two launchers whose program is called mpirun.
 
     Attributes:
         per_machine: Option that starts a number of ranks on each machine and numbers them machine by machine.
@@ -60,7 +60,7 @@ class MPICH(Mpirun):
     name = "mpich"
     title = "MPICH"
     precedence = 30
-    # An srun that was built with PMI sets PMI_RANK as well, but neither variable of local numbers.
+    # An srun that was built with PMI also sets PMI_RANK, but does not set the two local variables.
     rank_variable, size_variable = "PMI_RANK", "PMI_SIZE"
     local_rank_variable, local_size_variable = "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
     variables = ("PMI_*", "MPI_LOCAL*")
@@ -68,9 +68,10 @@ class MPICH(Mpirun):
 
     @override
     def launch_id(self, environ: Environ) -> str:
-        """Return the user, the directory and the arguments: Hydra has no number for a job.
+        """Return the user, the working directory and the command-line arguments, because Hydra has no job id.
 
-        On one machine Hydra's process is the parent of all ranks, and its number tells two equal launches apart.
+        On one machine Hydra's process is the parent of all ranks, and the id of this process is added. It distinguishes
+        two launches with equal arguments.
         """
         alone = environ.get(self.local_size_variable) == environ.get(self.size_variable)
         parent = os.getppid() if alone and _is_hydra(os.getppid()) else ""

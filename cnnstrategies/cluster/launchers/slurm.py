@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from cnnstrategies.cluster.submission import Submission
 
-# SLURM numbers from here on the steps that srun has not started: a job's script and its interactive shell.
+# Step ids from this number on belong to steps that srun has not started: a job's script and its interactive shell.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 @register
 class Slurm(Launcher):
-    """SLURM: tasks of srun are ranks; a job's script without srun is one process that has the job's variables."""
+    """SLURM, where tasks of srun are ranks. A job's script without srun is one process with the job's variables."""
 
     name = "slurm"
     title = "SLURM"
@@ -47,10 +47,11 @@ class Slurm(Launcher):
 
     @override
     def environment(self) -> "ClusterEnvironment":
-        """Return Lightning's environment without its requeue.
+        """Return Lightning's environment for SLURM, with Lightning's own requeue turned off.
 
-        Lightning would save its checkpoint inside the handler of the warning signal, when ranks may be in different
-        steps. Here GracefulStop stops them after the same step, and the job's script requeues the job.
+        Lightning would save a checkpoint inside the handler of the warning signal, when ranks may be in different
+        steps. Instead the callback GracefulStop stops all ranks after the same step, and the job's script requeues the
+        job.
         """
         from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
@@ -58,9 +59,10 @@ class Slurm(Launcher):
 
     @override
     def script_environment(self, environ: Environ, num_nodes: int) -> "ClusterEnvironment | None":
-        """Return Lightning's environment without a launcher.
+        """Return Lightning's environment for runs without a launcher.
 
-        By the job's variables Lightning would take the script's process for rank 0 and wait for the other ranks.
+        Lightning itself would see the job's variables, mistake the script's process for rank 0, and wait for the other
+        ranks.
         """
         from lightning.fabric.plugins.environments.lightning import LightningEnvironment
         from lightning_utilities.core.rank_zero import rank_zero_info
@@ -93,10 +95,10 @@ class Slurm(Launcher):
 
     @override
     def run_name(self, environ: Environ, configuration: str) -> str | None:
-        """Return the job's number and the step's number, which is the same again after the job has been requeued.
+        """Return a name from the job id and the step id; a requeued job has the same ids.
 
-        A job's script without srun may train several things, so the configuration takes the place of the step. An
-        interactive shell is not a script: a person who types there does not start the same run again.
+        A job's script without srun may train several configurations, so the name has the configuration's hash in place
+        of the step id. Runs in an interactive shell get no name, because nothing restarts them.
         """
         interactive = "SLURM_PTY_PORT" in environ or environ.get("SLURM_JOB_NAME") in INTERACTIVE
         if interactive or "SLURM_TASK_PID" not in environ:
@@ -120,7 +122,7 @@ class Slurm(Launcher):
 
 def queue(script: Path) -> str:
     """Check a script with SLURM and put it into the queue; return the job's number."""
-    # Without limits that the cluster enforces, a job that no set of nodes can run would be accepted and wait forever.
+    # A cluster without enforced limits would accept a job that no set of nodes can run, and the job would wait forever.
     hand_over(Slurm.title, "sbatch", "--test-only", str(script))
     return hand_over(Slurm.title, "sbatch", "--parsable", str(script)).strip().partition(";")[0]
 

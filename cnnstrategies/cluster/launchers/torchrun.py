@@ -18,7 +18,7 @@ INVENTED_NAME = re.compile(r"torchrun_[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 @register
 class Torchrun(Launcher):
-    """torchrun, also inside a job of another launcher: torchrun's ranks are then those that count."""
+    """torchrun. Inside a job of another launcher, torchrun's ranks are the run's ranks."""
 
     name = "torchrun"
     title = "torchrun"

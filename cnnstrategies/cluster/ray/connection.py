@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster, and what a run needs of its nodes."""
+"""The connection to a Ray cluster, and the resources that a run requests."""
 
 import contextlib
 import importlib
@@ -15,12 +15,17 @@ from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.errors import ConfigurationError
 
 SECONDS = 10.0  # for a connection to the address
-LAST = Path("/tmp/ray/ray_current_cluster")  # Where ray.init looks for this machine's; one that has died is there too.
+# File in which ray.init looks for this machine's cluster; the address of a dead cluster stays there.
+LAST = Path("/tmp/ray/ray_current_cluster")
 BYTES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def demand(options: ClusterOptions, size: Size) -> dict[str, float]:
-    """What the run needs of each node, as Ray counts it."""
+    """Return the resources that a run needs on each node, by Ray's names.
+
+    Raises:
+        ConfigurationError: ``cluster.memory`` is not a number with a unit.
+    """
     needed = {"CPU": float(size.tasks_per_node * (options.cpus_per_task or 1))}
     if size.gpus_per_node:
         needed["GPU"] = float(size.gpus_per_node)
@@ -35,7 +40,7 @@ def demand(options: ClusterOptions, size: Size) -> dict[str, float]:
 
 
 def in_words(needed: Mapping[str, float]) -> str:
-    """Resources of a node, for a reader."""
+    """Return the resources of a node in words."""
     words = []
     for name, value in needed.items():
         if name == "memory":
@@ -49,7 +54,14 @@ def in_words(needed: Mapping[str, float]) -> str:
 
 @contextlib.contextmanager
 def connected(address: str | None) -> Iterator[Any]:
-    """Ray, connected to a cluster. Without an address, to that of the environment or of this machine."""
+    """Yield the module ``ray``, connected to a cluster.
+
+    Args:
+        address: Address of the cluster; by default that of ``RAY_ADDRESS``, or this machine's cluster.
+
+    Raises:
+        ConfigurationError: Ray is not installed, or no cluster is reachable.
+    """
     try:
         ray = importlib.import_module("ray")
         importlib.import_module("ray.util.scheduling_strategies")
@@ -60,15 +72,15 @@ def connected(address: str | None) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    asked = address or os.environ.get("RAY_ADDRESS") or "auto"
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        knock(asked)
-        # What the programs print is passed on by their actors, line by line and whole.
-        ray.init(address=asked, log_to_driver=False, logging_level=logging.ERROR)
+        knock(address)
+        # The driver itself prints the programs' output, in complete lines.
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
-        where = "on this machine" if asked == "auto" else f"at {asked}"
+        place = "on this machine" if address == "auto" else f"at {address}"
         raise ConfigurationError(
-            f"no Ray cluster is reachable {where}: {' '.join(str(error).split())[:300]}; start one with `ray start "
+            f"no Ray cluster is reachable {place}: {' '.join(str(error).split())[:300]}; start one with `ray start "
             "--head`, or name one with --cluster.ray.address HOST:PORT or RAY_ADDRESS"
         ) from error
     try:
@@ -78,7 +90,11 @@ def connected(address: str | None) -> Iterator[Any]:
 
 
 def knock(address: str) -> None:
-    """Fail at once where nobody listens: Ray itself tries for minutes."""
+    """Fail at once if nothing listens at the address, to which Ray itself would try to connect for minutes.
+
+    Raises:
+        OSError: The connection fails.
+    """
     if address == "auto" and LAST.exists():
         address = LAST.read_text().strip()
     match = re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", address)

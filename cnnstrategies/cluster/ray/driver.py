@@ -1,4 +1,4 @@
-"""The driver of a run on a Ray cluster: an actor on each node starts ``fit`` as a program, and it watches them."""
+"""The driver of a run on a Ray cluster: an actor on each node starts ``fit`` as a program, and the driver watches."""
 
 import contextlib
 import itertools
@@ -18,22 +18,22 @@ from cnnstrategies.cluster.ray.connection import in_words
 from cnnstrategies.cluster.ray.node import Node, RayNode
 from cnnstrategies.errors import ConfigurationError
 
-REFUSED = 2  # Exit code of a mistake in the configuration, which the next start would find again.
-LOST = 1
-FOLLOW = 0.5  # Seconds; also how long a signal and what is printed wait for the driver.
-PATIENCE = 10.0  # Seconds in which the other nodes may say why they end too, after the first that failed.
-# Seconds until Ray has said whether a node that does not answer is lost: its five checks may take 65 by default.
+REFUSED = 2  # exit code of a mistake in the configuration, which the next start would find again
+LOST = 1  # exit code of a run that has lost a node
+FOLLOW = 0.5  # seconds between two looks at the programs; signals and output wait for this time
+PATIENCE = 10.0  # seconds in which other nodes may print the reason of their end, after the first failure
+# Seconds until Ray knows whether a silent node is lost; by default its five checks may take 65 s.
 LOSS = 90.0
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass
 class Ends:
-    """How the programs of one start have ended.
+    """Results of the programs after one start of the run.
 
     Attributes:
         codes: Exit codes by node.
-        lost: Nodes whose actor has died, or does not answer, in words.
+        lost: Nodes whose actor has died or does not answer, in words.
     """
 
     codes: dict[int, int] = field(default_factory=dict)
@@ -43,13 +43,13 @@ class Ends:
     def code(self) -> int:
         """The run's exit code."""
         if self.lost:
-            return LOST  # A program that waits for such a node in vain says that it was started wrongly.
+            return LOST  # A program that waits in vain for a lost node reports a mistake in the configuration.
         codes = [code if code > 0 else 128 - code for code in self.codes.values() if code]
         return REFUSED if REFUSED in codes else next(iter(codes), 0)
 
     @property
     def why(self) -> str:
-        """What has failed, in words: first the cause, if it is known."""
+        """The failures in words, beginning with the cause if it is known."""
         then = " then" if self.lost else ""
         failed = [f"node {node}{then} ended with code {code}" for node, code in self.codes.items() if code]
         return "; ".join([*(f"{node} was lost" for node in self.lost), *failed])
@@ -57,16 +57,22 @@ class Ends:
 
 @dataclass
 class Driver:
-    """Runs a program on each node of a cluster.
+    """Runs a program on each node of a cluster, and starts all programs again after a failure.
 
     Attributes:
-        needed: Of each node, as Ray counts it.
-        script: Of the shell; starts a node's program.
-        probe: Of the shell; fails where the package is not installed.
-        folder: Of the run, with its configuration; what the programs print goes there. Its name is the run's, by which
-            a program that is started again finds its last checkpoint.
+        nodes: Number of nodes.
+        needed: Resources of each node, by Ray's names.
+        script: Script of the shell that starts a node's program.
+        probe: Script of the shell that fails if the package is not installed.
+        folder: The run folder, with the configuration; the programs' output goes there.
+        directory: Working directory of the programs.
+        variables: Environment variables of the programs, such as the run's name, by which a restarted program finds its
+            last checkpoint.
+        foreign: Patterns of environment variables that the programs do not inherit from Ray's own processes.
+        max_restarts: How often the run is started again.
+        wait: Longest wait for free nodes, in seconds.
         grace: Seconds in which a run that was asked to stop ends.
-        goes_on: Whether the run goes on after a node has ended well.
+        goes_on: Whether the run continues after a node's program has ended without an error.
     """
 
     nodes: int
@@ -83,13 +89,13 @@ class Driver:
     goes_on: bool
 
     def run(self, ray: Any) -> int:
-        """Start the run, and start it again when it is lost.
+        """Start the run, and start it again after a failure, up to the allowed number of restarts.
 
         Args:
-            ray: Connected to the cluster.
+            ray: The module ``ray``, connected to the cluster.
 
         Returns:
-            The exit code: that of the program that failed, or 128 and the signal's number after a signal.
+            The exit code: that of the program that failed, or 128 + the signal's number after a signal.
         """
         self._ray = ray
         self._logs = [self.folder / f"node{number}.log" for number in range(self.nodes)]
@@ -110,7 +116,7 @@ class Driver:
         raise AssertionError
 
     def _start(self) -> Ends:
-        """One start of the run, until its end."""
+        """Start the run once, and follow it to its end."""
         group = self._place()
         if group is None:
             return Ends()
@@ -118,7 +124,7 @@ class Driver:
         try:
             places = self._look(actors)
             return self._follow(actors, places, self._launch(actors, places))
-        except self._ray.exceptions.RayActorError as error:  # Before its program was started.
+        except self._ray.exceptions.RayActorError as error:  # An actor has died before it started its program.
             return Ends(lost=[f"a node ({' '.join(str(error).split())[:200]})"])
         finally:
             self._pass_on(ended=True)
@@ -127,23 +133,27 @@ class Driver:
             self._ray.util.remove_placement_group(group)
 
     def _place(self) -> Any:
-        """Nodes of the cluster, each with what the run needs of it; None after a signal."""
+        """Return a placement group with the run's resources on each node; None after a signal.
+
+        Raises:
+            ConfigurationError: There were not enough free nodes within the longest wait.
+        """
         group = self._ray.util.placement_group([self.needed] * self.nodes, "STRICT_SPREAD")
         wanted = f"{self.nodes} nodes with {in_words(self.needed)}"
         until = time.monotonic() + self.wait
-        for tried in itertools.count():
+        for attempt in itertools.count():
             if group.wait(1.0):
                 return group
             if self._signal is not None or time.monotonic() > until:
                 break
-            if not tried:
+            if attempt == 0:
                 _say(f"Waiting up to {self.wait:g} s for {wanted}")
         self._ray.util.remove_placement_group(group)
         if self._signal is not None:
             return None
         raise ConfigurationError(
-            f"{wanted} each were not free for {self.wait:g} s: see `ray status`, add nodes, lower trainer.num_nodes, "
-            "trainer.devices or cluster.cpus_per_task, or raise cluster.ray.wait"
+            f"{wanted} each were not free within {self.wait:g} s: see `ray status`, add nodes, lower "
+            "trainer.num_nodes, trainer.devices or cluster.cpus_per_task, or raise cluster.ray.wait"
         )
 
     def _actor(self, group: Any, number: int) -> Any:
@@ -158,7 +168,7 @@ class Driver:
                 num_gpus=needed.pop("GPU", 0),
                 memory=memory,
                 resources=needed,
-                max_concurrency=4,  # Its program runs in one of the calls.
+                max_concurrency=4,  # One call lasts as long as the program; other calls must still be answered.
                 scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
                     placement_group=group, placement_group_bundle_index=number
                 ),
@@ -167,18 +177,17 @@ class Driver:
         )
 
     def _look(self, actors: list[Any]) -> list[RayNode]:
-        asked = [actor.look.remote(str(self.folder / "config.yaml"), self.probe) for actor in actors]
-        places: list[RayNode] = self._ray.get(asked)
+        references = [actor.look.remote(str(self.folder / "config.yaml"), self.probe) for actor in actors]
+        places: list[RayNode] = self._ray.get(references)
         for place in places:
             if place.missing is not None:
                 raise ConfigurationError(place.missing)
         return places
 
     def _launch(self, actors: list[Any], places: list[RayNode]) -> dict[Any, int]:
-        """Start the programs: their nodes, by what has their exit codes."""
+        """Start the programs. Return the node of each program, by Ray's reference to the program's exit code."""
         main = places[0]
-        meeting = {"MASTER_ADDR": main.address, "MASTER_PORT": str(main.port)}
-        common = {**self.variables, **meeting}
+        common = {**self.variables, "MASTER_ADDR": main.address, "MASTER_PORT": str(main.port)}
         _say(f"Starting on {', '.join(f'{place.host} ({place.address})' for place in places)}")
         return {
             actor.run.remote(self.script, self.directory, {**common, "NODE_RANK": str(node)}, str(log)): node
@@ -186,7 +195,10 @@ class Driver:
         }
 
     def _follow(self, actors: list[Any], places: list[RayNode], running: dict[Any, int]) -> Ends:
-        """Pass on what the programs print until all have ended, or some have and the others do not."""
+        """Print the programs' output until all programs have ended.
+
+        After some programs have ended, the other programs must end within a limited time.
+        """
         ends, until, asked_to_stop = Ends(), math.inf, False
         while running and not ends.lost and time.monotonic() < until:
             if self._signal is not None and not asked_to_stop:
@@ -201,18 +213,18 @@ class Driver:
             if done and not asked_to_stop and (ends.code or not self.goes_on):
                 until = min(until, time.monotonic() + (PATIENCE if ends.code else WAIT_SECONDS))
         if ends.code and running and not ends.lost and not asked_to_stop:
-            # A program may fail because a node with others is lost, before Ray knows of that.
+            # A program may fail because another node is lost, before Ray knows of the loss.
             names = ", ".join(_named(node, places) for node in running.values())
-            _say(f"Waiting up to {LOSS:g} s for Ray to say whether it has lost {names}")
-            asked = {actors[node].answer.remote(): node for node in running.values()}
-            known, silent = self._ray.wait(list(asked), num_returns=len(asked), timeout=LOSS)
-            ends.lost += [_named(asked[reference], places) for reference in silent]
-            for reference in known:
-                self._note(ends, reference, asked[reference], places)
+            _say(f"Waiting up to {LOSS:g} s for Ray to report whether it has lost {names}")
+            nodes = {actors[node].answer.remote(): node for node in running.values()}
+            answered, silent = self._ray.wait(list(nodes), num_returns=len(nodes), timeout=LOSS)
+            ends.lost += [_named(nodes[reference], places) for reference in silent]
+            for reference in answered:
+                self._note(ends, reference, nodes[reference], places)
         return ends
 
     def _note(self, ends: Ends, reference: Any, node: int, places: list[RayNode]) -> None:
-        """Note how a call to an actor has ended."""
+        """Record the result of a call to an actor: an exit code, or the loss of the node."""
         try:
             code = self._ray.get(reference)
         except self._ray.exceptions.RayActorError:
@@ -222,7 +234,7 @@ class Driver:
                 ends.codes[node] = code
 
     def _pass_on(self, ended: bool = False) -> None:
-        """Print the lines that the programs have printed, those of other nodes than the first with their node."""
+        """Print new lines of the programs' output; lines of other nodes than the first begin with their node."""
         for node, log in enumerate(self._logs):
             with contextlib.suppress(FileNotFoundError), log.open("rb") as file:
                 file.seek(self._printed[node])
@@ -234,7 +246,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _heeding_signals(self) -> Iterator[None]:
-        """The first signal asks the programs to stop, as `fit` does; the second ends the driver, and Ray the rest."""
+        """Handle signals: the first asks the programs to stop, the second ends the driver, and Ray ends the rest."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

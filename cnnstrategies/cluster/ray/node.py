@@ -1,6 +1,7 @@
 """The actor on a node, which runs the node's part of the run as a program.
 
-Ray sends this class by value, so nothing of the package is imported here: a node without the package can say so.
+Ray sends this class by value, and this module imports nothing of the package, so that a node without the package can
+report that.
 """
 
 import fnmatch
@@ -11,7 +12,7 @@ import sys
 from dataclasses import dataclass
 
 PYTHON = "CNNSTRATEGIES_PYTHON"  # Environment variable of the program: the interpreter that runs this node's Ray.
-# The kernel ends the program when the actor's process dies, however that comes: the driver may start the run anew.
+# Makes the kernel kill the program when the actor's process dies, because the driver may then start the run again.
 LEASH = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -24,7 +25,14 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 @dataclass(frozen=True)
 class RayNode:
-    """A node: its name, where others reach it, a free port of it, and why the run cannot start there, if it cannot."""
+    """A node of the cluster.
+
+    Attributes:
+        host: Name of the node.
+        address: Address at which other nodes reach it.
+        port: A free port.
+        missing: Message if the run cannot start on the node, else None.
+    """
 
     host: str
     address: str
@@ -44,24 +52,36 @@ class Node:
         self.foreign = foreign
 
     def look(self, config: str, probe: str) -> RayNode:
-        """Whether the run can start here."""
+        """Return this node, after checking whether the run can start on it.
+
+        Args:
+            config: The run's configuration, which every node must see.
+            probe: Script of the shell that fails if the package is not installed.
+        """
         host, missing = socket.gethostname(), None
         if not os.path.exists(config):
             missing = f"{host} does not see {config}: put cluster.folder on a disk that all nodes see"
         else:
-            tried = subprocess.run(["bash", "-c", probe], env=self._environment({}), capture_output=True, text=True)
-            if tried.returncode != 0:
-                said = (tried.stdout + tried.stderr).strip().splitlines()
+            process = subprocess.run(["bash", "-c", probe], env=self._environment({}), capture_output=True, text=True)
+            if process.returncode != 0:
+                lines = (process.stdout + process.stderr).strip().splitlines()
                 missing = (
-                    f"{host} has no cnnstrategies ({said[-1] if said else 'not found'}): install it in the "
-                    "environment of Ray's nodes, or name another one with cluster.venv or cluster.python"
+                    f"{host} has no cnnstrategies ({lines[-1] if lines else 'not found'}): install it in the "
+                    "environment of Ray's nodes, or name another environment with cluster.venv or cluster.python"
                 )
         with socket.create_server(("", 0)) as server:
             port = int(server.getsockname()[1])
         return RayNode(host, own_address(), port, missing)
 
     def run(self, script: str, directory: str, variables: dict[str, str], log: str) -> int:
-        """Run a script of the shell, in the directory where the node has it; its exit code."""
+        """Run a script of the shell and return its exit code.
+
+        Args:
+            script: The script.
+            directory: Working directory, if the node has it.
+            variables: Environment variables of the script.
+            log: File for the script's output.
+        """
         with open(log, "ab") as file:
             self.program = subprocess.Popen(
                 [sys.executable, "-c", LEASH, str(os.getpid()), "bash", "-c", script],
@@ -78,7 +98,7 @@ class Node:
         self.program.send_signal(signum)
 
     def answer(self) -> None:
-        """Return, which shows that the node is alive."""
+        """Do nothing: the driver calls this method to learn whether the node is alive."""
 
     def _environment(self, variables: dict[str, str]) -> dict[str, str]:
         """Return the environment of a program: this process's, without foreign variables, and `variables`."""
@@ -91,7 +111,7 @@ class Node:
 
 
 def own_address() -> str:
-    """Where other nodes reach this one."""
+    """Return the address at which other nodes reach this node."""
     import ray
 
     return str(ray.util.get_node_ip_address())

@@ -1,4 +1,4 @@
-"""The package's strategies in the workers of Ray Train, which knows ranks and devices."""
+"""The package's strategies in the workers of Ray Train, which assigns ranks and devices."""
 
 from typing import Any
 
@@ -14,22 +14,26 @@ from cnnstrategies.errors import ConfigurationError
 
 
 class RayEnvironment(RayLightningEnvironment):  # type: ignore[misc]  # Ray is not installed where types are checked.
-    """Ray's own environment, with what strategies without a process group of torch's need.
+    """Ray's own environment, extended for strategies without a process group of torch.
 
-    A parameter server's coordinator listens at the main port, and that of ``TorchTrainer`` is taken by the store of the
-    process group that it opens. So rank 0 chooses another one; this is a collective of all workers.
+    A parameter server's coordinator listens at the main port. The main port of ``TorchTrainer`` is taken by the store
+    of the process group that it opens, so rank 0 chooses another port. All workers must create the environment.
+
+    Raises:
+        ConfigurationError: The nodes have different numbers of workers.
     """
 
     def __init__(self) -> None:
         super().__init__()
         context = ray.train.get_context()
         local, rank = context.get_local_world_size(), context.get_world_rank()
-        own = (ray.util.get_node_ip_address(), free_port(), local) if rank == 0 else None
-        self._address, self._port, expected = broadcast_from_rank_zero(own)
+        chosen = (ray.util.get_node_ip_address(), free_port(), local) if rank == 0 else None
+        self._address, self._port, expected = broadcast_from_rank_zero(chosen)
         if local != expected or rank != context.get_node_rank() * local + context.get_local_rank():
             raise ConfigurationError(
                 f"Ray Train has started {local} workers on node {context.get_node_rank()} and {expected} on the first: "
-                "the strategies need as many on each; change ScalingConfig's num_workers, or its resources_per_worker"
+                "the strategies need the same number on each node; change ScalingConfig's num_workers or "
+                "resources_per_worker"
             )
         rank_zero_only.rank = rank  # type: ignore[attr-defined]  # Lightning may have been imported before the worker had its rank.
 
@@ -50,7 +54,7 @@ class RayEnvironment(RayLightningEnvironment):  # type: ignore[misc]  # Ray is n
 
 
 def trainer_arguments() -> dict[str, Any]:
-    """What a Trainer is given in the training function of ``TorchTrainer``; called once, on all workers.
+    """Return arguments for a Trainer in the training function of ``TorchTrainer``; call this once, on all workers.
 
     Returns:
         ``accelerator``, ``devices``, ``num_nodes`` and ``plugins``.

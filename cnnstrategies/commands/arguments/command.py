@@ -1,4 +1,4 @@
-"""Declarations of commands: from one class with documented fields come a command's parser and its help.
+"""Declarations of commands. One dataclass with documented fields gives a command its parser and its help.
 
 Parsing and help need neither torch nor Lightning. A command's code is imported only when the command runs.
 """
@@ -27,7 +27,7 @@ from cnnstrategies.old_names import is_now, renamed
 from cnnstrategies.quantities import Duration, Size
 
 Kind = TypeVar("Kind", bound=type[Any])
-# Words that LightningCLI accepts beside the keys of a configuration.
+# Names of the options that LightningCLI accepts without a dot.
 CONFIGURATION_WORDS = ("config", "print_config", *ROOTS)
 VALUE_NAMES = {bool: "", int: "N", float: "NUMBER", Path: "FILE", Duration: "TIME", Size: "BYTES"}
 TRUTH = {"true": True, "false": False}
@@ -35,10 +35,10 @@ _WORD = re.compile(r"--([A-Za-z][\w-]*)\+?(?:=(.*))?", re.DOTALL)
 
 
 class Configuration(Enum):
-    """The part that a configuration plays in a command."""
+    """How a command uses a configuration."""
 
     NONE = "none"  # The command has only options of its own.
-    BESIDE = "beside"  # `main` gets the options, and the words of the configuration as a list.
+    BESIDE = "beside"  # `main` gets the options, and a list of the configuration's command-line arguments.
     LIGHTNING = "lightning"  # LightningCLI reads the options and the configuration with one parser.
 
 
@@ -48,14 +48,14 @@ class Option:
 
     Attributes:
         name: Name of the field.
-        kind: Type of a value; of a list's elements if ``many``.
+        kind: Type of the value, or of each element if the option takes a list.
         nullable: Whether ``null`` is accepted.
         many: Whether the option takes a list: ``1,2,4``, ``[1, 2, 4]``, or the option several times.
         required: Whether the option must be given.
         default: Value if the option is not given.
         text: The field's entry in the docstring, in one line.
         metavar: Name of the value in the help; empty for a switch.
-        positional: Whether the value is a word without the option's name.
+        positional: Whether the user types the value without the option's name.
     """
 
     name: str
@@ -71,11 +71,12 @@ class Option:
     @property
     def flag(self) -> str:
         """The option as the user types it."""
-        return self.metavar if self.positional else f"--{self.name.removesuffix('_')}"  # Python keeps words like `try`.
+        # A field cannot be called `try`, so its name is `try_`.
+        return self.metavar if self.positional else f"--{self.name.removesuffix('_')}"
 
     @property
     def meaning(self) -> str:
-        """The option's text as part of a message."""
+        """The option's documentation, for an error message."""
         return self.text.removesuffix(".")
 
     @property
@@ -87,10 +88,10 @@ class Option:
         return self.flag if self.positional else f"{self.flag} {self.metavar}".rstrip(), text
 
     def read(self, text: str) -> Any:
-        """Return the value that a word gives.
+        """Return the value of a command-line argument.
 
         Raises:
-            ConfigurationError: The word is not a value of the option's type.
+            ConfigurationError: The argument is not a value of the option's type.
         """
         if self.nullable and text == "null":
             return None
@@ -131,14 +132,14 @@ def option(
     Args:
         default: Value if the option is not given.
         metavar: Name of the value in the help, such as ``FOLDER``; by default the type gives a name.
-        choices: Returns the accepted values of a registry that is imported only when it is needed.
+        choices: Function that imports a registry and returns the accepted values, called when the command is parsed.
         arguments: Other arguments of :func:`dataclasses.field`.
     """
     return field(default=default, metadata={"metavar": metavar, "choices": choices}, **arguments)
 
 
 def positional(default: Any = dataclasses.MISSING, metavar: str = "", **arguments: Any) -> Any:
-    """Return a field for a word without an option's name, such as the folder in ``pack FOLDER``."""
+    """Return a field for a positional argument, such as the folder in ``pack FOLDER``."""
     return field(default=default, metadata={"metavar": metavar, "positional": True}, **arguments)
 
 
@@ -189,17 +190,17 @@ def _metavar(kind: Any) -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """A command, or a program of its own.
+    """A command of ``cnnstrategies``, or another program of this package.
 
     Attributes:
-        name: The word on the command line.
-        summary: What the command does, in a line without a subject, for the list of commands.
-        example: Words of a useful call, after the command's name.
-        module: The module below ``cnnstrategies.commands`` whose ``main`` runs the command.
-        declaration: The dataclass whose fields are the command's options. Its docstring describes the command.
-        configuration: The part that a configuration plays.
-        keys: Keys of a configuration that matter to this command, with their explanation, for the help.
-        sections: Dataclasses of a configuration's sections that only this command reads, by the section's name.
+        name: Name of the command, as the user types it.
+        summary: Line that describes the command in the list of commands, beginning with a verb.
+        example: Arguments of a useful call, without the command's name.
+        module: Name of the module below ``cnnstrategies.commands`` whose ``main`` runs the command.
+        declaration: Dataclass whose fields are the command's options. The dataclass's docstring describes the command.
+        configuration: How the command uses a configuration.
+        keys: Pairs of a configuration's key and a description, for keys that the command's help shows first.
+        sections: Pairs of a section's name and its dataclass, for sections that only this command reads.
     """
 
     name: str
@@ -213,7 +214,7 @@ class Command:
 
     @property
     def call(self) -> str:
-        """The first words of a call."""
+        """The beginning of a call: ``cnnstrategies`` and the command's name."""
         return self.name if self.name.startswith("cnnstrategies") else f"cnnstrategies {self.name}"
 
     @property
@@ -223,7 +224,7 @@ class Command:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The help's lines about the command itself."""
+        """The help's lines about the command's own options, keys and sections: pairs of a name and a description."""
         rows = [option.row for option in self.options]
         rows += self.keys
         for section, declaration in self.sections:
@@ -232,12 +233,12 @@ class Command:
 
     @property
     def description(self) -> str:
-        """The docstring of the declaration, without its fields, in one line."""
+        """The declaration's docstring in one line, without the list of options."""
         parsed = docstring_parser.parse(self.declaration.__doc__ or "")
         return _in_one_line(f"{parsed.short_description or ''} {parsed.long_description or ''}")
 
     def parse(self, words: Sequence[str]) -> tuple[Any, list[str]]:
-        """Return the command's options, as an object of the declaration, and the words of a configuration.
+        """Return an instance of the declaration with the command's options, and the configuration's arguments.
 
         Raises:
             ConfigurationError: An option does not exist, is missing, or has no value or a wrong value.
@@ -269,7 +270,7 @@ class Command:
         return self.declaration(**values), rest
 
     def _check_rest(self, words: Sequence[str], flags: Sequence[str]) -> None:
-        """Refuse words that are neither options of this command nor a configuration's."""
+        """Refuse arguments that belong neither to this command nor to a configuration."""
         for word in words:
             match = _WORD.fullmatch(word)
             if self.configuration is Configuration.NONE:
@@ -291,7 +292,7 @@ class Command:
         raise ConfigurationError(f"{self.name}: no option {name}{guess} accepted: {', '.join(flags)}{keys}")
 
     def show_all_options(self) -> None:
-        """Print the help of the parser that reads the configuration."""
+        """Print the help of LightningCLI's parser, which has every key of a configuration."""
         sys.argv = ["cnnstrategies", self.name]
         module = importlib.import_module("cnnstrategies.commands.run.lightning_cli")
         if self.configuration is Configuration.LIGHTNING:
@@ -300,9 +301,9 @@ class Command:
             module.ModelAndData(self.name, ["--help"])
 
     def run(self, words: Sequence[str]) -> None:
-        """Run the command with the words after its name."""
+        """Run the command with the command-line arguments after its name."""
         if self.configuration is not Configuration.NONE:
-            # As with `python -m`, classes in the working directory are found.
+            # Configurations may name classes of modules in the working directory.
             if os.getcwd() not in sys.path:
                 sys.path.insert(0, os.getcwd())
             words = recipes.with_files(with_underscores(words))
@@ -311,17 +312,17 @@ class Command:
             arguments = list(self.parse(words))
             if self.configuration is Configuration.NONE:
                 del arguments[1:]
-        # Imported objects stay. Searching them for garbage repeatedly would take a sixth of a start.
+        # Imported objects live until the end. Collecting garbage among them would take a sixth of the start's time.
         gc.disable()
         module = importlib.import_module(f"cnnstrategies.commands.{self.module}")
         gc.freeze()
-        atexit.register(gc.unfreeze)  # Without it bindings such as triton's report leaks at exit.
+        atexit.register(gc.unfreeze)  # Bindings such as triton's report frozen objects as leaks at exit.
         gc.enable()
         module.main(*arguments)
 
 
 def _value(option: Option, text: str | None, waiting: deque[str]) -> str:
-    """Return the value of an option: the text after ``=``, or the next word, which is then removed."""
+    """Return the value of an option: the text after ``=``, or the next waiting argument, which is removed."""
     if text is not None:
         return text
     if option.kind is bool:
@@ -348,9 +349,17 @@ def declare(
     keys: Sequence[tuple[str, str]] = (),
     sections: Sequence[tuple[str, type[Any]]] = (),
 ) -> Callable[[Kind], Kind]:
-    """Return a decorator that enters a dataclass into a registry as the declaration of a command.
+    """Return a decorator that registers a dataclass as the declaration of a command.
 
-    ``module`` is the command's name by default. See :class:`Command` for the other arguments.
+    Args:
+        registry: Dictionary of commands by name, to which the decorator adds the command.
+        name: See :class:`Command`, as for the arguments below.
+        summary: Line for the list of commands.
+        example: Arguments of a useful call.
+        module: By default the command's name.
+        configuration: How the command uses a configuration.
+        keys: Keys to show first.
+        sections: Sections that only this command reads.
     """
 
     def enter(declaration: Kind) -> Kind:

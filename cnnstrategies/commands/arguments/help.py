@@ -1,4 +1,7 @@
-"""``--help``: the commands, and the options of each from its declaration; LightningCLI's parser has all options."""
+"""The help: the list of commands, and for each command the options from its declaration.
+
+``--help`` shows what most users need. ``--help_full`` shows every option of LightningCLI's parser.
+"""
 
 import contextlib
 import io
@@ -57,7 +60,7 @@ def of_command(command: Command) -> str:
 
 
 def in_full(command: Command, section: str) -> str:
-    """Return the help of everything that a command accepts, or of the options below one key of a configuration."""
+    """Return the help for every option of a command, or only for the options of one section of a configuration."""
     if command.configuration is Configuration.NONE:
         return of_command(command)
     printed = io.StringIO()

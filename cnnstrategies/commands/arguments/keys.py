@@ -1,4 +1,4 @@
-"""The keys of a command line and its configuration files, before they are parsed."""
+"""The keys of a configuration, from command-line arguments and configuration files, before a parser reads them."""
 
 import difflib
 import functools
@@ -13,7 +13,8 @@ import yaml
 from cnnstrategies.commands.arguments.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 
-# The root keys of a configuration, with the class that a key without class_path configures.
+# By root key of a configuration: the class that the key configures. None if the key names its class, or has a plain
+# value.
 ROOTS: dict[str, str | None] = {
     "trainer": "lightning.pytorch.Trainer",
     "model": None,
@@ -27,15 +28,15 @@ ROOTS: dict[str, str | None] = {
     "ckpt_path": None,
     "run_name": None,
 }
-# The same for keys below the root.
+# By key below the root: the class that the key configures.
 NESTED = {
     "cluster.kubernetes": "cnnstrategies.cluster.options.KubernetesOptions",
     "cluster.ray": "cnnstrategies.cluster.options.RayOptions",
 }
-OF_CLASS = ("class_path", "init_args", "dict_kwargs")  # the keys of a class in a configuration
+OF_CLASS = ("class_path", "init_args", "dict_kwargs")  # keys with which a configuration describes an object
 # Options whose values are mappings: the keys below them are the user's own.
 MAPPINGS = ("dict_kwargs", "env", "pod", "resources", "server_resources", "volumes")
-MOST_NAMES = 20  # names that are listed beside a guess
+MOST_NAMES = 20  # largest number of accepted names that an error message lists after a suggestion
 
 
 def with_underscores(words: Sequence[str]) -> list[str]:
@@ -63,7 +64,7 @@ class ConfiguredKey:
     Attributes:
         path: The key from the root, with dots.
         value: Value from YAML, or text from the command line.
-        owner: The class that has the key as a parameter, as the configuration names the class; None elsewhere.
+        owner: Name of the class whose parameter the key is, as the configuration spells it; None if no class is known.
     """
 
     path: str
@@ -72,7 +73,13 @@ class ConfiguredKey:
 
 
 def configured_keys(args: Sequence[str]) -> list[ConfiguredKey]:
-    """Return every key of a command line and its files; the command line's come first: mistakes are likelier there."""
+    """Return every key of a configuration.
+
+    Keys from the command line come before keys from files, because mistakes are more likely on the command line.
+
+    Args:
+        args: Command-line arguments, which may name configuration files.
+    """
     tree: dict[str, Any] = {}
     for position, argument in enumerate(args):
         if match := re.fullmatch(r"(?:--config|-c)(?:=(.*))?", argument):
@@ -105,7 +112,8 @@ def _read(file: Path) -> Mapping[str, Any]:
 def read_yaml(text: str) -> Any:
     """Return the content of a YAML text.
 
-    libyaml reads ten times as fast as PyYAML's own code, whose errors are more exact: it reads a faulty text again.
+    libyaml is ten times as fast as PyYAML's own parser. PyYAML's parser reads a faulty text again, because its error
+    messages are more exact.
     """
     try:
         return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -117,7 +125,7 @@ _read_cached = functools.cache(read_yaml)  # `configured_keys` reads the same fi
 
 
 def accepted(value: str, names: Sequence[str]) -> str:
-    """Return the end of a message that refuses a value: the accepted names, and the name that may have been meant."""
+    """Return the end of an error message for a wrong name: a suggestion if a name is similar, and accepted names."""
     if not names:
         return ""
     guess = closest(value, names)
@@ -125,16 +133,13 @@ def accepted(value: str, names: Sequence[str]) -> str:
 
 
 def closest(value: str, names: Sequence[str]) -> str:
-    """Return ``; did you mean 'NAME'?`` with the name that is most like a value, or ``;`` if none is like it."""
+    """Return ``; did you mean 'NAME'?`` with the most similar name, or ``;`` if no name is similar."""
     close = difflib.get_close_matches(value, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else ";"
 
 
 def misspelt(name: str, known: Sequence[str] = OF_CLASS) -> str:
-    """Return a question with the name that is most like a misspelt name; empty if none is similar.
-
-    The names are by default the keys that every class in a configuration has.
-    """
+    """Return ``did you mean 'NAME'?`` for a misspelt name, or an empty text if no known name is similar."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     return f"did you mean {close[0]!r}?" if close else ""
 
@@ -145,7 +150,7 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             base = old if isinstance(old, dict) else _as_class(old)
             if "class_path" in value and value["class_path"] != base.get("class_path"):
-                base = {}  # The arguments were for another class.
+                base = {}  # The earlier arguments belong to a different class.
             into[key] = _merge(base, value)
         elif isinstance(old, dict) and "class_path" in old and isinstance(value, str):
             into[key] = old if old["class_path"] == value else _as_class(value)

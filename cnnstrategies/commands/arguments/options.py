@@ -63,7 +63,10 @@ class FitOptions:
     "run.lightning_cli",
     Configuration.LIGHTNING,
     keys=(
-        ("--predictions.images FOLDER", "predict images of your own: the five most probable classes of each"),
+        (
+            "--predictions.images FOLDER",
+            "predict the images of this folder, at any depth, instead of the data module's",
+        ),
         ("--predictions.output FILE", "CSV file to write (default: predictions.csv in the log directory)"),
     ),
 )

@@ -1,4 +1,4 @@
-"""``cnnstrategies configs``: the configurations that come with the package, and their use by name."""
+"""Recipes: configurations that come with the package. ``cnnstrategies configs`` lists and prints them."""
 
 import re
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parents[2] / "configs"
 
 
 def names() -> list[str]:
-    """Return the names of all recipes: their paths without ``.yaml``."""
+    """Return the names of all recipes. A name is the recipe's path without ``.yaml``."""
     return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml"))
 
 
@@ -36,7 +36,7 @@ def find(file_or_name: str) -> Path:
 
 
 def with_files(args: Sequence[str]) -> list[str]:
-    """Return a command line in which the names of recipes are replaced by the recipes' files."""
+    """Return command-line arguments in which each recipe's name after ``--config`` is replaced by the recipe's file."""
     result = list(args)
     for position, argument in enumerate(args):
         if match := re.fullmatch(r"(--config|-c)=(.+)", argument):

@@ -1,4 +1,4 @@
-"""Output of the command line: long texts, and one line for a mistake."""
+"""Output of the command line: long texts, and error messages of one line."""
 
 import io
 import os
@@ -6,7 +6,7 @@ import re
 import sys
 from typing import NoReturn
 
-DEBUG = "CNNSTRATEGIES_DEBUG"  # environment variable: tracebacks in place of lines
+DEBUG = "CNNSTRATEGIES_DEBUG"  # If this environment variable is set, errors are shown with their tracebacks.
 
 
 def fail(message: str) -> NoReturn:
@@ -16,14 +16,14 @@ def fail(message: str) -> NoReturn:
 
 
 def write_anywhere() -> None:
-    """Have characters that a terminal's encoding lacks printed as question marks; by default Python raises an error."""
+    """Print a question mark for each character that the terminal's encoding lacks, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def in_one_line(text: str) -> str:
-    """Return a message without its line breaks."""
+    """Return a text in which each line break or run of spaces is a single space."""
     return re.sub(r"\s+", " ", text).strip()
 
 

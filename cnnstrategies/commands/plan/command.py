@@ -22,7 +22,7 @@ def main(options: PlanOptions, words: Sequence[str]) -> None:
     if options.profile is not None and not words:
         job = job_from_files(options)
     else:
-        # Only now torch and Lightning are imported.
+        # This import takes seconds, because it imports torch and Lightning.
         from cnnstrategies.commands.plan.measured import job_from_configuration
 
         job = job_from_configuration(options, words)
@@ -30,7 +30,7 @@ def main(options: PlanOptions, words: Sequence[str]) -> None:
 
 
 def job_from_files(options: PlanOptions) -> Job:
-    """Return what to plan for, from a profile and a cluster in files.
+    """Return the planner's input from two files, a profile and a description of a cluster.
 
     Raises:
         ConfigurationError: An option that a profile needs is missing.

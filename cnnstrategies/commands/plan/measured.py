@@ -29,13 +29,13 @@ from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 
 
 def job_from_configuration(options: PlanOptions, words: Sequence[str]) -> Job:
-    """Return what to plan for, from the words of a configuration."""
+    """Return the planner's input for a configuration, which the command-line arguments describe."""
     cli = ModelAndData("plan", words)
     return job_for(cli.model, cli.data(), cli.config.trainer, options)
 
 
 def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, options: PlanOptions) -> Job:
-    """Measure the model's network on this machine, and return what to plan for.
+    """Measure the model's network on this machine, and return the planner's input.
 
     Raises:
         ConfigurationError: The configuration and the options disagree, or leave something open.
@@ -73,9 +73,10 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
 def _samples(
     data: LightningDataModule, options: PlanOptions, devices: int, loading: int, accumulated: int
 ) -> int | None:
-    """Return the samples of a step; None if neither the options nor the data give them.
+    """Return the number of samples in a step; None if neither the options nor the data give this number.
 
-    No trainer divides a global batch here, so the data are made to load one process's share of it.
+    A trainer would divide the global batch among the processes. Here no trainer runs, so this function sets the data's
+    batch size to the batch size of one process.
     """
     samples = options.samples_of_a_step(devices)
     if isinstance(data, ImageDataModule) and data.global_batch_size is not None:
@@ -91,19 +92,19 @@ def _measure(
     traced: fx.GraphModule, images: Tensor, size: int, device: torch.device, model: LightningModule, trainer: Any
 ) -> Profile:
     if device.type == "cpu":
-        # A launcher of several processes on this machine would leave this number of threads to each.
+        # The measurement uses as many threads as each process has if all processes share this machine.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // _device_count(trainer.devices)))
     channels_last = bool(getattr(model, "channels_last", False))
     return measure_profile(traced, images, size, device, str(trainer.precision), channels_last)
 
 
 def _states(model: LightningModule, options: PlanOptions) -> int:
-    """Return the number of copies of the parameters that the optimizer holds: by the options, or the configuration."""
+    """Return the number of copies of the parameters that the optimizer holds, from the options or the configuration."""
     if options.optimizer_states is not None:
         return options.optimizer_states
     try:
         configured: Any = model.configure_optimizers()
-    except Exception:  # It may need a trainer.
+    except Exception:  # The user's method may need a trainer, which does not exist here.
         return USUAL_STATES
     optimizer = configured.get("optimizer") if isinstance(configured, dict) else configured
     return states_of(optimizer) if isinstance(optimizer, Optimizer) else USUAL_STATES
@@ -148,7 +149,7 @@ def _link(options: PlanOptions, device: torch.device, devices: int) -> Link:
         return Link(1.0, 0.0)  # Nothing is sent, so the values do not matter.
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         raise ConfigurationError(
-            "the connection between GPUs is measured between two of them, and this machine has one: give --bandwidth "
-            "(Mbit/s) and --latency (ms), or describe the machines with --cluster"
+            "measuring the connection between GPUs needs two GPUs, and this machine has one: give --bandwidth (Mbit/s) "
+            "and --latency (ms), or describe the machines with --cluster"
         )
     return measure_local_link(device, "gloo" if device.type == "cpu" else "nccl")

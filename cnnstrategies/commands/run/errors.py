@@ -1,4 +1,4 @@
-"""Messages for mistakes in a configuration: one line with the key, the value, and the accepted values."""
+"""Error messages for mistakes in a configuration: one line with the key, the value, and the accepted values."""
 
 import contextlib
 import inspect
@@ -19,9 +19,9 @@ from cnnstrategies.commands.run.strategy_names import explain_nested
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import ROOT, is_now, renamed
 
-# The beginning of jsonargparse's text about a key's other types, usually null.
+# The beginning of the lines in which jsonargparse lists the other types of a key, which is usually null.
 _OTHER_TYPES = re.compile(r"\n\s*-? ?(?:Expected an? <class|Given value)")
-SECTIONS = {"model", "data"}  # the sections that every run needs
+SECTIONS = {"model", "data"}  # sections that most runs need
 OF_LIGHTNING = " (of lightning.pytorch, and not of pytorch_lightning)"
 SHARDED = (".metadata", "meta.pt", "checkpoint")  # A folder with one of these files is a checkpoint.
 CHECKPOINT_WORDS = ("best", "last", "hpc")
@@ -32,7 +32,7 @@ HOMES = (
     *("lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lightning.pytorch.strategies"),
     *("torch.optim", "torch.optim.lr_scheduler"),
 )
-FROM_ELSEWHERE = ("params", "optimizer")  # Arguments that come from the caller and not from a configuration.
+FROM_ELSEWHERE = ("params", "optimizer")  # Arguments that a configuration leaves out, because the module passes them.
 
 
 def check_trainer_names(trainer: Any) -> None:
@@ -57,9 +57,10 @@ def located(name: Any) -> Any:
 
 
 def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a class or function, including parameters that ``**kwargs`` pass on to base classes.
+    """Return the parameters of a class or function by name.
 
-    The result is empty for something that cannot be called.
+    If a constructor has ``**kwargs``, the parameters of the base class's constructor are included. The result is empty
+    for an object that cannot be called.
     """
     parameters: dict[str, inspect.Parameter] = {}
     for function_or_class in target.__mro__ if isinstance(target, type) else (target,):
@@ -132,7 +133,7 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
 
     Args:
         message: The parser's own message.
-        args: Words of the command line.
+        args: Command-line arguments.
     """
     if match := re.search(r"ption '([\w.]+)'(?: is not accepted)?$", message):
         return _explain_unknown(match[1], args)
@@ -151,15 +152,17 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
         reason = in_one_line(_OTHER_TYPES.split(match[2])[0])
         return f"{where}cannot use {match[1]!r}: {reason}"
     match = re.search(r"Expected a dot import path string: (\S+)", message)
-    if match and not re.search(r"Expected an? <class '(?!NoneType)", message):  # Else a plain value is accepted.
-        example = _strategy_of(match[1]) or "for example package.module.ClassName"
-        return f"{where}no class {match[1]!r}; {_meant(match[1])}give its import path, {example}"
+    if match and not re.search(r"Expected an? <class '(?!NoneType)", message):  # The key takes no plain value.
+        strategies = StrategyRegistry.available_strategies() if key == "trainer.strategy" else []
+        meant = _meant(match[1], strategies)
+        return f"{where}no class {match[1]!r}; {meant}give its import path, for example package.module.ClassName"
     if match := re.search(r"Given value: (.*)$", message, re.DOTALL):
         types = re.search(r"Subtypes: \[(.*)\]\s*\n", message)
         value, expected = in_one_line(match[1]), _types(types[1] if types else "")
         # An import raised an error, for example because the file is not valid Python.
         if raised := re.search(r"Errors:\n\s*- (?!Expected|Does not|Import path)(.*)", message):
-            return f"{where}cannot use {value!r}: {raised[1]}"
+            why = raised[1].removeprefix("Not of type timedelta: ")
+            return f"{where}cannot use {value!r}: {why}"
         return f"{where}{value!r} is not accepted; it must be {expected}{OF_LIGHTNING * (key in SECTIONS)}"
     if match := re.search(r"Expected (?:an? )?(.*)\. Got value: (.*)$", message, re.DOTALL):
         value, expected = in_one_line(match[2]), _types(match[1])
@@ -168,11 +171,11 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
     return re.sub(r'^Parser key "[^"]+":\s*', where, in_one_line(message))
 
 
-def _meant(name: str) -> str:
-    """Return a question with the most similar class that can be named without its module; empty if none is similar."""
+def _meant(name: str, others: Sequence[str] = ()) -> str:
+    """Return a suggestion with the most similar well-known class or other name; empty if none is similar."""
     members = [item for home in HOMES for item in vars(import_module(home)).items()]
     known = [class_name for class_name, kind in members if isinstance(kind, type)]
-    return f"{hint} Or " if (hint := misspelt(name, known)) else ""
+    return f"{hint} Or " if (hint := misspelt(name, [*known, *others])) else ""
 
 
 def _types(text: str) -> str:
@@ -183,7 +186,7 @@ def _types(text: str) -> str:
 
 
 def _explain_unknown(key: str, args: Sequence[str]) -> str:
-    """Name the whole key and the parameters that its class has."""
+    """Return the line for an unknown key, with the key from the root and the parameters that its class has."""
     keys = configured_keys(args)
     if key == "class_path":  # The mistake is a key beside class_path.
         parents = {configured.path.removesuffix(key) for configured in keys if configured.path.endswith(key)}
@@ -216,7 +219,7 @@ def _unknown_key(path: str, owner: str | None, args: Sequence[str]) -> str:
 
 
 def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
-    """Return the line that names the class with missing arguments, or the missing sections."""
+    """Return the line for missing arguments: it names the class that needs them, or the sections that are missing."""
     keys, missing = configured_keys(args), " and ".join(names)
     roots = {key.path.partition(".")[0] for key in keys}
     if "model" in names and "model" not in roots:
@@ -224,7 +227,7 @@ def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
     needs = f"needs {missing}"
     takers = [taker for taker in keys if set(names) <= parameters_of(located(taker.value)).keys()]
     functions = [taker for taker in takers if inspect.isfunction(located(taker.value))]
-    if functions and set(names) <= {*FROM_ELSEWHERE}:  # For a class the caller supplies these arguments.
+    if functions and set(names) <= {*FROM_ELSEWHERE}:  # If this were a class, the module would pass these arguments.
         return _of_function(functions[0].path.removesuffix(".class_path"), functions[0].value)
     for taker in takers:
         key = taker.path.removesuffix(".class_path")
@@ -255,7 +258,7 @@ def _of_function(key: str, name: str) -> str:
 
 
 def _full_key(key: str, args: Sequence[str]) -> str:
-    """Return the key from the root; jsonargparse names only the end of some keys."""
+    """Return a key from the root. jsonargparse's error messages give only the end of some keys."""
     return next(
         (
             configured.path
@@ -264,9 +267,3 @@ def _full_key(key: str, args: Sequence[str]) -> str:
         ),
         key,
     )
-
-
-def _strategy_of(name: str) -> str:
-    """Return the class to give arguments to, if a name in a configuration is a registered strategy; else nothing."""
-    known = name in StrategyRegistry
-    return f"for arguments of this strategy that of {StrategyRegistry[name]['strategy'].__name__}" if known else ""

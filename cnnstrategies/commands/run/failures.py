@@ -1,4 +1,4 @@
-"""Messages of one line for errors while a run is built or runs, if one line is enough."""
+"""Error messages of one line for failures while a run is built or runs."""
 
 import errno
 import os
@@ -21,7 +21,8 @@ ELSEWHERE = (
     "change its permissions, or choose another folder with --trainer.logger.init_args.save_dir or "
     "--trainer.default_root_dir"
 )
-# Patterns of torch's, Lightning's and jsonargparse's messages, with our messages, which use the patterns' groups.
+# Pairs of a pattern and a format: the format replaces an error message of torch, Lightning or jsonargparse that matches
+# the pattern, and gets the pattern's groups.
 IN_OTHER_WORDS = tuple(
     (re.compile(pattern, re.DOTALL), text)
     for pattern, text in (
@@ -44,9 +45,9 @@ IN_OTHER_WORDS = tuple(
 )
 _NOT_FOUND = re.compile(r"Interpolation key '([^']*)' not found(?: \(resolved to '([^']*)'\))?")
 _CLASS = re.compile(r"Problem with given class_path '([^']+)'")
-# Packages whose lines are not named in messages: users do not look for their own mistake in them.
+# Error messages do not name lines of these packages, because the user's mistake is not in their code.
 OF_OTHERS = ("cnnstrategies", "lightning", "torch", "jsonargparse")
-# Errors in code: their messages mean something to the code's author, and not to the configuration's.
+# Errors that a mistake in code raises. Their text does not help the author of a configuration.
 OF_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError)
 
 
@@ -63,7 +64,8 @@ def explain_build_error(error: BaseException) -> str:
             return f"{where}{in_one_line(missing_package(link))}"
         if (line := _in_other_words(str(link))) is not None:
             return line
-    # jsonargparse lists a message for each member of a union; the message of the constructor names the mistake.
+    # For a union of types, jsonargparse lists an error message for each type. The constructor's error names the
+    # mistake.
     for link in chain:
         reasons = re.findall(r"^\s+- (?!Expected an? <class)(.+[^:\n])$", str(link), re.MULTILINE)
         if reasons and not isinstance(chain[-1], OF_CODE):
@@ -75,7 +77,7 @@ def explain_build_error(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Return a description of an error, with the line that raised it: a line of the user's code, if there is one."""
+    """Return a description of an error with the line of code that raised it, preferably a line of the user's code."""
     frames = list(traceback.walk_tb(error.__traceback__))
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
     user_frames = [entry for entry, package in zip(frames, packages, strict=True) if package not in OF_OTHERS]
@@ -95,7 +97,7 @@ def missing_package(error: ImportError) -> str:
 
 
 def explain_run_error(error: BaseException) -> str | None:
-    """Return the line that explains why a run failed, if the user can mend it; None if a traceback explains more."""
+    """Return the line that explains a run's failure to the user; None if the user needs the traceback instead."""
     message = str(error)
     if isinstance(error, ProcessRaisedException):
         return refusal_in(message)
@@ -122,7 +124,7 @@ def _in_other_words(message: str) -> str | None:
 
 
 def refusal_in(traceback: str) -> str | None:
-    """Return the line that explains the error at the end of a spawned or forked rank's traceback; None if none does."""
+    """Return the line that explains the last error in a spawned or forked rank's traceback; None if no line does."""
     raised = list(re.finditer(r"^([A-Za-z_][\w.]*): ", traceback, re.MULTILINE))
     errors = [match for match in raised if match[1].endswith(("Error", "Exception"))]
     if not errors:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while the main thread executes code in which Python's signal handlers cannot run."""
+"""Handling of Ctrl-C and SIGTERM while the main thread executes C++ code, during which Python cannot run handlers."""
 
 import contextlib
 import os

@@ -51,11 +51,14 @@ from cnnstrategies.pretrained import trained_with
 from cnnstrategies.runtime.processes import ended_by
 
 NUM_CLASSES = "model.init_args.num_classes"
-FROM_WEIGHTS = ("quantize", "export")  # subcommands that load a checkpoint's weights, and run no loop of the trainer
+FROM_WEIGHTS = ("quantize", "export")  # subcommands that load a checkpoint's weights, and neither train nor evaluate
 
 
 class SavedConfiguration(SaveConfigCallback):
-    """Lightning's callback, which by itself fails if the first logger has no folder, as with an MLflow server."""
+    """Lightning's callback that saves the configuration, changed so that loggers without a folder do not make it fail.
+
+    A logger that sends runs to an MLflow server has no folder, for example.
+    """
 
     @override
     def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
@@ -137,12 +140,13 @@ class CLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         words = sys.argv[1:] = with_help_of_class(sys.argv[1:])
-        check_recipe_names(configured_keys(words))
-        check_names(configured_keys(words))
-        check_nulls(configured_keys(words))
+        keys = configured_keys(words)
+        check_recipe_names(keys)
+        check_names(keys)
+        check_nulls(keys)
         if leaves_out_classes(words):
             # The data must be built to know their number of classes, and must be parsed before: with a provisional
-            # number, to which other keys may refer.
+            # number, because other keys may refer to the number.
             sys.argv[1:] = [*words, f"--{NUM_CLASSES}=2"]
             super().parse_arguments(parser, args)
             # Ranks that are started as programs inherit these words, and so the number.
@@ -213,7 +217,7 @@ class CLI(LightningCLI):
         return LOADERS.get(str(self.subcommand), "")
 
     def _prepare_as_trained(self) -> None:
-        """Have the data prepared as they were prepared for pretrained weights, if the network has such weights."""
+        """Give the data module the preprocessing with which the network's pretrained weights were trained, if any."""
         if not isinstance(self.model, NetworkModule) or not isinstance(self.datamodule, ImageDataModule):
             return
         config = self.config[self.subcommand] if self.subcommand else self.config
@@ -337,7 +341,7 @@ class ModelAndData(CLI):
 
     Args:
         command: Name of the command.
-        words: Words of the configuration, without the command's own options.
+        words: Command-line arguments of the configuration, without the command's own options.
     """
 
     def __init__(self, command: str, words: Sequence[str]) -> None:

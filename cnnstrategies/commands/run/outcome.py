@@ -1,4 +1,4 @@
-"""The processes of a run that the command line starts: they find each other, and end together."""
+"""The start and the end of a run's processes: ranks find each other, one rank reports a failure, and all ranks end."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ from cnnstrategies.runtime.processes import (
 )
 from cnnstrategies.strategies.protocol import facts_of
 
-PATIENCE = 20.0  # seconds in which a rank notices that another rank has failed, and ends
+PATIENCE = 20.0  # seconds that a rank gets to notice another rank's failure and end by itself
 
 
 @contextlib.contextmanager
@@ -79,8 +79,8 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
                 sys.exit(code)
             if ranks_are_children(launcher) and cannot_be_sent(error):
                 raise ConfigurationError(
-                    "trainer.strategy spawns its ranks and sends them model, data and callbacks, which cannot all be "
-                    f"pickled: {error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
+                    "trainer.strategy spawns its ranks, and therefore pickles model, data and callbacks, which failed: "
+                    f"{error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
                 ) from error
             if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
                 raise KeyboardInterrupt from None  # Lightning has turned the interrupt into a SystemExit.
@@ -113,9 +113,10 @@ def own_temporary_folder(launcher: Any) -> Iterator[None]:
 
 
 class FirstToFail(Callback):
-    """Record which rank failed first before other ranks notice the failure, so that only this rank reports it.
+    """Callback that records the first rank to fail, before other ranks notice, so that only the first rank reports.
 
-    The callback also gives the rank that started the others time to notice a failure, before all ranks are killed.
+    On the rank that started the other ranks, the callback also replaces Lightning's observer of these ranks: this rank
+    gets time to notice a failure before all ranks are killed.
     """
 
     @override
@@ -168,5 +169,5 @@ def _names_the_cause(error: Exception) -> bool:
 
 
 def _reports_failure(error: Exception) -> bool:
-    """Whether this rank reports the failure; otherwise another rank does."""
+    """Whether this rank reports the failure. Otherwise another rank has failed first, and reports."""
     return first_to_fail(1 if explain_run_error(error) is None else 2)

@@ -18,6 +18,7 @@ from cnnstrategies._jsonargparse_private import remember
 from cnnstrategies.commands.arguments.refuse import fail, shows_tracebacks
 from cnnstrategies.commands.run.errors import explain_parse_error
 from cnnstrategies.commands.run.strategy_names import accept_names
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantities import as_timedelta
 
 
@@ -47,7 +48,11 @@ def _build(class_type: type, *args: Any, applied_instantiation_links: dict[str, 
 
 def _timedelta(value: Any) -> timedelta:
     """Return a timedelta from what a configuration has; jsonargparse knows ``hours:minutes:seconds`` only."""
-    return as_timedelta(value, "the value")
+    try:
+        return as_timedelta(value, "")
+    except ConfigurationError as error:
+        # jsonargparse names option and value itself.
+        raise ValueError(f"it {str(error).partition(' ')[2]}") from None
 
 
 # So that the time-outs of Lightning's own classes are written as those of this package.

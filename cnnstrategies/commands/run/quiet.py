@@ -1,4 +1,4 @@
-"""Messages of Lightning and torch that the command line does not print, because they are not about the user's run.
+"""Log messages of Lightning and torch that the command line hides, because they are not about the user's run.
 
 Warnings and errors about a run are printed, and so is every message that is not listed here.
 """
@@ -46,7 +46,7 @@ WARNINGS = (
 
 
 def quieten() -> None:
-    """Stop printing these messages, in this process and its forked children. A second call has no effect."""
+    """Hide these log messages in this process and in processes forked later. A second call has no effect."""
     for name in LOGGERS:
         logging.getLogger(name).addFilter(is_news)
     # This logger lists the ranks that are ended after a rank was killed.
@@ -57,14 +57,14 @@ def quieten() -> None:
 
 
 def show_unless_kept(failure: threading.ExceptHookArgs) -> None:
-    """Print why a thread failed, unless the thread stores its exception for another thread to raise.
+    """Print why a thread failed, unless the thread has stored its exception for another thread to raise.
 
-    TensorBoard's writer stores its exception when the disk is full, for instance.
+    When the disk is full, for example, TensorBoard's writer thread stores its exception.
     """
     if getattr(failure.thread, "exception", None) is not failure.exc_value:
         threading.__excepthook__(failure)
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a message is printed; warnings and errors always are."""
+    """Whether a log message is printed. Warnings and errors always are."""
     return record.levelno > logging.INFO or NOISE.match(record.getMessage().lstrip()) is None

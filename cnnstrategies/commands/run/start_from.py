@@ -20,10 +20,10 @@ from typing_extensions import override
 from cnnstrategies.cluster.run_folder import IDS, last_checkpoint, read_record, write_record
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.loggers import KeptCSVLogger
-from cnnstrategies.runtime.processes import told_by_starter
+from cnnstrategies.runtime.processes import starter_variable
 
 WORDS = ("best", "last")
-FOUND = "CNNSTRATEGIES_CHECKPOINT"  # environment variable: the checkpoint that the starting rank chose
+FOUND = "CNNSTRATEGIES_CHECKPOINT"  # environment variable with the checkpoint that the rank which starts others chose
 
 
 def checkpoint_of(
@@ -44,7 +44,7 @@ def checkpoint_of(
         name: Name of a run that may be restarted.
     """
     path = ckpt_path
-    starters_path = told_by_starter(FOUND)
+    starters_path = starter_variable(FOUND)
     if name is not None:
         trainer.callbacks.insert(0, RunRecord(name))  # type: ignore[attr-defined]  # set by the callback connector
     name = name if training else None
@@ -107,7 +107,7 @@ def _places(trainer: Trainer) -> list[tuple[str, str]]:
 
 
 class SameCheckpoint(Callback):
-    """Refuse a run whose ranks chose different checkpoints, before a checkpoint is loaded.
+    """Callback that refuses a run whose ranks chose different checkpoints, before a checkpoint is loaded.
 
     Ranks that a launcher starts each look for the checkpoint. A rank may see an older state of the file system, or
     another run of the same name may have written a checkpoint in between.
@@ -126,7 +126,7 @@ class SameCheckpoint(Callback):
 
 
 class RunRecord(Callback):
-    """Let a restarted run continue its loggers' runs and its metrics.csv.
+    """Callback that lets a restarted run continue its loggers' runs and its metrics.csv.
 
     The callback writes ``run.json`` beside the checkpoints, with the run's name and the ids of its loggers' runs. Logs
     are flushed before each checkpoint, so that after a restart no lines from before the checkpoint are missing. Lines

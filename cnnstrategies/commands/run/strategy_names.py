@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 import cnnstrategies.strategies  # noqa: F401  # registers the names of this package
 from cnnstrategies._jsonargparse_private import NestedArg, import_path, pass_values_through
-from cnnstrategies.commands.arguments.keys import ConfiguredKey
+from cnnstrategies.commands.arguments.keys import ConfiguredKey, accepted
 from cnnstrategies.commands.arguments.recipes import names
 from cnnstrategies.errors import ConfigurationError
 
@@ -88,6 +88,8 @@ def explain_nested(message: str, keys: Sequence[ConfiguredKey]) -> str | None:
     name = values.get(f"{KEY}.class_path", values.get(KEY))
     if not isinstance(name, str):
         name = "auto"
+    if name not in ("auto", "null"):
+        return f"{KEY}: no strategy {name!r}{accepted(name, StrategyRegistry.available_strategies())}"
     return (
         f"{KEY}.{match[1]}: strategy {name!r} takes no options; name a strategy that does, as in --{KEY} "
         f"hybrid_pipeline --{KEY}.stages 2"

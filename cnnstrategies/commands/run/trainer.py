@@ -44,7 +44,7 @@ BAR_RATE = 4
 class Trainer(LightningTrainer):
     """Lightning's Trainer with ``quantize`` and ``export``.
 
-    Spawned ranks unpickle the trainer, and then print as the command line does.
+    A spawned rank sets up its output when it unpickles the trainer: it hides log messages, as the command line does.
     """
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ def _has(callbacks: list[Callback], kind: type) -> bool:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a value of a configuration as a list: the value may be a list, a single object or null."""
+    """Return a configuration's value as a list. The value may be a list, a single object, or None for an empty list."""
     if value is None:
         return []
     return list(value) if isinstance(value, list) else [value]

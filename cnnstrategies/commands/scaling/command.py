@@ -1,4 +1,4 @@
-"""``cnnstrategies scaling``: the causes why more devices are not faster, from short trainings on one and on more."""
+"""``cnnstrategies scaling``: find out why more devices are not faster, by short trainings with one and more devices."""
 
 import os
 import tempfile
@@ -23,17 +23,17 @@ from cnnstrategies.planning.tune.settings import Setting, joined, nested, write_
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, TrialError
 
 KEYS = ("num_workers", "batch_size", "global_batch_size")
-TRIED = 3  # remedies that are measured, at most
-BETWEEN_STEPS = "trainer.check_val_every_n_epoch"  # a setting that does not make steps faster
+TRIED = 3  # largest number of remedies that `--try` measures
+BETWEEN_STEPS = "trainer.check_val_every_n_epoch"  # This setting saves time between steps, so trials cannot measure it.
 
 
 def main(options: ScalingOptions, words: Sequence[str]) -> None:
-    """Measure, print and draw; with ``--try`` measure remedies as well."""
+    """Measure the steps, and print and draw the results. With ``--try``, measure remedies as well."""
     config = ModelAndData("scaling", words).config
     if int(config.trainer.num_nodes) > 1:
         raise ConfigurationError(
-            f"trainer.num_nodes={config.trainer.num_nodes}: scaling trains on this machine; give 1, and try the link "
-            "to others with `cnnstrategies doctor`"
+            f"trainer.num_nodes={config.trainer.num_nodes}: scaling trains on this machine only; give 1, and measure "
+            "the connections to other machines with `cnnstrategies doctor`"
         )
     device = device_of(config.trainer.accelerator)
     for name in ("picture", "output"):
@@ -62,7 +62,7 @@ def main(options: ScalingOptions, words: Sequence[str]) -> None:
         status.stop()
         console.print(report.table(measurement))
         for count, trouble in bench.trouble.items():
-            console.print(f"Not measured on {count}: {trouble}", highlight=False, markup=False)
+            console.print(f"Not measured on {count} devices: {trouble}", highlight=False, markup=False)
         console.print("\n".join(report.sentences(measurement, causes)), highlight=False, markup=False)
         report.draw(measurement, options.picture)
         console.print(f"Drew {options.picture}")
@@ -95,7 +95,8 @@ def _faster_settings(contest: Callable[[int], Contest], causes: Sequence[Reason]
     """Measure the first remedies that are settings and do not change what is learned; return the faster settings.
 
     Args:
-        contest: Function from the number of settings that are left to a contest, which gets its share of the time.
+        contest: Function that makes a contest for the next setting. Its argument is the number of settings that are
+            left, among which the remaining time is divided.
     """
     faster_settings = []
     settings = [Setting(cause.cause, cause.values, cause.effect) for cause in causes if cause.values]
@@ -117,7 +118,7 @@ def _faster_settings(contest: Callable[[int], Contest], causes: Sequence[Reason]
 
 
 def _outcome(contest: Contest, setting: Setting) -> tuple[str, bool]:
-    """Measure a setting; return a description of the outcome, and whether the setting is faster."""
+    """Measure a setting, and return a description of the outcome and whether the setting is faster."""
     try:
         contest.run([setting])
     except TrialError as failure:
@@ -130,7 +131,7 @@ def _outcome(contest: Contest, setting: Setting) -> tuple[str, bool]:
 
 
 def _devices(devices: Any, device: torch.device) -> int:
-    """Return the configuration's number of devices, or else all available devices; at least 2."""
+    """Return the number of devices in the configuration, or else of all available devices, but at least 2."""
     text = str(len(devices) if isinstance(devices, list) else devices)
     available = torch.accelerator.device_count() if device.type != "cpu" else 1
     return max(2, int(text) if text.isdigit() else available)

@@ -15,18 +15,18 @@ from torch.utils.data import IterableDataset
 
 from cnnstrategies.models.samples import count_samples
 
-SUMMED = 1 << 22  # bytes, at most: a slow connection takes seconds for more
+SUMMED = 1 << 22  # Largest number of bytes that are summed: a slow connection would take seconds for more.
 SUMS = 3
 SAMPLE_SECONDS = 0.4
-MADE = 300  # samples or batches, at most
+MADE = 300  # largest number of samples or batches to make
 
 
 def sum_alone(module: nn.Module, accumulated: int) -> dict[str, Any]:
-    """Measure a sum of all gradients over the ranks. All ranks must call this function together.
+    """Measure an all-reduce as large as all gradients. All ranks must call this function.
 
     Args:
         module: Module with the parameters.
-        accumulated: Number of batches for which the gradients are summed once.
+        accumulated: Number of batches whose gradients are accumulated before one all-reduce.
 
     Returns:
         ``seconds`` of the sum for each batch, None without a process group, and ``bytes`` of the gradients for each
@@ -80,9 +80,9 @@ def one_sample(loader: Any) -> dict[str, Any]:
 
 
 def _processor_seconds() -> float:
-    """Return the seconds in which this process has computed, or its main thread has waited for a core.
+    """Return this process's CPU time, plus the time in which its main thread has waited for a core, in seconds.
 
-    The waiting time is long on a busy machine.
+    On a busy machine a thread waits long for a core, and this waiting is not waiting for data.
     """
     try:
         queued = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
@@ -92,7 +92,7 @@ def _processor_seconds() -> float:
 
 
 def _make(makers: Sequence[Callable[[], int]]) -> tuple[int, float, float]:
-    """Make as many samples as the time allows; return their number, the seconds, and the processor's seconds."""
+    """Make samples for :data:`SAMPLE_SECONDS`; return their number, the seconds, and the CPU time in seconds."""
     began, computed, made = time.perf_counter(), _processor_seconds(), 0
     for maker in makers:
         made += maker()
@@ -102,9 +102,10 @@ def _make(makers: Sequence[Callable[[], int]]) -> tuple[int, float, float]:
 
 
 def _makers(loader: Any) -> list[Callable[[], int]]:
-    """Return functions that each make a sample, or a batch if the dataset makes whole batches, and return its samples.
+    """Return functions that each make one sample and return 1, or make one batch and return its number of samples.
 
-    Each function has other indices, because the operating system caches files.
+    The functions make batches if the dataset is indexed with the indices of whole batches. Each function has its own
+    indices, because the operating system caches files that have been read.
     """
     dataset = getattr(loader, "dataset", None)
     if dataset is None or isinstance(dataset, IterableDataset):

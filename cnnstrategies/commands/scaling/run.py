@@ -31,19 +31,20 @@ from cnnstrategies.models.samples import count_samples, samples_of
 from cnnstrategies.planning.scaling.figures import CALLBACK, LOGGER
 from cnnstrategies.planning.tune.trial import TRIAL
 
-STOPPING = "stopping"  # The part of a step in which ranks ask each other whether to stop: the first rank waits.
-VALIDATED = 4  # batches
+STOPPING = "stopping"  # The part of a step in which the ranks agree whether to stop: fast ranks wait for slow ranks.
+VALIDATED = 4  # number of validation batches to measure
 MOST_READY = 32  # Largest number of preloaded batches that are skipped before the measurement.
-# Loggers that write runs to a server.
+# Class names of loggers that send runs to a server.
 REMOTE = ("WandbLogger", "MLFlowLogger", "CometLogger", "NeptuneLogger")
 LEFT_OUT = (Checkpoint, EarlyStopping, ProgressBar, SaveConfigCallback, StartPanel, TrainingSummary)
 
 
 class ScalingControl(StepControl):
-    """Control of a rank: run and measure the ordered steps, and report on them.
+    """Callback that runs and measures the steps which the measuring process orders, and sends reports to that process.
 
     Args:
-        saving: Callbacks that save checkpoints. They do not run, but their number of saves is reported.
+        saving: Callbacks that save checkpoints. The callbacks do not run, but this callback reports how often they
+            would save in an epoch.
         configured: Class names of the callbacks in the configuration.
     """
 
@@ -83,7 +84,8 @@ class ScalingControl(StepControl):
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
         self._usual = samples_of(loader, datamodule) or 1
         steps = trainer.num_training_batches
-        # The first batch includes the start of the loader's processes; it counts only where batches are few.
+        # The first batch includes the start of the loader's processes. It counts only if there are too few other
+        # batches.
         end_times = self._validated[1:] if len(self._validated) > 2 else self._validated
         seconds = (end_times[-1] - end_times[0]) / (len(end_times) - 1) if len(end_times) > 1 else 0.0
         return {
@@ -104,14 +106,14 @@ class ScalingControl(StepControl):
         """Return the number of validation batches in an epoch, on average."""
         every, steps = trainer.val_check_batch, trainer.num_training_batches
         if every is None:
-            return 0.0  # The trainer validates at intervals of time.
+            return 0.0  # The trainer validates after a time, and not after a number of batches.
         validations = 1 if float("inf") in (every, steps) else steps / every
         return (
             sum(batches for batches in trainer.num_val_batches if batches != float("inf")) * validations / self._epochs
         )
 
     def _part(self, action: str) -> str | None:
-        """Return the part of a step to which a profiled action belongs: a part of the step, or a callback's hook."""
+        """Return the part of a step that a profiled action counts towards; None if it counts towards no part."""
         if (part := self._meter.parts.of(action)) is not None:
             return part
         return part_of_hook(action, self._default_callbacks)
@@ -142,7 +144,7 @@ class ScalingControl(StepControl):
     def _begin(self, order: Mapping[str, Any]) -> None:
         self._meter.remove(self._trainer)
         self._meter = StepMeter(self._trainer, self._part)
-        # The present batch and the preloaded batches were loaded before the measurement, so their steps do not count.
+        # The current batch and the preloaded batches were loaded before the measurement, so their steps do not count.
         self._left, self._skipped, self._larger = order["steps"], 1 + self._ready, order.get("larger", 1)
         self._samples, self._threads = 0.0, torch.get_num_threads()
         if "threads" in order:
@@ -216,7 +218,10 @@ def default_callbacks(callbacks: Sequence[Callback], configured: Set[str]) -> se
 
 
 def part_of_hook(action: str, default_callbacks: Set[str]) -> str | None:
-    """Return the part for an action of a callback or of the module's hooks; None for default callbacks."""
+    """Return the name of the part for an action of a callback or of one of the module's hooks.
+
+    The result is None for default callbacks, and for other actions.
+    """
     owner, _, hook = action.rpartition(".")
     if owner.startswith("[Callback]GracefulStop"):
         return STOPPING
@@ -229,11 +234,11 @@ def part_of_hook(action: str, default_callbacks: Set[str]) -> str | None:
 
 
 class HostReads(OperationMode):  # type: ignore[no-untyped-call]
-    """Counter of reads of a tensor's value, for which the host waits.
+    """Counter of the times when the host reads a tensor's value, and therefore waits for the device.
 
     Attributes:
-        places: Number of reads by file and line.
-        seconds: Duration of all reads.
+        places: Number of reads for each ``file:line`` that reads.
+        seconds: Total duration of the reads.
     """
 
     def __init__(self) -> None:
@@ -254,7 +259,7 @@ class HostReads(OperationMode):  # type: ignore[no-untyped-call]
 
 
 def larger(batch: Any, times: int) -> Any:
-    """Return a batch in which each sample is repeated."""
+    """Return a batch in which each tensor is repeated ``times`` times along its first dimension."""
     return tree_map(
         lambda value: (
             value.repeat(times, *[1] * (value.ndim - 1)) if isinstance(value, Tensor) and value.ndim else value
@@ -264,7 +269,10 @@ def larger(batch: Any, times: int) -> Any:
 
 
 class ScalingCLI(TrialCLI):
-    """``fit`` with everything that runs in a step, but without progress bar and panel, and with a temporary folder."""
+    """Command line of a measured rank, which trains as ``fit`` does.
+
+    Progress bar, panel, checkpoints and remote loggers are left out. Files go to a temporary folder.
+    """
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -275,7 +283,8 @@ class ScalingCLI(TrialCLI):
         trainer.num_sanity_val_steps = VALIDATED
         arguments = getattr(trainer.strategy, "init_args", None) or {}
         if arguments.get("data_dispatch") == "dynamic":
-            # All ranks run equally many steps. At the end of a dynamic epoch a rank without batches would wait forever.
+            # The measurement needs equally many steps on all ranks. At the end of an epoch with dynamic dispatch, a
+            # rank that gets no more batches would wait forever for steps that the other ranks have already done.
             arguments["data_dispatch"], arguments["max_joiners"] = "static", 0
         if not isinstance(trainer.logger, bool):
             kept = [logger for logger in as_list(trainer.logger) if logger.class_path.rpartition(".")[2] not in REMOTE]

@@ -24,7 +24,7 @@ from cnnstrategies.strategies.protocol import facts_of
 
 
 class SubmitCLI(ModelAndData):
-    """Parser of a configuration that will run on other machines."""
+    """Command line that parses a configuration of ``fit`` which will run on other machines."""
 
     @override
     def before_instantiate_classes(self) -> None:

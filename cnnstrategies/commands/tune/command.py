@@ -22,8 +22,8 @@ from cnnstrategies.planning.tune.contest import Contest, repeats, table
 from cnnstrategies.planning.tune.settings import Setting, factorial, joined, nested, write_commented
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, ONE_BATCH, TrialError
 
-MOST_WORKERS = 4  # processes that load data, for each rank
-LOADING = "loading"  # The kind of settings whose trials load their data as in training.
+MOST_WORKERS = 4  # largest number of processes that load data for a rank
+LOADING = "loading"  # The kind of settings whose trials load data as a training does; other trials use one batch.
 
 
 def main(options: TuneOptions, words: Sequence[str]) -> None:
@@ -51,9 +51,10 @@ def main(options: TuneOptions, words: Sequence[str]) -> None:
 
 
 def choices(config: Any, model: type, device: torch.device, allow: Collection[str]) -> list[list[Setting]]:
-    """Return groups of settings. Settings of one group exclude each other; groups are tried in all combinations.
+    """Return groups of settings to try. Settings of one group exclude each other; all combinations of groups are tried.
 
-    A setting is an argument of the module's class if the class has one, and else an option of a callback.
+    If the module's class has an argument for a setting, the setting changes this argument. Otherwise it adds the
+    callback ComputeSettings.
     """
     settings, arguments = _arguments(config, model)
     if "channels_last" in arguments:
@@ -105,19 +106,19 @@ def loading(config: Any, data: type) -> list[Setting]:
 
 
 def _arguments(config: Any, model: type) -> tuple[Any, Collection[str]]:
-    """Return the values of a module's arguments in the configuration, and the names of all arguments of its class."""
+    """Return the module's arguments in the configuration, and the names of all arguments that its class has."""
     if not hasattr(config.model, "init_args"):
         return {}, ()
     return config.model.init_args, parameters_of(model)
 
 
 class Search:
-    """Search for the fastest settings, one kind after the other, each on top of the winners of earlier kinds.
+    """Search for the fastest settings: one kind of settings after the other, each together with the earlier winners.
 
     Attributes:
-        contests: Finished contests, by kind of setting.
-        chosen: Setting that is faster than the configuration, if there is one.
-        notes: Kinds that were not tried, with the reason.
+        contests: Contest for each kind of settings that was tried.
+        chosen: Combination of settings that is faster than the configuration; None if no setting is faster.
+        notes: Lines for the user about kinds that were not tried, with the reason.
     """
 
     def __init__(

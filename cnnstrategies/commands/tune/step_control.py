@@ -1,4 +1,4 @@
-"""Common parts of the ranks of trials: they wait for orders before a step, and report why they fail.
+"""Common code of the ranks of trials. A rank waits for an order before each step, and reports why it fails.
 
 A rank is connected to the process that measures (`cnnstrategies.planning.tune.trial`) by a Unix socket. Orders and
 answers are lines of JSON.
@@ -26,7 +26,7 @@ DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 
 
 class StepControl(Callback):
-    """Let a training run as many steps as it is ordered to, and then wait for the next order."""
+    """Callback that lets a training run the ordered number of steps, and then waits for the next order."""
 
     def __init__(self) -> None:
         self._left = 0
@@ -34,7 +34,7 @@ class StepControl(Callback):
         self._resting: list[nn.Module] = []
 
     def hello(self, trainer: Trainer) -> dict[str, Any]:
-        """Return facts about the rank for its first message, in addition to its number."""
+        """Return what the rank's first report contains, in addition to rank and world size."""
         return {}
 
     @abstractmethod
@@ -67,7 +67,11 @@ class StepControl(Callback):
             self.obey(order)
 
     def note_loss(self, outputs: Any) -> bool:
-        """Keep the loss of one of the first steps, 0 if the module returns none; return whether this was the last."""
+        """Store the loss of a step among the first :data:`COMPARED_STEPS` steps; 0 if the module returns no loss.
+
+        Returns:
+            Whether this step was the last of these steps. Dropout is active again from then on.
+        """
         if len(self._losses) == COMPARED_STEPS:
             return False
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -79,12 +83,12 @@ class StepControl(Callback):
         return True
 
     def say(self, message: Mapping[str, Any]) -> None:
-        """Send a message to the process that measures."""
+        """Send a report to the process that measures."""
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 class TrialCLI(CLI):
-    """``fit`` for as many steps as are ordered, without checkpoints or files of a run."""
+    """Command line of a trial's rank, which trains as ``fit`` does, for as many steps as are ordered."""
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -96,7 +100,7 @@ class TrialCLI(CLI):
 
 
 def run_rank(kind: Callable[[], object]) -> None:
-    """Run a command line as a rank of a trial."""
+    """Run a command line as a rank of a trial, and print a line that begins with :data:`FAILED` if the rank fails."""
     quieten()
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

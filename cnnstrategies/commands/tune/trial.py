@@ -38,7 +38,7 @@ class OneBatch(Dataset[Any]):
 
 
 class TrialControl(StepControl):
-    """Control of a trial's rank: run the ordered steps with one batch, and report their duration."""
+    """Callback that runs the ordered steps with one batch, and reports their duration."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -79,7 +79,7 @@ class TrialControl(StepControl):
 
 
 class OneBatchCLI(TrialCLI):
-    """``fit`` without loggers, checkpoints and validation, and only with the callback that a setting adds."""
+    """Command line of a trial's rank, without loggers, checkpoints, validation and callbacks except ComputeSettings."""
 
     @override
     def before_instantiate_classes(self) -> None:

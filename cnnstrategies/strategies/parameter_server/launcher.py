@@ -136,9 +136,9 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
         training = self.check(trainer)
         if self._already_fit and training:
             raise NotImplementedError(
-                f"trainer.fit() cannot be called twice on the same Trainer with start_method {self._start_method}, "
-                "because the trainer's loops stay in the ranks: make a new Trainer, and resume from a checkpoint of "
-                "the first"
+                "Calling `trainer.fit()` twice on the same Trainer is not possible with start_method "
+                f"{self._start_method}, because the state of the trainer's loops stays in the ranks: make a new "
+                "Trainer, and resume from a checkpoint of the first"
             )
         assert self._strategy.cluster_environment is not None
         os.environ["MASTER_PORT"] = str(self._strategy.cluster_environment.main_port)
