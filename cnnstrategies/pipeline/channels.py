@@ -101,7 +101,7 @@ class Channels:
         self.begin()
 
     def begin(self, before: Order | None = None) -> None:
-        """Begin the prepared transfers in their order.
+        """Begin the prepared transfers, smallest sort key first.
 
         Args:
             before: Begin only the transfers with a smaller sort key; None for all transfers.
@@ -273,7 +273,7 @@ class Channels:
         return self.turn(sender), sender.kind, source, target
 
     def _prepare_receive(self, order: Order, sender: Task, size: Hashable, due: bool) -> bool:
-        """Prepare the receive of a message, if the message is due or its shapes are known.
+        """Prepare the receive of a message, if the message is due or the shapes of its tensors are known.
 
         Args:
             order: Sort key of the message.

@@ -240,7 +240,7 @@ class Pipeline:
                 way, such as an average of the weights. By default, the network that is trained.
         """
         module, network = copy or (self.module, self.blueprint.network)
-        # If a tensor has several names, all are listed, because their order may differ between stage and network.
+        # If a tensor has several names, all names are listed, because stage and network may list different names first.
         stage_tensors = dict(
             (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         )

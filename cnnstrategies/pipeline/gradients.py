@@ -102,7 +102,7 @@ class GradientReducer:
         self._keeps = False
 
     def overlap(self) -> None:
-        """Start the reduction of each bucket as soon as the next backward has computed all its gradients."""
+        """In the next backward, start the reduction of a bucket as soon as all gradients of the bucket are ready."""
         self._overlapping = True
 
     def finish(self, keep: bool = False) -> list[Tensor | None]:

@@ -228,8 +228,8 @@ class Step:
     def tracks(self, again: bool) -> bool:
         """Whether a forward runs with autograd.
 
-        The forward of a compiled stage always does. Without autograd, other code would be compiled for it than for its
-        recomputation, and the two might draw different random numbers.
+        The forward of a compiled stage always runs with autograd. Without autograd, torch would compile different code
+        for the forward and for the recomputation of the forward, and the two might draw different random numbers.
 
         Args:
             again: Whether the forward will be recomputed for the backward.
@@ -239,9 +239,9 @@ class Step:
     def overlaps(self, microbatch: int) -> bool:
         """Whether the replicas of the stage may sum their gradients while their last backwards run.
 
-        They may if all replicas run their last backwards at about the same time. Otherwise a replica could wait in its
-        last backward for a replica that has not begun its own. The later replica may in turn need a message that the
-        first one only sends after its last backward, and both would wait forever.
+        They may if all replicas run their last backwards at about the same time. Otherwise an early replica could wait
+        in its last backward for a late replica that has not begun its last backward. The late replica may in turn need
+        a message that the early replica sends only after its last backward, and both would wait forever.
 
         Args:
             microbatch: The microbatch of this rank's last backward.

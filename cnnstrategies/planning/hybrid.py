@@ -64,8 +64,8 @@ def _microbatches(job: Job) -> list[int]:
     if not job.profile.fixed:
         # If only one batch size was measured, the time per sample of much smaller batches is unknown.
         most = min(most, max(devices, round(SMALLEST_SHARE * most / job.profile.costs.microbatch_size)))
-    # With two stages, the first stage has at most this number of replicas. Multiples of it can be divided evenly among
-    # these replicas.
+    # With two stages, the first stage has at most this number of replicas. If the number of microbatches is a multiple
+    # of it, the replicas have equal numbers of microbatches.
     most_replicas = devices - 1
     wanted = [4 * devices, 2 * most_replicas, 4 * most_replicas, 2 * devices, devices, most_replicas]
     return [count for count in dict.fromkeys(wanted) if 2 <= count <= most] or [min(devices, job.samples)]

@@ -164,8 +164,8 @@ def _sweep(
             environment[node] = microbatch
         elif node.op == "get_attr":
             environment[node] = interpreter.fetch_attr(str(node.target))
-    # Node that made each storage, by the storage's address; None for parameters, buffers and inputs. All storages of
-    # the sweep are kept until its end, so that no address is used twice.
+    # Node that made each storage, by the storage's address; None for parameters, buffers and inputs. All storages are
+    # kept until the sweep ends, so that no address is used twice.
     owner: dict[int, fx.Node | None] = {
         _address(tensor): None for tensor in (*traced.parameters(), *traced.buffers(), *tree_leaves(microbatch))
     }
@@ -178,8 +178,8 @@ def _sweep(
         sweep.backward[node] = timed(backward, device)[0] if roots else 0.0
 
     for node in order:
-        # The inputs of each node are autograd leaves, and autograd does not allow in-place changes of leaves. A node
-        # that changes its input in place therefore gets a copy. In training its input is not a leaf.
+        # In a sweep, the inputs of each node are autograd leaves, and autograd does not allow in-place changes of
+        # leaves. A node that changes an input in place therefore gets a copy of the input.
         cut = partial(_as_received, device=apart_on, copied=changed_in_place(traced, node) is not None)
         with _module_on(traced, node, apart_on), _recording(saved) if count else nullcontext():
             inputs = {

@@ -86,8 +86,8 @@ class ParameterServer:
             for index in range(len(costs.nodes) - 1, -1, -1):
                 node = costs.nodes[index]
                 now += node.backward / speed + self._message_time(node.parameter_bytes)
-                # A large layer is sent in several messages. The server applies the first ones and sends their new
-                # values back while the others still arrive.
+                # A large layer is sent in several messages. While the last messages still arrive, the server applies
+                # the first ones and sends the new weights back.
                 pushes += [(now, index)] * parts_of(node.parameter_bytes)
             arrived = self._arrival_times(costs, pushes)
             ends.append(now)
@@ -111,7 +111,7 @@ class ParameterServer:
         arrived = [0.0] * len(costs.nodes)
         pushed = server = free = 0.0
         # Messages that wait to be sent, in order of time: (time, whether the message goes back to workers, layer).
-        # Workers send gradients through their port, servers send new weights through theirs.
+        # Workers send gradients through the port of the workers, servers send new weights through that of the servers.
         waiting = [(ready, False, index) for ready, index in pushes]
         heapq.heapify(waiting)
         while waiting:

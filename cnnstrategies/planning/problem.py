@@ -124,7 +124,7 @@ class Problem:
         return most
 
     def model(self, layout: Layout) -> float:
-        """Return the modelled step time in seconds."""
+        """Return the step time in seconds according to the formula of this class."""
         fill = slowest = 0.0
         first = 0
         for start, end, replicas in self.stages(layout):
@@ -168,8 +168,8 @@ class Problem:
             outgoing = costs.sent_bytes[end] + costs.sent_gradient_bytes[start]
             port = cluster.ring(before, around).bandwidth
             period = max(period, max(incoming, outgoing) * sharing / port)
-        # Reductions overlap with the last backward of this stage and then with those of the earlier stages. Only the
-        # last bucket cannot overlap with this stage's backward, because it is not ready before its end.
+        # Reductions overlap with the last backward of this stage and then with the last backwards of earlier stages.
+        # Only the last bucket cannot overlap with this stage's backward, because it is only ready at the end.
         reduction = all_reduce(cluster, first, replicas)
         parameters = self._parameters[end] - self._parameters[start]
         whole = reduction(parameters) - self._drain[end] / speed

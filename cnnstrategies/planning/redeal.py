@@ -72,7 +72,10 @@ def redeal(
 
 
 def in_flight(tasks: Sequence[Task]) -> int:
-    """Return the largest number of microbatches that a rank holds at once, between their forward and backward."""
+    """Return the largest number of microbatches that a rank holds at once.
+
+    A rank holds a microbatch from the microbatch's forward until its backward.
+    """
     return max(accumulate(1 if task.kind == "forward" else -1 for task in tasks), default=0)
 
 

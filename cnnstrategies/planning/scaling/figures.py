@@ -204,7 +204,7 @@ class Measurements:
         return rates
 
     def gain(self, saved: float, saved_of_epoch: float = 0.0) -> float:
-        """Return the current time of an epoch divided by its time after an improvement.
+        """Return the current time of an epoch, divided by the time of an epoch after an improvement.
 
         Args:
             saved: Seconds by which the improvement shortens each step.

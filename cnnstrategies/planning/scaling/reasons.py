@@ -148,7 +148,7 @@ def threads(measurements: Measurements) -> Iterator[Reason]:
 
 
 def small_batches(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason if a device has so few samples that its time per sample is much smaller with larger batches."""
+    """Yield a reason if larger batches would make the time per sample on a device much shorter."""
     run, facts = measurements.largest, measurements.facts
     if facts.larger is None:
         return

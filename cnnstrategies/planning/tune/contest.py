@@ -206,7 +206,8 @@ class Contest:
                 if number and time.monotonic() > self.ends:
                     verdicts = [replace(verdict, outcome="undecided")]
                 elif name in alive and verdict.low >= CERTAIN_GAIN:
-                    # A single candidate was not picked from several, so its rounds are unbiased and count as fresh.
+                    # A single candidate was not picked from several candidates, so its rounds are unbiased and count as
+                    # fresh.
                     alone = len(self.rows) == 1
                     verdicts = [verdict if alone else self.fresh_verdict(name, alive)]
                 else:
@@ -240,7 +241,7 @@ class Contest:
         return verdicts
 
     def fresh_verdict(self, name: str, runners: Mapping[str, _Runner]) -> RaceVerdict:
-        """Run new rounds of a candidate and the default, and return their verdict.
+        """Run new rounds of a candidate and the default, and return the verdict on the candidate.
 
         The verdict is unbiased, because the candidate was not selected by these rounds.
 

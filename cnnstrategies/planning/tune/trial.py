@@ -19,9 +19,10 @@ ONE_BATCH, AS_IN_TRAINING = "cnnstrategies.commands.tune.trial", "cnnstrategies.
 FAILED = "This trial has failed: "  # A rank that fails prints one line with this text and the reason.
 # Smallest time limit in seconds for the start and for each order. It is long because the machine may be busy.
 PATIENCE = 120.0
-# The losses of this number of steps are compared with those of the default. The third loss depends on two updates.
+# The losses of this number of steps are compared with the default's losses. The third loss depends on two updates of
+# the weights.
 COMPARED_STEPS = 3
-# Pairs of error texts in the output of a failed run, and the cause that is reported to the user.
+# Each pair has error texts that a failed run may print, and the cause that they indicate to the user.
 CAUSES = (
     (("OutOfMemoryError", "out of memory", "can't allocate memory"), "out of memory"),
     (("BackendCompilerFailed", "InductorError", "CppCompileError", "InvalidCxxCompiler"), "the compiler failed"),
