@@ -26,7 +26,7 @@ from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import JoinPlace, RunAddress
-from cnnstrategies.strategies.parameter_server.joining import TOLD, JoiningStrategy
+from cnnstrategies.strategies.parameter_server.joining import TOLD_TO_LEAVE, JoiningStrategy
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 from cnnstrategies.strategies.protocol import facts_of
 
@@ -114,7 +114,7 @@ class JoiningCLI(CLI):
         try:
             while not (strategy.leaving or self.trainer.should_stop):
                 function(self.model, datamodule=self.datamodule)
-            reason = TOLD if strategy.leaving else "training ended"
+            reason = TOLD_TO_LEAVE if strategy.leaving else "training ended"
         except RunEnded as ended:
             if not ended.clean:
                 raise

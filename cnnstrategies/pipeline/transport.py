@@ -45,7 +45,8 @@ def new_group(ranks: Iterable[int], timeout: timedelta, backend: str | None = No
 def cpu_group(timeout: timedelta) -> Iterator[dist.ProcessGroup | None]:
     """Provide a process group of all ranks for tensors on the CPU. All ranks must call this.
 
-    If the backend of the default group is gloo, it is the default group. Otherwise it is a temporary group.
+    If the backend of the default group is gloo, the default group is used. Otherwise a group is created, and destroyed
+    on exit.
     """
     if dist.get_backend() == "gloo":
         yield dist.group.WORLD

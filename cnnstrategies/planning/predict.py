@@ -72,7 +72,7 @@ class Predictor:
     def runs_ahead(self, layout: Layout) -> bool:
         """Whether the stages of a layout hold one additional microbatch.
 
-        If the job does not decide this, they do if it saves enough time and fits into memory.
+        If the job does not set this, it is true if the additional microbatch saves enough time and fits into memory.
         """
         if self.job.run_ahead is not None or not self._may_run_ahead(layout):
             return self.job.run_ahead or False

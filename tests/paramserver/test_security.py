@@ -71,7 +71,10 @@ def test_a_key_that_is_not_the_members_own_gets_nowhere(tmp_path: Path) -> None:
     with Roles(tmp_path, specify(SGD, 2), encrypted=True) as run:
         impatient = replace(run.specification, timeout=0.3)
         worker, values = run.worker()
-        for keys, dropped in ((KeyPair.create(), set()), (run.keys["worker-1"], {"the key is not the sender's"})):
+        for keys, dropped in (
+            (KeyPair.create(), set()),
+            (run.keys["worker-1"], {"the connection's key is not the sender's key"}),
+        ):
             intruder = Worker(impatient, values, run.views("worker-0"), 0, keys=keys)
             with pytest.raises(ServersUnreachableError, match="no answer from server 0"):
                 intruder.join()

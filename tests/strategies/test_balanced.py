@@ -207,7 +207,7 @@ def test_shares_that_cannot_be_are_refused_before_processes():
             {"shares": [3, 1], "initial_shares": [3, 1]},
             r"initial_shares=\[3, 1\] is for shares: auto, and shares is \[3, 1\]",
         ),
-        ({"ddp_comm_hook": print}, "ddp_comm_hook: this strategy brings its own hook"),
+        ({"ddp_comm_hook": print}, "ddp_comm_hook: this strategy registers its own communication hook"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             BalancedDDPStrategy(**refused)

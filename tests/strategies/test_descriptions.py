@@ -59,7 +59,11 @@ def test_a_parameter_server_says_how_old_and_rounded_values_are():
     assert of_servers() == [RANDOM]
     assert of_servers(workers=1, mode="async") == []
     update = "each update is one worker's gradient on 16 images"
-    assert of_servers(mode="async") == [update, "the weights of a gradient may be any number of updates old", RANDOM]
+    assert of_servers(mode="async") == [
+        update,
+        "a gradient may come from weights that are any number of updates old",
+        RANDOM,
+    ]
     assert of_servers(mode="async", accumulated=3)[0] == "each update is one worker's gradient on 48 images"
     bounded = [update, "no worker is more than 4 steps ahead of the slowest", RANDOM]
     assert of_servers(mode="ssp", staleness=4) == bounded

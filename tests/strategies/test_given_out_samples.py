@@ -93,9 +93,9 @@ def test_a_sampler_without_an_order_that_all_know_is_refused():
         check_order(in_worker(0, sampler), group)
 
     check(SubsetRandomSampler(CHOSEN))
-    with pytest.raises(ConfigurationError, match="SubsetRandomSampler returns another order of the same epoch"):
+    with pytest.raises(ConfigurationError, match="SubsetRandomSampler returns a different order of the same epoch"):
         check(SubsetRandomSampler(CHOSEN, generator=torch.Generator().manual_seed(0)))
-    with pytest.raises(ConfigurationError, match="SubsetRandomSampler returns another order in each worker"):
+    with pytest.raises(ConfigurationError, match="SubsetRandomSampler returns a different order in each worker"):
         check(SubsetRandomSampler(CHOSEN), told=1)
 
 

@@ -76,7 +76,7 @@ def test_a_worker_comes_back_in_mid_epoch_of_a_resumed_run(run_cli, quick, fatal
     diary = ["--trainer.callbacks+=test_midway.Diary", f"--trainer.callbacks.init_args.fatal={fatal}"]
     code, output = fit(EPOCHS, f"--ckpt_path={checkpoint('run').resolve()}", *diary)
     assert code == 0, output
-    assert f"Rank 1 was restarted and goes on in epoch {fatal}" in output, output
+    assert f"Rank 1 was restarted and continues in epoch {fatal}" in output, output
     mine, before, after = read_samples("0-0"), read_samples("1-0"), read_samples("1-1")
     assert {epoch for epoch, _ in after} == set(range(fatal, EPOCHS))
     samples = {sample for _, sample in [*mine, *before, *after]}

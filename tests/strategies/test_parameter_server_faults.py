@@ -83,7 +83,7 @@ def test_a_worker_that_is_killed_is_started_again_and_joins(run_cli, quick, rank
     last = torch.load(next(Path("runs/run").glob("version_*/checkpoints/last.ckpt")), weights_only=True)
     assert last["epoch"] >= int(Path("back").read_text()) > 1
     if rank == 0:
-        assert "Rank 0 was restarted and goes on in epoch" in output
+        assert "Rank 0 was restarted and continues in epoch" in output
 
 
 def hurried() -> float:

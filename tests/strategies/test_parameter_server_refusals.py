@@ -16,7 +16,7 @@ from cnnstrategies.strategies.parameter_server.checks import check_module, check
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
 ARGUMENTS = [
-    ({"staleness": 3}, "is for mode='ssp'"),
+    ({"staleness": 3}, "staleness=3 has no effect with mode='sync'"),
     ({"sync_every": 3}, "is for mode: local"),
     ({"data_dispatch": "dynamic"}, "dynamic is for mode: async and ssp"),
     ({"mode": "local", "data_dispatch": "dynamic"}, "in mode: local every worker makes the same number of steps"),
