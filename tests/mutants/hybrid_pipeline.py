@@ -138,6 +138,6 @@ def a_prediction_writer_gets_the_indices_of_one_replica(right, self):
     return StageLoader.__iter__(self)
 
 
-@replaces(Pipeline.end_together, killed_by=test_batch.test_what_does_not_fit_together_is_said_on_every_rank)
+@replaces(Pipeline.end_together, killed_by=test_batch.test_batches_that_do_not_fit_together_are_refused_on_every_rank)
 def a_rank_without_more_batches_counts_as_a_rank_with_an_empty_batch(right, self):
     self.share(None)

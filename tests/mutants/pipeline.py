@@ -38,7 +38,7 @@ def microbatches_of_different_sizes_get_equal_weights(right, self, outputs, micr
 
 @replaces(
     WeighedLoss.part,
-    killed_by=test_losses.test_what_microbatches_do_not_tell_is_refused,
+    killed_by=test_losses.test_a_loss_that_microbatches_cannot_compute_is_refused,
     loss=test_losses.contrastive,
     message="not made of losses of its samples",
 )
@@ -54,11 +54,11 @@ def replicas_of_a_stage_do_not_sum_their_gradients(right, self, parameters, grou
 removes(
     GradientReducer.overlap,
     "gradients are summed only after the last backward",
-    killed_by=test_executor.test_replicas_add_up_gradients_while_the_last_backward_runs,
+    killed_by=test_executor.test_replicas_sum_gradients_while_the_last_backward_runs,
 )
 
 
-@replaces(StatisticsTable.update, killed_by=test_batch_norm.test_running_statistics_of_batch_norm)
+@replaces(StatisticsTable.update, killed_by=test_batch_norm.test_running_statistics_of_batch_norm_equal_one_process)
 def running_statistics_cover_only_the_replicas_own_microbatches(right, self, group):
     right(self, None)
 
@@ -66,7 +66,7 @@ def running_statistics_cover_only_the_replicas_own_microbatches(right, self, gro
 removes(
     RandomState.restore,
     "a recomputed forward draws different random numbers",
-    killed_by=test_compiled.test_stages_that_run_again_train_what_others_train,
+    killed_by=test_compiled.test_recomputed_stages_train_the_same_values,
     backend=None,
     batches=(12,),
 )
@@ -74,7 +74,7 @@ removes(
 
 @replaces(
     Step.tracks,
-    killed_by=test_compiled.test_stages_that_run_again_train_what_others_train,
+    killed_by=test_compiled.test_recomputed_stages_train_the_same_values,
     backend="eager",
     batches=(12,),
 )
@@ -82,7 +82,7 @@ def a_compiled_stages_first_forward_runs_without_autograd(right, self, again):
     return not again
 
 
-@replaces(tasks_of, killed_by=test_executor.test_peak_memory_holds_the_microbatches_in_flight_alone)
+@replaces(tasks_of, killed_by=test_executor.test_peak_memory_holds_only_the_microbatches_in_flight)
 def a_stage_under_1f1b_holds_the_activations_of_all_microbatches(
     right, placement, rank, schedule="1f1b", run_ahead=False
 ):
@@ -165,7 +165,7 @@ def gradients_are_summed_before_their_last_term_is_added(right, self, parameter,
 removes(
     RankWatch.tell,
     "only the neighbour of a lost rank learns about the loss",
-    killed_by=test_rank_watch.test_the_others_end_within_seconds_and_name_the_lost_rank,
+    killed_by=test_rank_watch.test_the_other_ranks_end_within_seconds_and_name_the_lost_rank,
 )
 
 
@@ -203,12 +203,12 @@ def a_replica_lacks_gradients_that_only_other_replicas_computed(right, self, rea
     return [parameter for parameter in self.parameters if parameter not in reached]
 
 
-@replaces(decode, killed_by=test_batch.test_what_a_peer_has_pickled_is_not_executed)
+@replaces(decode, killed_by=test_batch.test_pickled_objects_of_a_peer_are_not_executed)
 def a_peers_object_is_unpickled(right, frames):
     return pickle.loads(frames[0])
 
 
-@replaces(from_bytes, killed_by=test_batch.test_what_a_peer_has_pickled_is_not_executed)
+@replaces(from_bytes, killed_by=test_batch.test_pickled_objects_of_a_peer_are_not_executed)
 def a_peers_batch_or_decision_is_unpickled(right, message):
     return pickle.loads(message)
 

@@ -18,7 +18,9 @@ def one_device_gets_the_batches_of_rank_zero_only(right, parts):
 removes(differences, "nothing differs", killed_by=test_verdict.test_only_rounding_counts_as_equal, gives=())
 
 
-@replaces(LeafTracer.number, killed_by=test_stage.test_what_a_trace_would_fix_is_refused, how="branch by value")
+@replaces(
+    LeafTracer.number, killed_by=test_stage.test_behaviour_that_a_trace_would_fix_is_refused, how="branch by value"
+)
 def each_microbatch_takes_its_own_branch_by_value(right, self, asked):
     raise UndecidedError(self.graph, asked.node)
 
@@ -26,5 +28,5 @@ def each_microbatch_takes_its_own_branch_by_value(right, self, asked):
 removes(
     hold_to,
     "images of other shapes are accepted by a trace",
-    killed_by=test_stage.test_what_a_network_decides_by_shape_holds_for_its_images,
+    killed_by=test_stage.test_branches_on_shapes_hold_for_images_of_the_traced_shape,
 )
