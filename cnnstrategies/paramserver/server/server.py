@@ -322,7 +322,7 @@ class Server:
 
     @property
     def _values_lost(self) -> bool:
-        """Whether a slice's values are lost: its primary, this server, has no values although common steps were made."""
+        """Whether a slice's values are lost: its primary, this server, has no values after common steps were made."""
         return self._synchronous is not None and self._synchronous.clock.step > 0 and not self.shard.ready
 
     def _lacks_updates(self, member: MemberKey, step: int, answered: frozenset[int], first: int) -> bool:
