@@ -223,8 +223,8 @@ class Roster:
         place = self._places[peer.role, peer.id]
         place.member = None
         if self.is_joiners_place(peer.role, peer.id):
-            # A joiner may come in each epoch as a new incarnation. `gone` would grow without bound, and the lowest
-            # incarnation that may register is enough to recognise all earlier processes.
+            # A joiner may come in each epoch as a new incarnation, so `gone` must not keep all of them. The lowest
+            # incarnation that may register is enough to recognise the earlier processes.
             place.incarnation = max(place.incarnation, peer.incarnation + 1)
             self.gone = {other: on_purpose for other, on_purpose in self.gone.items() if other[:2] != peer[:2]}
         self.gone[peer] = left

@@ -1,4 +1,4 @@
-"""Workers' pushes of common steps: their storage until a step is decided, their mean, and the step itself."""
+"""Workers' pushes of common steps. A server keeps the pushes until a step is decided, and then applies their mean."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -91,7 +91,7 @@ class Changes:
         }
 
     def begin(self, key: int) -> None:
-        """Begin a slice's record again: workers receive the exact values that are here now."""
+        """Reset a slice's record to the slice's exact values, which workers are going to receive."""
         self.known[key].copy_(self._values[key])
         self.lineages[key] = self._origin
         self._forget(key)

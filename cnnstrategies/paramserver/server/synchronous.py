@@ -405,7 +405,7 @@ class Synchronous:
     # Clipping by the global norm
 
     def _begin_norm(self) -> None:
-        """Discard the norms, because another step begins or because slices have got another primary."""
+        """Discard the norms, because another step begins or because the primaries of slices have changed."""
         self._norm_sent = False
         self._squares.clear()
 
