@@ -22,10 +22,11 @@ _lock = threading.Lock()
 class SharedState:
     """One worker's shared memory: its gradients, values that it publishes as the node's leader, and marks.
 
-    A mark is a step number, or a number made from one, that shows which data is ready. The writer writes the data first
-    and the mark afterwards; a reader reads the mark first and the data afterwards. No worker writes data while another
-    may read it, because the order of a step is fixed: a worker writes its gradients after it has taken the step's
-    values, and the leader publishes values after it has added up the gradients of the step before.
+    A mark is a number that shows which data is ready. It is the number of a step, or is computed from this number. The
+    writer writes the data first and the mark afterwards; a reader reads the mark first and the data afterwards. No
+    worker writes data while another worker may read them, because the order of a step is fixed: a worker writes its
+    gradients after it has taken the step's values, and the leader publishes values after it has added up the gradients
+    of the step before.
 
     Args:
         memory: Shared memory of :func:`size_of` bytes, filled with zeros when it is created.

@@ -384,7 +384,7 @@ class CombinedWorker:
             self._go_on_with(step)
 
     def _go_on_with(self, step: int) -> None:
-        """Continue with the leader's first step, and skip the batches of steps that were made without this node.
+        """Continue with the new leader's step. Batches that belong to steps made without this node will be skipped.
 
         Args:
             step: Step with which the new leader begins to lead.

@@ -135,7 +135,7 @@ class Outgoing:
         """Repeat pushes that have no reply yet.
 
         Args:
-            keys: Keys of the slices to consider.
+            keys: Keys of slices; those whose push has a reply are skipped.
             step: The step that the worker works on, or will work on next.
         """
         self.begin_again([server.id for server in self._connections.view.servers], step)
