@@ -234,7 +234,7 @@ class Supervision:
             fields = {"role": child.role, "id": child.id, "incarnation": child.incarnation, "process": child.handle.pid}
             self.send("died", {**fields, "how": how, "replaced": replaced})
         elif code < 128:
-            # An exit code from 128 on is 128 plus the number of a signal with which the user stopped the run.
+            # Exit codes from 128 on are not errors: the user stopped the run with signal number `code - 128`.
             self.send("end", {"message": death, "clean": False})
         if replaced:
             child.restarts -= 1

@@ -80,13 +80,13 @@ class SharedState:
         self._samples[0] = samples
         self._write(_BEGUN, step)
 
-    def give(self, index: int, gradient: Tensor, step: int) -> None:
+    def publish_gradient(self, index: int, gradient: Tensor, step: int) -> None:
         """Publish a parameter's gradient of the step that was begun last."""
         self.gradients[index].copy_(gradient)
         fence()
         self._gradient_steps[index] = step + 1
 
-    def has_given(self, index: int, step: int) -> bool:
+    def has_gradient(self, index: int, step: int) -> bool:
         """Return whether this worker has published a parameter's gradient of a step."""
         if self._gradient_steps[index] != step + 1:
             return False
@@ -112,13 +112,13 @@ class SharedState:
         """
         self._write(_LED, step)
 
-    def show(self, index: int, value: Tensor, mark: int) -> None:
+    def publish_value(self, index: int, value: Tensor, mark: int) -> None:
         """Publish a parameter's value, with a mark that says to which step the value belongs."""
         self.values[index].copy_(value)
         fence()
         self._value_marks[index] = mark + 1
 
-    def shows(self, index: int, mark: int) -> bool:
+    def has_value(self, index: int, mark: int) -> bool:
         """Return whether a parameter's value is published with this mark or a larger one."""
         if self._value_marks[index] <= mark:
             return False

@@ -189,7 +189,7 @@ class Outgoing:
         self._sent.add(key)
         payload, encoding, absent = self.unanswered[key]
         if self._answers is not None:
-            self._answers.with_push(key)
+            self._answers.expect_after_push(key)
         self._counters.bytes_sent += self._connections.send(
             self._connections.primary(key), Kind.PUSH, payload, key=key, step=self._begin[0], encoding=encoding,
             base=absent,

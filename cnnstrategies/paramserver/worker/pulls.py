@@ -101,7 +101,7 @@ class Pulls:
         self.refreshing, self.states = False, None
         self.step = step
 
-    def with_push(self, key: int) -> None:
+    def expect_after_push(self, key: int) -> None:
         """Expect a slice's new values, because the worker is sending a push of the slice that also requests them."""
         if key not in self.pending:
             self.pending[key] = None
