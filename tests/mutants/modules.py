@@ -69,7 +69,7 @@ def an_exported_network_may_give_different_logits(right, self, file, images, dif
 
 @replaces(
     MeanOverSamples.update,
-    killed_by=test_trainer_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
+    killed_by=test_trainer_on_gpu.test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits,
     world=1,
     cases=[test_trainer_on_gpu.Case(lambda: "auto")],
 )
@@ -81,7 +81,7 @@ def a_loss_is_read_on_the_host_before_it_is_added(right, self, mean, samples):
 removes(
     ask_of_sigterm,
     "each batch waits for lightnings signal flag",
-    killed_by=test_trainer_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
+    killed_by=test_trainer_on_gpu.test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits,
     world=2,
     cases=[test_trainer_on_gpu.Case(lambda: "ddp")],
 )

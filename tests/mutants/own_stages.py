@@ -11,11 +11,13 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import Turns, own_stage_
 removes(
     Turns.hold,
     "parameters of other stages keep their memory until the network is built",
-    killed_by=test_own_stage.test_one_at_a_time_holds_memory_while_the_whole_is_built,
+    killed_by=test_own_stage.test_one_parameter_at_a_time_holds_memory_while_the_network_is_built,
 )
 
 
-@replaces(Turns.__torch_dispatch__, killed_by=test_own_stage.test_what_needs_values_that_are_gone_is_refused_by_name)
+@replaces(
+    Turns.__torch_dispatch__, killed_by=test_own_stage.test_initialisation_that_needs_deleted_values_is_refused_by_name
+)
 def deleted_values_are_used_in_computations(right, self, func, types, args=(), kwargs=None):
     try:
         return right(self, func, types, args, kwargs)
@@ -23,7 +25,9 @@ def deleted_values_are_used_in_computations(right, self, func, types, args=(), k
         return func(*args, **(kwargs or {}))
 
 
-@replaces(Turns.__torch_dispatch__, killed_by=test_own_stage.test_what_is_kept_is_whole_and_the_rest_shape_alone)
+@replaces(
+    Turns.__torch_dispatch__, killed_by=test_own_stage.test_kept_parameters_have_their_values_and_others_only_shapes
+)
 def random_values_of_other_stages_parameters_are_not_drawn(right, self, func, types, args=(), kwargs=None):
     drawn = func.overloadpacket.__name__ in ("normal_", "uniform_") and self.is_elsewhere(args[0])
     return args[0] if drawn else right(self, func, types, args, kwargs)
@@ -31,7 +35,7 @@ def random_values_of_other_stages_parameters_are_not_drawn(right, self, func, ty
 
 @replaces(
     Turns.__torch_dispatch__,
-    killed_by=test_own_stage.test_what_is_kept_of_a_checkpoint_is_read_alone,
+    killed_by=test_own_stage.test_only_kept_parameters_are_read_from_a_checkpoint,
     noticed_by=(RuntimeError,),
 )
 def a_checkpoint_is_read_for_other_ranks_as_well(right, self, func, types, args=(), kwargs=None):
@@ -44,11 +48,11 @@ def a_checkpoint_is_read_for_other_ranks_as_well(right, self, func, types, args=
 removes(
     own_stage_alone,
     "each rank builds the whole network",
-    killed_by=test_own_stage.test_replicas_begin_alike_and_hold_their_stage_alone,
+    killed_by=test_own_stage.test_replicas_start_equal_and_hold_only_their_stage,
     gives=contextlib.nullcontext([]),
 )
 removes(
     share_stage,
     "the replicas of a stage start with different random values",
-    killed_by=test_own_stage.test_replicas_begin_alike_and_hold_their_stage_alone,
+    killed_by=test_own_stage.test_replicas_start_equal_and_hold_only_their_stage,
 )

@@ -54,7 +54,7 @@ removes(
 
 @replaces(
     items_of,
-    killed_by=test_given_out_samples.test_all_workers_know_the_same_order_of_an_epoch,
+    killed_by=test_given_out_samples.test_all_workers_draw_the_same_order_of_an_epoch,
     make=test_given_out_samples.Shuffled,
 )
 def each_worker_distributes_its_own_order_of_samples(right, sampler, epoch):
@@ -87,7 +87,7 @@ def a_strangers_proof_is_accepted(right, run, public_key):
 # Local steps
 
 
-@replaces(Stepper.outer_step, killed_by=test_step.test_there_is_no_outer_step_without_own_ones)
+@replaces(Stepper.outer_step, killed_by=test_step.test_there_is_no_outer_step_without_local_steps)
 def the_outer_momentum_moves_the_weights_after_no_local_step(right, self):
     self.own_steps = max(self.own_steps, 1)
     right(self)

@@ -96,7 +96,7 @@ def messages_are_sent_to_the_ranks_that_equal_shares_imply(right, self, stage, m
 
 @replaces(
     Step.part_of_loss,
-    killed_by=test_trainer_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
+    killed_by=test_trainer_on_gpu.test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits,
     world=1,
     cases=[test_trainer_on_gpu.Case(functools.partial(test_trainer_on_gpu.piped, replicas=[1], cuts=None))],
 )
@@ -108,7 +108,7 @@ def a_step_waits_for_the_device_to_read_its_loss(right, self, outputs, microbatc
 
 @replaces(
     Transport.__init__,
-    killed_by=test_trainer_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
+    killed_by=test_trainer_on_gpu.test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits,
     world=2,
     cases=[test_trainer_on_gpu.Case(test_trainer_on_gpu.piped)],
 )
@@ -171,7 +171,7 @@ removes(
 
 @replaces(
     Channels.send_backward,
-    killed_by=test_pipeline_ways_to_write.test_modules_as_people_write_them_train_as_on_one_device,
+    killed_by=test_pipeline_ways_to_write.test_ordinary_modules_train_the_weights_of_one_device,
     kinds=(test_pipeline_ways_to_write.Probe,),
     replicas=[1, 1],
     microbatches=3,
@@ -188,7 +188,7 @@ def weights_without_a_gradient_in_this_step_decay_after_an_earlier_gradient(righ
 
 @replaces(
     Bucket.without_gradient,
-    killed_by=test_pipeline_ways_to_write.test_modules_as_people_write_them_train_as_on_one_device,
+    killed_by=test_pipeline_ways_to_write.test_ordinary_modules_train_the_weights_of_one_device,
     kinds=(test_pipeline_ways_to_write.Probe,),
     replicas=[1, 2],
     microbatches=4,
