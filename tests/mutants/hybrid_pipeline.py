@@ -28,7 +28,7 @@ from cnnstrategies.strategies.hybrid_pipeline.steps import Overflow, clip_by_joi
 @replaces(
     clip_by_joint_norm, killed_by=test_hybrid_pipeline.test_accumulated_gradients_equal_one_process_and_are_summed_once
 )
-def each_stage_is_clipped_by_its_own_norm(right, optimizer, clip_val, counts, device):
+def each_stage_is_clipped_by_its_own_norm(original, optimizer, clip_val, counts, device):
     torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip_val)
 
 
@@ -47,7 +47,7 @@ removes(
     strategy=functools.partial(test_pipeline_shares.piped, [3, 1, 1]),
     suffix=", rank by rank",
 )
-def replicas_load_equal_parts_and_run_unequal_ones(right, loader, trainer, deals):
+def replicas_load_equal_parts_and_run_unequal_ones(original, loader, trainer, deals):
     return loader
 
 
@@ -70,8 +70,8 @@ removes(
 
 
 @replaces(DividedModule.whole_state, killed_by=test_hybrid_pipeline.test_metrics_and_best_checkpoint_equal_one_process)
-def a_checkpoint_has_only_the_weights_of_the_first_stage(right, self, state):
-    whole = right(self, state)
+def a_checkpoint_has_only_the_weights_of_the_first_stage(original, self, state):
+    whole = original(self, state)
     return {name: value if name in state else torch.zeros_like(value) for name, value in whole.items()}
 
 
@@ -79,16 +79,16 @@ def a_checkpoint_has_only_the_weights_of_the_first_stage(right, self, state):
     DividedModule.restore,
     killed_by=test_hybrid_pipeline.test_fp16_skips_a_step_on_all_stages_and_lowers_one_scale,
 )
-def after_fit_each_rank_has_only_its_own_stages_weights(right, self, merge):
-    right(self, False)
+def after_fit_each_rank_has_only_its_own_stages_weights(original, self, merge):
+    original(self, False)
 
 
 @replaces(
     HybridPipelineStrategy.reduce,
     killed_by=test_hybrid_pipeline.test_ordinary_loaders_give_the_metrics_of_one_process,
 )
-def a_sum_over_ranks_counts_the_batch_once_per_rank(right, self, tensor, group=None, reduce_op="mean"):
-    reduced = right(self, tensor, group, reduce_op)
+def a_sum_over_ranks_counts_the_batch_once_per_rank(original, self, tensor, group=None, reduce_op="mean"):
+    reduced = original(self, tensor, group, reduce_op)
     return reduced * self.world_size if str(reduce_op).lower() in ("sum", "redoptype.sum") else reduced
 
 
@@ -111,8 +111,8 @@ removes(
     killed_by=test_pipeline_comparison.test_different_rounding_of_sums_is_not_refused,
     noticed_by=(ConfigurationError,),
 )
-def gradients_that_only_rounding_makes_nonzero_must_be_equal(right, expected, actual, largest=0.0):
-    return right(expected, actual, 0.0)
+def gradients_that_only_rounding_makes_nonzero_must_be_equal(original, expected, actual, largest=0.0):
+    return original(expected, actual, 0.0)
 
 
 @replaces(
@@ -121,7 +121,7 @@ def gradients_that_only_rounding_makes_nonzero_must_be_equal(right, expected, ac
     fails="nowhere",
     tried=["float64 cuda"],
 )
-def a_network_is_compared_only_in_its_own_dtype_and_on_its_own_device(right, network, device):
+def a_network_is_compared_only_in_its_own_dtype_and_on_its_own_device(original, network, device):
     return [lambda: network]
 
 
@@ -136,10 +136,10 @@ removes(
     PredictionLoader.__iter__,
     killed_by=test_hybrid_pipeline.test_ordinary_loaders_give_the_rows_of_one_process_in_order,
 )
-def a_prediction_writer_gets_the_indices_of_one_replica(right, self):
+def a_prediction_writer_gets_the_indices_of_one_replica(original, self):
     return StageLoader.__iter__(self)
 
 
 @replaces(Pipeline.end_together, killed_by=test_batch.test_batches_that_do_not_fit_together_are_refused_on_every_rank)
-def a_rank_without_more_batches_counts_as_a_rank_with_an_empty_batch(right, self):
+def a_rank_without_more_batches_counts_as_a_rank_with_an_empty_batch(original, self):
     self.share(None)

@@ -39,7 +39,7 @@ removes(
     kind=own_code.Following,
     callbacks=(),
 )
-def weights_read_outside_their_modules_forward_are_not_waited_for(right, self, func, types, args=(), kwargs=None):
+def weights_read_outside_their_modules_forward_are_not_waited_for(original, self, func, types, args=(), kwargs=None):
     return func(*args, **(kwargs or {}))
 
 
@@ -58,13 +58,13 @@ removes(
 
 
 @replaces(Layers.__getitem__, killed_by=stages.test_hooks_of_single_parameters_act_as_on_one_device)
-def index_zero_of_a_sequential_is_the_first_layer_of_the_stage(right, self, key):
+def index_zero_of_a_sequential_is_the_first_layer_of_the_stage(original, self, key):
     layers = [child for child in self.children() if next(child.parameters(), None) is not None]
     return layers[key] if isinstance(key, slice) else layers[min(key, len(layers) - 1)]
 
 
 @replaces(Layers.__deepcopy__, killed_by=stages.test_a_hook_that_needs_all_stages_is_refused_by_name)
-def a_stage_is_copied_in_place_of_the_whole_network(right, self, memo):
+def a_stage_is_copied_in_place_of_the_whole_network(original, self, memo):
     return self
 
 
@@ -78,5 +78,5 @@ removes(
 
 
 @replaces(Linear.__torch_function__, killed_by=own_code.test_a_workers_gradients_may_only_be_changed_linearly)
-def a_hook_may_clip_each_workers_gradient_separately(right, self, func, types, args=(), kwargs=None):
+def a_hook_may_clip_each_workers_gradient_separately(original, self, func, types, args=(), kwargs=None):
     return func(*args, **(kwargs or {}))

@@ -18,9 +18,9 @@ removes(
 @replaces(
     Turns.__torch_dispatch__, killed_by=test_own_stage.test_initialisation_that_needs_deleted_values_is_refused_by_name
 )
-def deleted_values_are_used_in_computations(right, self, func, types, args=(), kwargs=None):
+def deleted_values_are_used_in_computations(original, self, func, types, args=(), kwargs=None):
     try:
-        return right(self, func, types, args, kwargs)
+        return original(self, func, types, args, kwargs)
     except ConfigurationError:
         return func(*args, **(kwargs or {}))
 
@@ -28,9 +28,9 @@ def deleted_values_are_used_in_computations(right, self, func, types, args=(), k
 @replaces(
     Turns.__torch_dispatch__, killed_by=test_own_stage.test_kept_parameters_have_their_values_and_others_only_shapes
 )
-def random_values_of_other_stages_parameters_are_not_drawn(right, self, func, types, args=(), kwargs=None):
+def random_values_of_other_stages_parameters_are_not_drawn(original, self, func, types, args=(), kwargs=None):
     drawn = func.overloadpacket.__name__ in ("normal_", "uniform_") and self.is_elsewhere(args[0])
-    return args[0] if drawn else right(self, func, types, args, kwargs)
+    return args[0] if drawn else original(self, func, types, args, kwargs)
 
 
 @replaces(
@@ -38,9 +38,9 @@ def random_values_of_other_stages_parameters_are_not_drawn(right, self, func, ty
     killed_by=test_own_stage.test_only_kept_parameters_are_read_from_a_checkpoint,
     noticed_by=(RuntimeError,),
 )
-def a_checkpoint_is_read_for_other_ranks_as_well(right, self, func, types, args=(), kwargs=None):
+def a_checkpoint_is_read_for_other_ranks_as_well(original, self, func, types, args=(), kwargs=None):
     if func.overloadpacket.__name__ != "copy_" or not self.is_elsewhere(args[0]):
-        return right(self, func, types, args, kwargs)
+        return original(self, func, types, args, kwargs)
     self.hold({id(args[0].untyped_storage())})
     return func(*args, **(kwargs or {}))
 

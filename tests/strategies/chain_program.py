@@ -75,7 +75,7 @@ class Model(ImageClassifier):
 
 
 class Leftovers(Callback):
-    """Saves data that stays in the ranks of a launcher: predictions, and a checkpoint when fit ends."""
+    """A callback that saves data that only the ranks of a launcher have: predictions, and a checkpoint after fit."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -97,7 +97,7 @@ class Leftovers(Callback):
 
 
 class Chain:
-    """Runs a Trainer's functions and notes after each function the values that a script can see.
+    """A run of a Trainer's functions, with notes of the values that a script can see after each function.
 
     Args:
         strategy: Strategy of the first Trainer.

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 
-def words(**fault_options: Any) -> list[str]:
+def fault_arguments(**fault_options: Any) -> list[str]:
     """Return the command-line arguments that add a :class:`Fault` with these options."""
     options = [f"--trainer.callbacks.init_args.{name}={value}" for name, value in fault_options.items()]
     return ["--trainer.callbacks+=fault_injection.Fault", *options]

@@ -21,7 +21,7 @@ from cnnstrategies.strategies import BalancedDDPStrategy, ParameterServerStrateg
 
 
 class DealAtRandom(Callback):
-    """Changes the shares every few batches, from a batch on that no rank has drawn yet."""
+    """A callback that changes the shares every few batches, from a batch on that no rank has drawn yet."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
@@ -33,7 +33,7 @@ class DealAtRandom(Callback):
 
 
 class SlowRank(Callback):
-    """Makes rank 1 take four times as long for each sample, on a simulated clock.
+    """A callback that makes rank 1 take four times as long for each sample, on a simulated clock.
 
     Args:
         folder: Folder for the files ``dealt-RANK.json`` with the rank's number of samples in each step.

@@ -102,7 +102,7 @@ def assert_same_rows(folder: Path, single_device: Path) -> None:
     ids=lambda value: value if isinstance(value, str) else "torchrun" * bool(value),
 )
 def test_programs_equal_one_device(strategy: str, launcher: Sequence[str], single_device: Path, tmp_path: Path) -> None:
-    """Programs are started like by a user; their ranks are programs or spawned processes."""
+    """Programs are started as users start them; their ranks are programs or spawned processes."""
     other = OTHERS[strategy.removesuffix("_spawn")]
     program = Program([sys.executable, *launcher, str(PROGRAM), strategy, other, str(tmp_path)], tmp_path / "log")
     assert program.wait() == 0, program.output()
@@ -146,7 +146,7 @@ def test_weight_averages_and_replicas_equal_one_device(tmp_path: Path) -> None:
 
 
 class Weights(Callback):
-    """Saves each rank's weights when fit ends."""
+    """A callback that saves each rank's weights when fit ends."""
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         torch.save(pl_module.state_dict(), f"weights_of_rank_{trainer.global_rank}.pt")

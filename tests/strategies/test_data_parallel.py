@@ -16,7 +16,7 @@ BOUNDS = {
 
 
 def test_compressed_gradients_stay_close_to_ddps() -> None:
-    """The test runs a few steps only, because roundings grow into a different run.
+    """The test runs a few steps only, because rounding differences grow with the number of steps.
 
     If a hook were not registered, and Lightning registers none on CPUs, the weights would be equal.
     """

@@ -38,7 +38,7 @@ OPTIONS = {"async": {"start_method": "fork"}, "ssp": {"start_method": "fork", "m
 
 
 class Diary(Callback):
-    """Writes down each sample, and waits after the first batch until all other processes have had a batch.
+    """A callback that writes down each sample, and waits after the first batch until all others have had a batch.
 
     Args:
         name: Name of the process.

@@ -126,7 +126,7 @@ def assert_same_float32(got: Any, expected: Any) -> None:
 
 
 class Metrics(Callback):
-    """Saves each rank's metrics."""
+    """A callback that saves each rank's metrics."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -135,7 +135,7 @@ class Metrics(Callback):
 
 
 class Rows(BasePredictionWriter):
-    """Saves each rank's predictions and their indices."""
+    """A callback that saves each rank's predictions and their indices."""
 
     def write_on_batch_end(self, trainer: Trainer, module: Any, prediction: Any, indices: Any, *_: Any) -> None:
         self.indices = [*getattr(self, "indices", []), *indices]
@@ -224,7 +224,7 @@ def test_ordinary_loaders_give_the_rows_of_one_process_in_order() -> None:
 
 
 class Reductions(Callback):
-    """Counts on each rank the asynchronous all-reduces, which sum gradients over replicas."""
+    """A callback that counts each rank's asynchronous all-reduces, which sum gradients over replicas."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.count, reduce = 0, dist.all_reduce
@@ -264,7 +264,7 @@ def test_accumulated_gradients_equal_one_process_and_are_summed_once() -> None:
 
 
 class Overflow(Callback):
-    """Makes one gradient of one stage infinite in the third step.
+    """A callback that makes one gradient of one stage infinite in the third step.
 
     The notes have one entry for each step: the loss scale, and whether the step changed weights.
     """
@@ -289,7 +289,8 @@ def fp16() -> tuple[Any, list[list[tuple[float, bool]]]]:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     model = ImageClassifier(network(), 3, optimizer=sgd)
     mixed = MixedPrecision("16-mixed", "cpu", scaler)
-    again = {"activation_checkpointing": "always"}  # Recomputation also uses weights in half precision.
+    # With recomputation, gradients must still reach the weights through their copies in half precision.
+    again = {"activation_checkpointing": "always"}
     trainer = trainer_of([1, 1], [Overflow()], layout=again, max_epochs=2, precision=None, plugins=[mixed])
     trainer.fit(model, DataLoader(Images(32), 16))
     single = ImageClassifier(network(), 3, optimizer=sgd)

@@ -12,7 +12,7 @@ import warm
 from cluster.processes_of import PYTHON, Program, fit
 from conftest import alive
 from digit_commands import COMMON, checkpoint
-from fault_injection import words
+from fault_injection import fault_arguments
 
 pytestmark = pytest.mark.cluster  # These tests wait for time-outs.
 
@@ -50,7 +50,7 @@ def check_checkpoint() -> None:
 )
 def test_forked_ranks_end_with_a_message(run_cli, quick, how, messages):
     args = [*ARGS, "--trainer.strategy.init_args.start_method=fork", time_out(SHORT if how == "asleep" else TIMEOUT)]
-    code, output = run_cli("fit", *quick, *args, *words(how=how, step=STEP))
+    code, output = run_cli("fit", *quick, *args, *fault_arguments(how=how, step=STEP))
     assert code not in (0, 2), output
     for message in messages:
         assert message in output, output
@@ -62,7 +62,7 @@ def test_forked_ranks_end_with_a_message(run_cli, quick, how, messages):
 def test_started_ranks_end_and_leave_no_process(how, rank):
     """The run is a program that starts its other ranks as programs, like a user's script."""
     silent = how == "SIGSTOP"
-    args = [*ARGS, time_out(SHORT if silent else TIMEOUT), *words(how=how, rank=rank, step=STEP)]
+    args = [*ARGS, time_out(SHORT if silent else TIMEOUT), *fault_arguments(how=how, rank=rank, step=STEP)]
     program = Program([PYTHON, *fit(*args)], Path("log"), PYTHONPATH=os.pathsep.join(sys.path))
 
     def states() -> list[str]:

@@ -22,7 +22,9 @@ FIRST, EPOCHS = 1, 3  # First epoch of the resumed run, and number of epochs.
 
 
 class Diary(Callback):
-    """Writes down each sample. Rank 1 dies after two batches of an epoch; rank 0 waits after three for its restart.
+    """A callback that writes down each sample.
+
+    Rank 1 dies after two batches of an epoch; rank 0 waits for rank 1's restart after three batches.
 
     Args:
         fatal: Epoch in which rank 1 dies.
@@ -45,7 +47,10 @@ class Diary(Callback):
 
 
 class Stop(Callback):
-    """Writes down each sample. In the first run, batches take at least 0.1 s, and rank 1 requests a stop in epoch 1."""
+    """A callback that writes down each sample.
+
+    In the first run, batches take at least 0.1 s, and rank 1 requests a stop in epoch 1.
+    """
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         write_samples(f"{trainer.global_rank}-0", trainer.current_epoch, batch)

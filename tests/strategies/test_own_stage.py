@@ -96,7 +96,7 @@ def loader() -> DataLoader[Any]:
 
 def trainer_of(replicas: list[int], epochs: int, name: str, **options: Any) -> Trainer:
     strategy: Any = "auto"
-    if dist.is_initialized():  # The ranks are started like by a cluster's launcher.
+    if dist.is_initialized():  # The ranks have the environment of a cluster's launcher.
         os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": str(sum(replicas))}
     if replicas:
         unequal = {"microbatches": replicas[0] ** 2, "shares": [3, *[1] * (sum(replicas) - 1)]}

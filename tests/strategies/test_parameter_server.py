@@ -12,7 +12,7 @@ import torch
 from conftest import PlainCNN
 from digit_commands import COMMON, checkpoint
 from digit_runs import ADAMW, assert_same_run, load, logged, train
-from fault_injection import words
+from fault_injection import fault_arguments
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from torch import nn
@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Traffic(Callback):
-    """Saves the numbers of bytes that a worker has sent and received over the network."""
+    """A callback that saves the numbers of bytes that a worker has sent and received over the network."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         counters = facts_of(trainer.strategy).traffic
@@ -84,7 +84,7 @@ def test_sync_equals_one_process(options: dict[str, Any]) -> None:
 
 
 class SaveWithinARound(Callback):
-    """Saves a checkpoint when the workers have made local steps since the last outer step."""
+    """A callback that saves a checkpoint when the workers have made local steps since the last outer step."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_step == 9:
@@ -127,7 +127,7 @@ class NormalisedCNN(nn.Sequential):
 
 
 class SameEverywhere(Callback):
-    """Checks that all ranks validate with the same weights and buffers, and saves each rank's values at the end."""
+    """A callback that checks that all ranks validate with the same values, and saves each rank's values at the end."""
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
         if batch_idx == 0 and not trainer.sanity_checking:
@@ -144,7 +144,7 @@ class SameEverywhere(Callback):
 
 
 class Collectives(Callback):
-    """Checks the strategy's collectives with the arguments that Lightning and users pass."""
+    """A callback that checks the strategy's collectives with the arguments that Lightning and users pass."""
 
     def on_train_start(self, trainer, pl_module):
         strategy, rank, world = trainer.strategy, trainer.global_rank, trainer.world_size
@@ -220,7 +220,7 @@ def test_weight_averages_early_stopping_and_the_best_checkpoint_equal_one_proces
     ],  # `test_midway.py` tests mode async.
 )
 def test_a_signal_stops_the_run_at_a_step_and_it_resumes(run_cli, quick, options, restarts):
-    terminate = words(how="SIGTERM", victim="parent", step=8)
+    terminate = fault_arguments(how="SIGTERM", victim="parent", step=8)
     layout = [*digit_commands.served(**options, max_restarts=restarts), "--trainer.max_epochs=2000", "--stop.grace=60"]
     code, output = run_cli("fit", *quick, *COMMON, *layout, *terminate, "--trainer.logger.init_args.name=stopped")
     assert code == 128 + signal.SIGTERM, output

@@ -14,7 +14,7 @@ import torch
 from conftest import leaves_no_sockets
 from digit_commands import COMMON, checkpoint, served
 from digit_runs import logged
-from fault_injection import words
+from fault_injection import fault_arguments
 from ports import free_port
 
 from cnnstrategies.paramserver.drivers import control
@@ -30,7 +30,7 @@ HASTE = 40  # Factor of simulated clocks. A member's clock may not jump by more 
 def train(run_cli, quick, kill, epochs=4, **options):
     name = ["--trainer.logger.init_args.name=run", f"--trainer.max_epochs={epochs}"]
     with leaves_no_sockets():
-        return run_cli("fit", *quick, *COMMON, *served(**{**PATIENT, **options}), *words(**kill), *name)
+        return run_cli("fit", *quick, *COMMON, *served(**{**PATIENT, **options}), *fault_arguments(**kill), *name)
 
 
 def accuracy():

@@ -180,7 +180,7 @@ def double(parameter: Tensor) -> None:
 
 
 class Rollback(Callback):
-    """Loads weights in the middle of training."""
+    """A callback that loads weights in the middle of training."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         trainer.strategy.load_model_state_dict({"state_dict": module.state_dict()})
@@ -228,7 +228,7 @@ def test_a_worker_that_stops_alone_is_named_and_not_waited_for(options: dict[str
 
 
 class Asks(Callback):
-    """Computes with gradients in many ways and keeps the error messages."""
+    """A callback that computes with gradients in many ways and keeps the error messages."""
 
     def __init__(self) -> None:
         self.refused: dict[str, str] = {}

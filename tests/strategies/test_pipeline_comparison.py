@@ -87,7 +87,7 @@ def test_a_network_that_needs_another_device_is_not_refused() -> None:
 
 
 class AnotherOrder(TorchDispatchMode):
-    """Adds rounding noise to convolutions, whose sums have a different order each time on a GPU."""
+    """A mode that adds rounding noise to convolutions, whose sums have a different order each time on a GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

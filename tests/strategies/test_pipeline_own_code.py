@@ -74,7 +74,7 @@ def test_hooks_of_single_parameters_act_as_on_one_device() -> None:
 
 
 class Asking(Callback):
-    """Computes values that need all stages, and keeps the error messages."""
+    """A callback that computes values that need all stages, and keeps the error messages."""
 
     def __init__(self, module: Own) -> None:
         self.average = AveragedModel(module.net)

@@ -56,7 +56,10 @@ def test_a_run_resumes_under_different_shares_and_replicas():
 
 
 class SlowReplica(SlowRank):
-    """Makes one replica of the first stage slow; the second stage takes no time that depends on samples."""
+    """A callback that makes one replica of the first stage slow.
+
+    The second stage takes no time that depends on samples.
+    """
 
     def on_train_start(self, trainer, pl_module):
         super().on_train_start(trainer, SimpleNamespace(network=trainer.strategy.pipeline.module))
@@ -102,7 +105,10 @@ def test_a_slow_replica_gets_fewer_microbatches_until_it_is_fast_again(tmp_path)
 
 
 class Deals(Callback):
-    """Checks that samples are divided like microbatches: replicas with shares 3 and 1 run 7 and 2 of 9 microbatches."""
+    """A callback that checks that samples are divided like microbatches.
+
+    Replicas with shares 3 and 1 run 7 and 2 of 9 microbatches.
+    """
 
     def __init__(self, suffix):
         self.suffix = suffix

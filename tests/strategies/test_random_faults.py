@@ -127,7 +127,7 @@ def incarnations(process):
 
 
 class Marks(Callback):
-    """Records each rank's progress in files, and turns off plots, which take longer than most of these runs."""
+    """A callback that records each rank's progress in files, and turns off plots, which take longer than most runs."""
 
     def setup(self, trainer, pl_module, stage):
         summary.draw_curves = lambda *_: None
@@ -253,7 +253,7 @@ def test_a_run_keeps_what_its_options_promise(run_cli, quick, seed, tmp_path):
         sender.over = True
         sender.join()
         with one_refusal():
-            pass  # A killed launcher leaves a file that the next run removes.
+            pass  # A killed launcher leaves a link that the next run removes.
     moment = sender.moment
     print(moment and vars(moment), output, sep="\n")
     log_how(fault, moment, code)

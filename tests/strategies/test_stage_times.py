@@ -92,7 +92,11 @@ def fit(then: dict[int, float], batches: int = 21, **options: Any) -> list[str]:
     [
         ({1: 700}, {}, "layer_1"),  # The stages' times become 9 and 3; with other cuts they are 6 and 6.
         ({LOSS: 1200}, {}, "layer_4"),  # The loss takes as long as four layers and stays in the last stage.
-        ({5: 300}, {"replicas": [2, 1], "shares": "auto"}, "layer_4"),  # Shares are measured at the same time.
+        (
+            {5: 300},
+            {"replicas": [2, 1], "shares": "auto"},
+            "layer_4",
+        ),  # The balancing of shares measures times as well.
         ({}, {}, None),
         (dict.fromkeys(range(LOSS), 200), {"activation_checkpointing": "always"}, None),  # All layers are slower.
         ({1: 700}, {"batches": 19}, None),

@@ -76,7 +76,7 @@ class BuiltLate(OwnModule):
 
 
 class Waits(Callback):
-    """Notes the host's waits in each step, from the start of a batch to the start of the next batch."""
+    """A callback that notes the host's waits in each step, from the start of a batch to the start of the next batch."""
 
     def __init__(self) -> None:
         self.steps: dict[str, list[Counter[str]]] = {"training": [], "validation": []}
