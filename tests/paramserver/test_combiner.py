@@ -32,10 +32,12 @@ def test_who_leads_may_have_died_or_forgotten_steps_and_all_hear_of_it() -> None
         worker.begin_step((), 1)
     alive.symmetric_difference_update({0, 2})
     boards[1].lead(5)
-    with pytest.raises(ServersUnreachableError, match="at step 5 again, and this node had begun step 7"):
+    with pytest.raises(ServersUnreachableError, match="gone back to step 5, and this node has already begun step 7"):
         worker.begin_step((), 1)
 
 
 def test_memory_of_another_nodes_process_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"combine_per_node: true: worker 3 \(process 1 on other\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"combine_per_node: true: the shared memory of worker 3 \(process 1 on other\)"
+    ):
         open_shared([3], {3: ["other", 1, 99]}, 64)

@@ -79,7 +79,7 @@ def test_a_parameter_server_reports_stale_and_rounded_values():
     assert of_servers(mode="async", data_dispatch="dynamic")[2] == "faster workers take more of the batches"
     assert of_servers(compression="fp16", pull_compression="onebit")[:2] == [
         "gradients are sent as fp16",
-        "forward and backward use weights that are sent as one bit a value, the rest later",
+        "forward and backward use weights that are sent as one bit per element, with error feedback",
     ]
 
 

@@ -160,7 +160,7 @@ def coordinator(tmp_path):
 
 
 def test_a_refused_joiner_gets_the_reason(coordinator, tmp_path):
-    with pytest.raises(ConfigurationError, match="accepts no joiners: start it with max_joiners: N"):
+    with pytest.raises(ConfigurationError, match=r"accepts no joiners: .* start it with max_joiners: N"):
         find_place(coordinator())
     address = coordinator(max_joiners=1)
     place = find_place(address)
@@ -171,7 +171,7 @@ def test_a_refused_joiner_gets_the_reason(coordinator, tmp_path):
         find_place(address)
     member.close()
     assert find_place(address).incarnation == 1
-    with pytest.raises(ConfigurationError, match=r"no coordinator answers at ipc://nowhere: .*\(give --key_file"):
+    with pytest.raises(ConfigurationError, match=r"no coordinator answers at ipc://nowhere: .*\(then pass --key_file"):
         find_place(RunAddress("ipc://nowhere"))
     silent = tmp_path / "silent"
     silent.touch()

@@ -28,7 +28,7 @@ ARGUMENTS = [
         {"endpoints": ["tcp://10.0.0.1:4000"], "servers_per_node": 2, "coordinator": "tcp://10.0.0.1:1"},
         "leave one of the two out",
     ),
-    ({"coordinator": "tcp://[::1]:80"}, r"endpoint 'tcp://\[::1\]:80': the parameter server speaks IPv4 only"),
+    ({"coordinator": "tcp://[::1]:80"}, r"endpoint 'tcp://\[::1\]:80': the parameter server supports only IPv4"),
     (
         {"endpoints": ["tcp://fe80::1:80"], "coordinator": "tcp://10.0.0.1:80", "security": "none"},
         r"endpoint 'tcp://fe80::1:80': the .* \(MASTER_ADDR\)",

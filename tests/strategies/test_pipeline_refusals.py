@@ -35,7 +35,7 @@ UNFIT: tuple[tuple[int, dict[str, Any], str], ...] = (
     (2, {"replicas": [2, 1]}, r"replicas=\[2, 1\] need 3 devices"),
     (3, {"stages": 2}, "3 devices do not divide evenly into 2 stages"),
     (8, {"stages": 8}, "has 6 places to cut; use at most 7 stages"),
-    (2, {"cuts": ["9"]}, "no module or node '9'"),
+    (2, {"cuts": ["9"]}, "does not run a module or node '9'"),
     (4, {"replicas": [3, 1], "microbatches": 2, "cuts": ["2"]}, "microbatches=2 are fewer than the 3 replicas"),
     (3, {"stages": 3, "cuts": ["2"]}, "stages make 3, cuts make 2"),
     (2, {"schedule": "zigzag"}, "schedule='zigzag'"),
