@@ -167,7 +167,7 @@ def test_a_refused_joiner_gets_the_reason(coordinator, tmp_path):
     assert (place.id, place.incarnation, place.workers) == (2, 0, 2)
     member = Membership(Address(address.coordinator, "worker", place.id, place.incarnation, 0.1, 1.0))
     member.wait_registered()
-    with pytest.raises(ConfigurationError, match=r"all 1 places of the run .* are taken"):
+    with pytest.raises(ConfigurationError, match=r"all 1 places for joiners of the run .* are taken"):
         find_place(address)
     member.close()
     assert find_place(address).incarnation == 1
@@ -186,7 +186,7 @@ def test_a_joiner_with_a_different_configuration_is_refused(monkeypatch):
         return Specification.of(parameters, torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1), 2)
 
     check_parameters(of((3, 2), (4,)), of((3, 2), (4,)))
-    with pytest.raises(ConfigurationError, match=r"'layer0', shape=\(3, 2\), .* there is .* shape=\(3, 1\)"):
+    with pytest.raises(ConfigurationError, match=r"'layer0', shape=\(3, 2\), .* in the run and .* shape=\(3, 1\)"):
         check_parameters(of((3, 2), (4,)), of((3, 1), (4,)))
     with pytest.raises(ConfigurationError, match=r"2 parameters, and this configuration 1: .*'layer1'.* None here"):
         check_parameters(of((3, 2), (4,)), of((3, 2)))
