@@ -31,16 +31,16 @@ def main(options: DoctorOptions) -> None:
                 assert place is not None, "the place was found above"
                 hosts = examine(place, directory, options.interface, wait)
         except (ConfigurationError, OSError) as error:
-            print(f"mend: {error}", file=sys.stderr)
+            print(f"problem: {error}", file=sys.stderr)
             sys.exit(1)
     if hosts is None:
         return
     alone = len(hosts) == 1
     for table in (versions_table,) if alone else (hosts_table, versions_table, links_table):
         Console().print(table(hosts))
-    problems = list(mends(hosts))
+    problems = list(problems_of(hosts))
     for problem in problems:
-        print(f"mend: {problem}")
+        print(f"problem: {problem}")
     if alone:
         print(
             "Only this machine was checked; to check several, start doctor as the training will be started, with "
@@ -86,7 +86,7 @@ def by_version(hosts: Sequence[HostReport]) -> dict[str, dict[str, list[str]]]:
     return hosts_by_version
 
 
-def mends(hosts: Sequence[HostReport]) -> Iterator[str]:
+def problems_of(hosts: Sequence[HostReport]) -> Iterator[str]:
     """Yield each problem with its remedy."""
     for program, names in by_version(hosts).items():
         if len(names) > 1:

@@ -234,7 +234,7 @@ class TuneOptions:
 
 @command(
     "scaling",
-    "see why more devices are not faster, and what would mend it",
+    "see why more devices are not faster, and what would help",
     "--config quickstart --devices 1,2",
     "scaling.command",
     Configuration.BESIDE,
