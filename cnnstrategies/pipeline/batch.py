@@ -106,7 +106,7 @@ def share_batch(
                 f"[{', '.join(texts)}]: give all replicas images of equal {quantity} in a step; the {quantity} may "
                 "change from step to step"
             )
-    all_rows = _bring_everywhere(rest, first.specs, split, transport)
+    all_rows = _send_to_all_ranks(rest, first.specs, split, transport)
     return Batch(split, local_images, first.shapes, first.dtypes, all_rows, forms)
 
 
@@ -120,10 +120,11 @@ def _header(images: Images, rest: Sequence[Tensor], form: Any) -> BatchHeader:
     rows = len(image_tensors[0])
     for tensor in (*image_tensors, *rest):
         if not isinstance(tensor, Tensor) or len(tensor) != rows:
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            has_shape = isinstance(tensor, Tensor)
+            item = f"a tensor of shape {tuple(tensor.shape)}" if has_shape else f"a {type(tensor).__name__}"
             raise ConfigurationError(
-                f"a batch of {rows} images contains {shape}: everything in a batch must be a tensor with one row "
-                "per image"
+                f"a batch of {rows} images contains {item}: everything in a batch must be a tensor with one row per "
+                "image"
             )
     shapes, dtypes = tuple(map(_row_shape, image_tensors)), tuple(tensor.dtype for tensor in image_tensors)
     return BatchHeader(rows, shapes, dtypes, [(_row_shape(tensor), tensor.dtype) for tensor in rest], form)
@@ -138,7 +139,9 @@ def _all_headers(header: BatchHeader | None, transport: Transport) -> list[Batch
     try:
         data = b"" if header is None else to_bytes(header)
     except CodecError as error:
-        raise ConfigurationError(f"a batch is sent to all ranks, and {error}, or leave it out in collate_fn") from error
+        raise ConfigurationError(
+            f"a batch cannot be sent to all ranks: {error}; or remove the value in collate_fn"
+        ) from error
     table = _gather_bytes(len(data).to_bytes(WORD, "little") + data[: HEADER_BYTES - WORD], HEADER_BYTES, transport)
     lengths = [int.from_bytes(entry[:WORD], "little") for entry in table]
     _check_ends(lengths)
@@ -196,7 +199,7 @@ def _read(data: bytes) -> BatchHeader | None:
     return header
 
 
-def _bring_everywhere(
+def _send_to_all_ranks(
     rest: Sequence[Tensor], specs: Sequence[Spec], split: Split, transport: Transport
 ) -> tuple[Tensor, ...]:
     """Return all rows of each tensor, in the order in which one process alone would load them.
@@ -220,16 +223,16 @@ def _bring_everywhere(
     place = transport.place
     if place.stage == 0 and split.rows[place.replica]:
         for tensor, replica_areas in zip(rest, areas, strict=True):
-            _part(buffer, *replica_areas[place.replica]).copy_(tensor)
+            _section(buffer, *replica_areas[place.replica]).copy_(tensor)
     if transport.placement.world_size > 1 and words:
         if len(split.rows) == 1:
             dist.broadcast(buffer, transport.placement.ranks(0)[0])
         else:
             dist.all_reduce(buffer)  # Only one rank has a word that is not zero, so the sum is the word of this rank.
-    return tuple(split.assemble([_part(buffer, *area) for area in replica_areas]) for replica_areas in areas)
+    return tuple(split.assemble([_section(buffer, *area) for area in replica_areas]) for replica_areas in areas)
 
 
-def _part(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _section(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a view of a section of a buffer of words, with another shape and dtype.
 
     Args:
@@ -244,7 +247,7 @@ def _part(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype
 
 
 class OutputGatherer:
-    """Gathers the outputs of the last stage on every rank, in the order of the global batch."""
+    """A collector of the last stage's outputs. It returns them on every rank, in the order of the global batch."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -282,7 +285,7 @@ class OutputGatherer:
                     continue
                 rows = split.global_rows(*microbatches, device=self.device)
                 if rank == self.transport.rank:
-                    # `cat` keeps the channels_last layout, but a broadcast only sends elements in their memory order.
+                    # `cat` keeps the memory format channels_last, but the other ranks expect contiguous tensors.
                     piece = torch.cat([parts[m][index] for m in microbatches]).contiguous()
                 else:
                     piece = torch.empty((len(rows), *row.shape), dtype=row.dtype, device=self.device)

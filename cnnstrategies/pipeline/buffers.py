@@ -122,10 +122,10 @@ class StageBuffers:
             record.restore()
 
     def _copy_others(self) -> None:
-        """Copy the buffers that changed in the first step, except those of BatchNorm, from the first replica.
+        """Copy the buffers that changed in the first step from the first replica; BatchNorm's buffers are not copied.
 
         Raises:
-            ConfigurationError: Another buffer has changed.
+            ConfigurationError: A buffer has changed that did not change in the first step.
         """
         changed = [state != before for state, before in zip(self._states(), self._before, strict=True)]
         if self._changing is None:
@@ -157,9 +157,10 @@ class StageBuffers:
 class StatisticsRecorder:
     """A recorder of the means and variances that one BatchNorm layer computes during a step.
 
-    The layer's own kernel writes them: with momentum 1, the new running mean and variance are those of the current
-    call. During the step, other tensors therefore take the place of the layer's running statistics. They are the same
-    tensors for all microbatches, because a compiled stage would be compiled again for different tensors.
+    The layer's own kernel computes the means and variances: with momentum 1, it overwrites the running statistics with
+    the mean and variance of the current call. During a step, other tensors take the place of the running statistics, so
+    that these are not lost. All microbatches use the same tensors, because a compiled stage would be compiled again for
+    different tensors.
 
     Attributes:
         name: Name of the layer.
@@ -285,7 +286,7 @@ class StatisticsTable:
         """Return, for each layer, the weight of the batch's mean and variance in the running statistics.
 
         Args:
-            updates: Number of updates of each layer in this step, including the update for which the weight is.
+            updates: Number of updates of each layer in this step, including the current update.
         """
         momenta = [layer.momentum for layer in self._layers]
         weight = numbers_on(tuple(momentum or 0.0 for momentum in momenta), updates.device)

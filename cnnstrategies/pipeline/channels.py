@@ -19,9 +19,9 @@ from cnnstrategies.pipeline.timetable import Kind, Task
 from cnnstrategies.pipeline.transport import BACKWARD, FORWARD, REACHED, Pending, Transport
 
 # Largest number of microbatches whose gradients are being sent to a rank at the same time.
-GRADIENTS_UNDER_WAY = 2
+MOST_GRADIENT_SENDS = 2
 # In evaluation: largest number of microbatches whose outputs are being sent at the same time.
-EVALUATIONS_UNDER_WAY = 4
+MOST_EVALUATION_SENDS = 4
 
 # Sort key of a message: turn and kind of the task that sends the message, sending rank, receiving rank.
 Order = tuple[int, Kind, int, int]
@@ -90,18 +90,18 @@ class Channels:
 
         Args:
             now: Turn of the rank's next task.
-            until: Turn up to which receives begin: those of messages that are sent before this turn. Of the messages
-                that are sent at ``now`` or later, only those with known shapes are received.
+            until: Receives begin for messages that are sent before this turn. If a message is sent at ``now`` or later,
+                its receive only begins if the message's shapes are known.
         """
         while self._awaited and self._awaited[0][0][0] < until:
             order, sender, size = self._awaited[0]
-            if not self._expect(order, sender, size, due=order[0] < now):
+            if not self._prepare_receive(order, sender, size, due=order[0] < now):
                 break
             self._awaited.popleft()
         self.begin()
 
     def begin(self, before: Order | None = None) -> None:
-        """Begin the prepared transfers in their order.
+        """Begin the prepared transfers, smallest sort key first.
 
         Args:
             before: Begin only the transfers with a smaller sort key; None for all transfers.
@@ -174,7 +174,7 @@ class Channels:
         self._sends[microbatch] = sends
         # In evaluation only: in training, two ranks could wait for each other here, because one would wait until the
         # other receives activations, and the other until the first receives gradients.
-        if not training and len(self._sends) > EVALUATIONS_UNDER_WAY:
+        if not training and len(self._sends) > MOST_EVALUATION_SENDS:
             self._wait_for_sends(next(iter(self._sends)))
         return roots
 
@@ -195,7 +195,7 @@ class Channels:
 
         Returns:
             For each receiving stage, the gradients of the tensors that :meth:`send_forward` returned for the stage. The
-            gradient is None if the backward has not reached the tensor.
+            gradient is None if the receiving stage has not computed a gradient for the tensor.
         """
         gradients: dict[int, list[Tensor | None]] = {}
         for target in self.graph.names_to:
@@ -230,7 +230,7 @@ class Channels:
                 sends.append(self._prepare(order, self.transport.send(wire, rank, BACKWARD, content)))
             under_way = self._gradient_sends.setdefault(rank, deque())
             under_way.append(sends)
-            while len(under_way) > GRADIENTS_UNDER_WAY:
+            while len(under_way) > MOST_GRADIENT_SENDS:
                 for send in under_way.popleft():
                     send.wait()
 
@@ -272,8 +272,8 @@ class Channels:
         """
         return self.turn(sender), sender.kind, source, target
 
-    def _expect(self, order: Order, sender: Task, size: Hashable, due: bool) -> bool:
-        """Prepare the receive of a message, if the message is due or its shapes are known.
+    def _prepare_receive(self, order: Order, sender: Task, size: Hashable, due: bool) -> bool:
+        """Prepare the receive of a message, if the message is due or the shapes of its tensors are known.
 
         Args:
             order: Sort key of the message.
@@ -409,8 +409,8 @@ def pack(values: tuple[Any, ...], ask_for_all: bool) -> tuple[TensorHeader, list
 
     Args:
         values: The values.
-        ask_for_all: Whether the receiver shall send back the gradients of all floating-point tensors, and not only
-            those of tensors that require a gradient.
+        ask_for_all: Whether the receiver must send back the gradients of all floating-point tensors, even of tensors
+            that do not require a gradient.
     """
     leaves, tree = tree_flatten(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -30,8 +30,8 @@ TIMEOUT = timedelta(minutes=10)
 # that a stage that runs ahead may send. Under gloo, a receive that only begins when its message arrives is slow: the
 # receive holds the lock of the connection, and gloo's thread waits for the lock in a loop, which takes milliseconds if
 # there are too few cores.
-# Under NCCL, receives do not begin early. A receive occupies the device until its message arrives, so the device could
-# not drain, and the host may have to wait at any moment until the device is drained; see `Channels.exchange`.
+# Under NCCL, receives do not begin early. A receive occupies the device until its message arrives, but the host may
+# have to wait at any moment until the device has completed all its work; see `Channels.exchange`.
 AHEAD = 4
 
 
@@ -240,7 +240,7 @@ class Pipeline:
                 way, such as an average of the weights. By default, the network that is trained.
         """
         module, network = copy or (self.module, self.blueprint.network)
-        # If a tensor has several names, all are listed, because their order may differ between stage and network.
+        # If a tensor has several names, all names are listed, because stage and network may list different names first.
         stage_tensors = dict(
             (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         )
@@ -379,7 +379,7 @@ class Pipeline:
             self.close()
 
     def _kind(self, batch: Batch) -> Hashable:
-        """Return a key for the structure and dtypes of the outputs. They are equal for batches with equal keys."""
+        """Return a key. Batches with equal keys have outputs with equal structures and dtypes."""
         kind = self.device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         return self.module.training, batch.image_shapes, batch.image_dtypes, autocast

@@ -71,7 +71,7 @@ def contexts() -> dict[str, Any]:
 
 @contextmanager
 def same_each_time(network: nn.Module) -> Iterator[None]:
-    """Check that a network's forward, which the caller runs inside this context, computes the same in every step.
+    """Check that a network's forward runs the same operations in every step. The caller runs it inside this context.
 
     Raises:
         ConfigurationError: The forward draws random numbers outside of leaf modules, or changes an attribute that is a
@@ -83,9 +83,9 @@ def same_each_time(network: nn.Module) -> Iterator[None]:
     for library, state in _random_states().items():
         if state != states[library]:
             raise ConfigurationError(
-                f"{name}.forward draws random numbers with {library}: when the network is cut into stages, they would "
-                "be the same in every step; draw them in a layer such as nn.Dropout or "
-                "torchvision.ops.StochasticDepth, or use strategy ddp"
+                f"{name}.forward draws random numbers with {library} to choose what it computes: when the network is "
+                "cut into stages, it would make the same choice in every step; draw the numbers in a layer such as "
+                "nn.Dropout or torchvision.ops.StochasticDepth, or use strategy ddp"
             )
     for path, value in _attributes(network).items():
         if attributes.get(path, network) != value:
@@ -168,7 +168,7 @@ known: "WeakKeyDictionary[nn.Module, dict[bool, Decided]]" = WeakKeyDictionary()
 
 
 def is_of_shapes(node: fx.Node) -> bool:
-    """Whether a node's value depends only on shapes, dtypes and devices of tensors, and not on their values."""
+    """Whether a node's value depends only on shapes, dtypes and devices of tensors, and not on their elements."""
     if node.op == "call_method" and node.target in SHAPE_METHODS:
         return True
     if node.op == "call_function" and node.target is getattr:

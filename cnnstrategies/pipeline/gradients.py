@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel
+BUCKET_BYTES = 25 * 2**20  # Size of a bucket; DistributedDataParallel also uses this size by default.
 
 
 class Bucket:
@@ -44,8 +44,8 @@ class Bucket:
         """Return the parameters that have no gradient on any replica. A gradient of zeros counts as a gradient.
 
         Args:
-            reached: Parameters that have a gradient on this replica. If they are all parameters of the bucket, the
-                numbers of replicas are not read, because the host would wait for the device.
+            reached: Parameters that have a gradient on this replica. If they include all parameters of the bucket,
+                nothing is read from the device, because the host would have to wait for it.
         """
         if reached.issuperset(self.parameters):
             return []
@@ -102,7 +102,7 @@ class GradientReducer:
         self._keeps = False
 
     def overlap(self) -> None:
-        """Start the reduction of each bucket as soon as the next backward has computed all its gradients."""
+        """In the next backward, start the reduction of a bucket as soon as all gradients of the bucket are ready."""
         self._overlapping = True
 
     def finish(self, keep: bool = False) -> list[Tensor | None]:
@@ -129,7 +129,7 @@ class GradientReducer:
         return gradients
 
     def abandon(self) -> None:
-        """Restore ``grad`` as it was before :meth:`begin`, and discard the gradients of this batch and kept ones."""
+        """Restore ``grad`` as it was before :meth:`begin`, and discard this batch's and all kept gradients."""
         if self._kept is not None:
             for parameter, kept in zip(self.parameters, self._kept, strict=True):
                 parameter.grad = kept

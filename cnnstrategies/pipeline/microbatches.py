@@ -26,8 +26,8 @@ class Split:
     and the remaining microbatches are empty, because BatchNorm works better with a few full microbatches than with many
     small ones.
 
-    The rows of the global batch are in the order in which one process alone would load them. The samplers give this
-    order's samples to the replicas in turn.
+    The rows of the global batch are in the order in which one process alone would load them. The samplers give the
+    samples in this order to the replicas in turn.
 
     Attributes:
         rows: Number of samples of each replica of the first stage.
@@ -51,7 +51,7 @@ class Split:
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """For each microbatch, its first row and the row after its last row, as indices into its replica's samples."""
+        """For each microbatch, its first row and the row after its last row, as indices into the replica's samples."""
         sizes = []
         for replica, rows in enumerate(self.rows):
             filled = self._filled(rows, self.runs.count(replica) or 1)
@@ -88,7 +88,7 @@ class Split:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Row in the global batch (N,) of each sample. The samples are in the order of the replicas."""
+        """Row of each sample in the global batch (N,): first the samples of replica 0, then those of replica 1, etc."""
         return torch.tensor(list(chain(*turns(self.rows))), dtype=torch.int64)
 
     def global_rows(self, *microbatches: int, device: torch.device = CPU) -> Tensor:
@@ -96,7 +96,7 @@ class Split:
         return rows_on(self, microbatches, device)
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the rows of the global batch (N, ...) in their order.
+        """Return the rows of the global batch (N, ...), in the order of the global batch.
 
         Args:
             parts: The rows (n, ...) of each replica of the first stage.

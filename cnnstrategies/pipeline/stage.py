@@ -80,7 +80,7 @@ class StageModule(TracedModule):
         for graph in graphs.values():
             for node in graph.nodes:
                 if node.op == "call_module":
-                    _put(self, str(node.target), network.get_submodule(str(node.target)))
+                    _put_module(self, str(node.target), network.get_submodule(str(node.target)))
         names = set(blueprint.state[stage])
         for graph in graphs.values():
             names |= {str(node.target) for node in graph.nodes if node.op == "get_attr"}
@@ -89,7 +89,8 @@ class StageModule(TracedModule):
             _put_attribute(self, network, name)
         # The generated code of both graphs reads the modules from `self`, so both modes use the same modules.
         self._run = {training: type(fx.GraphModule(self, graph)).forward for training, graph in graphs.items()}
-        self.training = network.training  # The submodules keep their own modes.
+        # Only this module's own mode is set. Its submodules are those of the network, so they have the right modes.
+        self.training = network.training
 
     def forward(self, *inputs: Any) -> Any:
         """Run the stage's graph on its inputs."""
@@ -195,7 +196,7 @@ def _stage_graph(
     changed = {origin for node in stage_nodes for origin in _origins(traced, changed_in_place(traced, node))}
     for name, argument in [(name, graph.placeholder(name)) for name in inputs]:
         node = by_name[name]
-        # Received tensors are autograd leaves, which cannot be changed in place. A stage that does so gets a copy.
+        # Received tensors are autograd leaves. Leaves cannot be changed in place, so such a change is made to a copy.
         copies[node] = graph.call_function(copy_value, (argument,)) if node in changed else argument
 
     def copied(node: fx.Node) -> fx.Node:
@@ -241,7 +242,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _origins(traced: fx.GraphModule, node: fx.Node | None) -> Iterator[fx.Node]:
-    """Yield a node, and the nodes with which its result may share storage.
+    """Yield a node, and the nodes whose results may share storage with the node's result.
 
     The result of a node may be a view of the node's first argument, so the search goes from first argument to first
     argument. It ends at a module with parameters, because such a module returns a new tensor.
@@ -254,10 +255,10 @@ def _origins(traced: fx.GraphModule, node: fx.Node | None) -> Iterator[fx.Node]:
         node = first if isinstance(first, fx.Node) else None
 
 
-def _put(root: nn.Module, path: str, module: nn.Module) -> None:
+def _put_module(root: nn.Module, path: str, module: nn.Module) -> None:
     """Add a module to a stage under a dotted path."""
     *parents, name = path.split(".")
-    _holder(root, parents).add_module(name, module)
+    _submodule(root, parents).add_module(name, module)
 
 
 def _put_attribute(root: nn.Module, network: nn.Module, path: str) -> None:
@@ -267,7 +268,7 @@ def _put_attribute(root: nn.Module, network: nn.Module, path: str) -> None:
     """
     *parents, name = path.split(".")
     owner = network.get_submodule(".".join(parents))
-    holder = _holder(root, parents)
+    holder = _submodule(root, parents)
     value = getattr(owner, name)
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         holder.register_buffer(name, value, persistent=path in network.state_dict(keep_vars=True))
@@ -275,7 +276,7 @@ def _put_attribute(root: nn.Module, network: nn.Module, path: str) -> None:
         nn.Module.__setattr__(holder, name, value)
 
 
-def _holder(root: nn.Module, parents: Sequence[str]) -> nn.Module:
+def _submodule(root: nn.Module, parents: Sequence[str]) -> nn.Module:
     """Return the submodule with the given path, and create the missing modules on the path."""
     for name in parents:
         if not hasattr(root, name):

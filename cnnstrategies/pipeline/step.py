@@ -40,7 +40,7 @@ class RandomState:
 
 @dataclass
 class Held:
-    """What a rank holds of a microbatch between the microbatch's forward and backward.
+    """The data of a microbatch that a rank holds between the microbatch's forward and backward.
 
     Attributes:
         leaves: For each stage that sent inputs, the inputs whose gradients must be sent back.
@@ -193,7 +193,7 @@ class Step:
         held = self._held[microbatch]
         with self.timed("backward", microbatch):
             if held.arguments is not None:
-                self._run_again(microbatch, held)
+                self._recompute(microbatch, held)
             self._backpropagate(held, gradients)
         self.channels.send_backward(microbatch, held.leaves)
         del self._held[microbatch]
@@ -211,7 +211,7 @@ class Step:
             with torch.autocast(self.pipeline.device.type, enabled=False):
                 torch.autograd.backward(roots, starts)
 
-    def _run_again(self, microbatch: int, held: Held) -> None:
+    def _recompute(self, microbatch: int, held: Held) -> None:
         assert held.arguments is not None
         assert held.random is not None
         present = RandomState(self.pipeline.device)
@@ -228,8 +228,8 @@ class Step:
     def tracks(self, again: bool) -> bool:
         """Whether a forward runs with autograd.
 
-        A compiled stage always does. Without autograd, different code would be compiled, which may draw different
-        random numbers than the recomputation of the forward.
+        The forward of a compiled stage always runs with autograd. Without autograd, torch would compile different code
+        for the forward and for the recomputation of the forward, and the two might draw different random numbers.
 
         Args:
             again: Whether the forward will be recomputed for the backward.
@@ -239,9 +239,9 @@ class Step:
     def overlaps(self, microbatch: int) -> bool:
         """Whether the replicas of the stage may sum their gradients while their last backwards run.
 
-        They may if all replicas run their last backwards at about the same time. Otherwise a replica could wait in its
-        last backward for a replica that has not begun its own. The later replica may in turn need a message that the
-        first one only sends after its last backward, and both would wait forever.
+        They may if all replicas run their last backwards at about the same time. Otherwise an early replica could wait
+        in its last backward for a late replica that has not begun its last backward. The late replica may in turn need
+        a message that the early replica sends only after its last backward, and both would wait forever.
 
         Args:
             microbatch: The microbatch of this rank's last backward.
@@ -300,7 +300,7 @@ class Step:
 
     @contextmanager
     def timed(self, kind: str, microbatch: int | None) -> Iterator[None]:
-        """Report the context as a span of a training step to the watchers and the clocks.
+        """Report the code inside the context to the watchers and the clocks, as a span of a training step.
 
         Without watchers the times are not measured.
         """

@@ -42,10 +42,10 @@ class Clock(Protocol):
     """An object that measures the total time of all spans of one kind, without waiting for a device."""
 
     def begin(self) -> None:
-        """Called when a span begins."""
+        """Record the start of a span."""
 
     def end(self) -> None:
-        """Called when the span ends."""
+        """Record the end of the span."""
 
 
 def draw_timeline(

@@ -79,7 +79,7 @@ def check_layout(cuts: int, placement: "Placement", ranks: int) -> None:
     if microbatches < max(replicas):
         raise ConfigurationError(
             f"microbatches={microbatches} are fewer than the {max(replicas)} replicas of a stage, so some replicas "
-            f"would have nothing to do: use at least {max(replicas)}, better {4 * max(replicas)}"
+            f"would have nothing to do: use at least {max(replicas)} microbatches, better {4 * max(replicas)}"
         )
     if not placement.shares:
         return

@@ -230,7 +230,7 @@ def network_inputs(network: nn.Module) -> list[str]:
 
 
 def _where(network: nn.Module, error: Exception) -> tuple[nn.Module, str]:
-    """Return the innermost module whose code raised an error, and a text with the module's name and its line."""
+    """Return the innermost module whose code raised an error, and a text with its name and the line of code."""
     names = {module: name for name, module in network.named_modules()}
     culprit, place = network, type(network).__name__
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -279,7 +279,7 @@ def find_cut(traced: fx.GraphModule, name: str) -> int:
         name: Name of a module, such as ``layer2.0``, or of a node. The cut is after the module's last node.
 
     Raises:
-        ConfigurationError: The network does not run a module or node with this name, or it cannot be cut there.
+        ConfigurationError: The network does not run a module or node with this name, or a cut is not possible there.
     """
     nodes = ordered_nodes(traced)
     inside = [

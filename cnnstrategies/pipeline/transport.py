@@ -45,7 +45,8 @@ def new_group(ranks: Iterable[int], timeout: timedelta, backend: str | None = No
 def cpu_group(timeout: timedelta) -> Iterator[dist.ProcessGroup | None]:
     """Provide a process group of all ranks for tensors on the CPU. All ranks must call this.
 
-    If the backend of the default group is gloo, it is the default group. Otherwise it is a temporary group.
+    If the backend of the default group is gloo, the default group is used. Otherwise a group is created, and destroyed
+    on exit.
     """
     if dist.get_backend() == "gloo":
         yield dist.group.WORLD
@@ -91,7 +92,7 @@ class PeerError(RuntimeError):
 
 
 class Pending:
-    """A send or receive of a tensor that may not have begun yet. If it fails, the error names both ranks."""
+    """A send or receive of a tensor, which begins with :meth:`begin`. If it fails, the error names both ranks."""
 
     def __init__(
         self,

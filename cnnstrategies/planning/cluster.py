@@ -16,7 +16,7 @@ from cnnstrategies.old_names import HOST, is_now, renamed
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.quantities import size_in_bytes
 
-SERVER_RATE = 1e9  # Bytes of gradients per second that a server adds up and applies, on a CPU core of about 2020.
+SERVER_RATE = 1e9  # Bytes of gradients per second that a server adds up and applies, on a CPU core from about 2020.
 SERVER_MESSAGE = 5e-5  # CPU seconds for one message of a parameter server, independent of its size.
 GBIT = 1e9 / 8  # bytes per second
 DEFAULT_US = {"inside": 10.0, "interconnect": 50.0}  # Latency in microseconds.
@@ -134,7 +134,7 @@ def read_cluster(file: Path, devices: int | None = None) -> Cluster:
         _refuse(
             f"{file}: nodes: ",
             f"the machines have {cluster.devices} devices, but trainer.devices x trainer.num_nodes is {devices}; "
-            "make both numbers the same",
+            "change one of the two so that they are equal",
         )
     return cluster
 

@@ -1,4 +1,4 @@
-"""Find the best layout of a hybrid pipeline for several numbers of microbatches, as candidates of a plan."""
+"""Find the best layouts of a hybrid pipeline, one for each of several numbers of microbatches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,8 +8,8 @@ from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.stage_costs import sent_in_a_step
 
-# Number of searches for a layout, each with a different number of microbatches. More numbers of microbatches are only
-# tried with the layouts that these searches returned.
+# Number of searches for a layout, each with a different number of microbatches. All other numbers of microbatches are
+# only tried with the layouts that these searches returned.
 SEARCHES = 2
 SHOWN = 64  # With at most this number of devices, the best pipeline is shown even if data parallelism is faster.
 SMALLEST_SHARE = 8  # If only one batch size was measured, microbatches have at least 1/8 of this batch's samples.
@@ -38,7 +38,7 @@ def hybrids(job: Job) -> Iterator[Hybrid]:
     known: list[Layout] = []
     for microbatches in _microbatches(job):
         costs = job.profile.at(job.samples / microbatches)
-        # The lower bound of the step time is reached if all devices compute all the time.
+        # No layout can have a shorter step time than this, because all devices would compute all the time.
         least = microbatches * costs.time / sum(job.cluster.speeds)
         if least > 1.03 * best:
             continue
@@ -64,8 +64,8 @@ def _microbatches(job: Job) -> list[int]:
     if not job.profile.fixed:
         # If only one batch size was measured, the time per sample of much smaller batches is unknown.
         most = min(most, max(devices, round(SMALLEST_SHARE * most / job.profile.costs.microbatch_size)))
-    # With two stages, the first stage has at most this number of replicas. Multiples of it can be divided evenly among
-    # these replicas.
+    # With two stages, the first stage has at most this number of replicas. If the number of microbatches is a multiple
+    # of it, the replicas have equal numbers of microbatches.
     most_replicas = devices - 1
     wanted = [4 * devices, 2 * most_replicas, 4 * most_replicas, 2 * devices, devices, most_replicas]
     return [count for count in dict.fromkeys(wanted) if 2 <= count <= most] or [min(devices, job.samples)]

@@ -63,7 +63,7 @@ def profile(
         The costs of all nodes for the microbatch.
     """
     order = ordered_nodes(traced)
-    with preserved(traced), mode(traced, training=True), _same_random_numbers(apart_on):
+    with preserved(traced), mode(traced, training=True), _preserved_generator(apart_on):
         for parameter in traced.parameters():
             # If gradients exist, a backward adds to them, as it does for all microbatches of a step except the first.
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -164,8 +164,8 @@ def _sweep(
             environment[node] = microbatch
         elif node.op == "get_attr":
             environment[node] = interpreter.fetch_attr(str(node.target))
-    # Node that made each storage, by the storage's address; None for parameters, buffers and inputs. All storages of
-    # the sweep are kept until its end, so that no address is used twice.
+    # Node that made each storage, by the storage's address; None for parameters, buffers and inputs. All storages are
+    # kept until the sweep ends, so that no address is used twice.
     owner: dict[int, fx.Node | None] = {
         _address(tensor): None for tensor in (*traced.parameters(), *traced.buffers(), *tree_leaves(microbatch))
     }
@@ -178,10 +178,10 @@ def _sweep(
         sweep.backward[node] = timed(backward, device)[0] if roots else 0.0
 
     for node in order:
-        # The inputs of each node are autograd leaves, and autograd does not allow in-place changes of leaves. A node
-        # that changes its input in place therefore gets a copy. In training its input is not a leaf.
-        cut = partial(_cut, device=apart_on, copied=changed_in_place(traced, node) is not None)
-        with _brought(traced, node, apart_on), _recording(saved) if count else nullcontext():
+        # In a sweep, the inputs of each node are autograd leaves, and autograd does not allow in-place changes of
+        # leaves. A node that changes an input in place therefore gets a copy of the input.
+        cut = partial(_as_received, device=apart_on, copied=changed_in_place(traced, node) is not None)
+        with _module_on(traced, node, apart_on), _recording(saved) if count else nullcontext():
             inputs = {
                 source: environment[source]
                 if source.op == "get_attr" and apart_on is None
@@ -195,7 +195,7 @@ def _sweep(
             sweep.sizes[node] = (sum(t.nbytes for t in tensors), sum(t.nbytes for t in outputs[node]))
             if apart_on is not None:
                 run_backward(node)
-        environment[node] = tree_map(partial(_cut, device=None if apart_on is None else CPU), result)
+        environment[node] = tree_map(partial(_as_received, device=None if apart_on is None else CPU), result)
         for address in (*map(_address, tensors), *saved):
             owner.setdefault(address, node)
     sweep.saved_bytes = dict.fromkeys(order, 0)
@@ -208,10 +208,10 @@ def _sweep(
 
 
 @contextmanager
-def _brought(traced: fx.GraphModule, node: fx.Node, device: torch.device | None) -> Iterator[None]:
-    """If the node calls a module, move the module to the device, and move it back on exit.
+def _module_on(traced: fx.GraphModule, node: fx.Node, device: torch.device | None) -> Iterator[None]:
+    """Move the module that a node calls to a device, and move it back on exit.
 
-    Nothing is moved if ``device`` is None.
+    Nothing is moved if the node does not call a module, or if ``device`` is None.
     """
     if device is None or node.op != "call_module":
         yield
@@ -238,7 +238,7 @@ def _recording(saved: dict[int, int]) -> Iterator[None]:
     """Record the storages that autograd saves while the context is active.
 
     Args:
-        saved: Filled with the size of each storage in bytes. Keys are the storages' addresses.
+        saved: Dictionary to which the sizes of the storages in bytes are added. Keys are the storages' addresses.
     """
 
     def pack(tensor: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ def _recording(saved: dict[int, int]) -> Iterator[None]:
         yield
 
 
-def _cut(value: Any, device: torch.device | None = None, copied: bool = False) -> Any:
+def _as_received(value: Any, device: torch.device | None = None, copied: bool = False) -> Any:
     """Return a value in the form in which a separate stage would receive it.
 
     A tensor is detached from the autograd graph, so that it becomes a leaf. It requires a gradient if the original
@@ -266,7 +266,7 @@ def _cut(value: Any, device: torch.device | None = None, copied: bool = False) -
     return leaf.clone() if copied else leaf
 
 
-def _same_random_numbers(device: torch.device | None) -> AbstractContextManager[None]:
+def _preserved_generator(device: torch.device | None) -> AbstractContextManager[None]:
     """Return a context that restores the state of an accelerator's random number generator on exit.
 
     This is needed in addition to :func:`preserved`, which only restores the generators of the CPU and of the network's
@@ -349,7 +349,7 @@ def states_of(optimizer: Optimizer) -> int:
     """Return the size of an optimizer's state as a multiple of the parameters' size, rounded up.
 
     It is measured: a new optimizer with the same class and options makes one step with a small parameter. If this step
-    fails, the result is the number of Adam.
+    fails, the result is the value for Adam.
     """
     parameter = torch.nn.Parameter(torch.zeros(8, 8))
     parameter.grad = torch.ones_like(parameter)

@@ -1,7 +1,7 @@
 """Predict step times of the parameter server.
 
-For synchronous steps, the time at which each layer is computed, sent and updated is followed layer by layer. For
-asynchronous steps, workers and servers are modelled as a closed network of queues.
+Synchronous steps are simulated layer by layer: when a layer is computed, sent and updated. For asynchronous steps,
+workers and servers are modelled as a closed network of queues.
 """
 
 import heapq
@@ -81,26 +81,26 @@ class ParameterServer:
         now = 0.0
         for _ in range(3):
             for index, node in enumerate(costs.nodes):
-                now = max(now, arrived[index]) + node.forward / speed + self._messages(node.parameter_bytes)
+                now = max(now, arrived[index]) + node.forward / speed + self._message_time(node.parameter_bytes)
             pushes: list[tuple[float, int]] = []
             for index in range(len(costs.nodes) - 1, -1, -1):
                 node = costs.nodes[index]
-                now += node.backward / speed + self._messages(node.parameter_bytes)
-                # A large layer is sent in several messages. The server applies the first ones and sends their new
-                # values back while the others still arrive.
+                now += node.backward / speed + self._message_time(node.parameter_bytes)
+                # A large layer is sent in several messages. While the last messages still arrive, the server applies
+                # the first ones and sends the new weights back.
                 pushes += [(now, index)] * parts_of(node.parameter_bytes)
-            arrived = self._arrivals(costs, pushes)
+            arrived = self._arrival_times(costs, pushes)
             ends.append(now)
         step = ends[-1] - ends[-2]
         moved, applied = (
             sum(map(seconds_of, (n.parameter_bytes for n in costs.nodes)))
-            for seconds_of in (self._moving, self._applying)
+            for seconds_of in (self._transfer_time, self._server_time)
         )
         if step < 1.5 * costs.time / speed:
             return step, "compute"
         return step, "server" if applied > moved else self.job.network
 
-    def _arrivals(self, costs: GraphCosts, pushes: Sequence[tuple[float, int]]) -> list[float]:
+    def _arrival_times(self, costs: GraphCosts, pushes: Sequence[tuple[float, int]]) -> list[float]:
         """Return the time at which the new weights of each layer have arrived at the workers.
 
         Args:
@@ -111,34 +111,34 @@ class ParameterServer:
         arrived = [0.0] * len(costs.nodes)
         pushed = server = free = 0.0
         # Messages that wait to be sent, in order of time: (time, whether the message goes back to workers, layer).
-        # Workers send gradients through their port, servers send new weights through theirs.
+        # Workers send gradients through the port of the workers, servers send new weights through that of the servers.
         waiting = [(ready, False, index) for ready, index in pushes]
         heapq.heapify(waiting)
         while waiting:
             ready, is_back, index = heapq.heappop(waiting)
             size = costs.nodes[index].parameter_bytes
             parts = parts_of(size)
-            moving = self._moving(size) / parts
+            moving = self._transfer_time(size) / parts
             if is_back:
                 free = max(free, ready) + moving
                 arrived[index] = max(arrived[index], free + self.link.latency)
                 pushed = free if self.one_port else pushed
             else:
                 pushed = max(pushed, ready) + moving
-                server = max(server, pushed + self.link.latency) + self._applying(size) / parts
+                server = max(server, pushed + self.link.latency) + self._server_time(size) / parts
                 heapq.heappush(waiting, (server, True, index))
                 free = pushed if self.one_port else free
         return arrived
 
-    def _moving(self, size: int) -> float:
+    def _transfer_time(self, size: int) -> float:
         """Return the seconds for which all pushes or all pulls of a layer occupy the connection of a machine."""
         return size * self.most * self.leaving / self.link.bandwidth
 
-    def _applying(self, size: int) -> float:
+    def _server_time(self, size: int) -> float:
         """Return the seconds in which a server applies the gradients of all workers to its part of a layer."""
-        return (size / self.job.cluster.server_rate + self._messages(size)) * self.workers / self.servers
+        return (size / self.job.cluster.server_rate + self._message_time(size)) * self.workers / self.servers
 
-    def _messages(self, size: int) -> float:
+    def _message_time(self, size: int) -> float:
         """Return the CPU seconds in which the messages of a layer are sent or received."""
         return parts_of(size) * self.job.cluster.server_message
 
@@ -156,7 +156,7 @@ class ParameterServer:
         """
         speeds = self.job.cluster.speeds
         size = costs.parameter_bytes
-        messages = sum(self._messages(node.parameter_bytes) for node in costs.nodes)
+        messages = sum(self._message_time(node.parameter_bytes) for node in costs.nodes)
         away = costs.time / (sum(speeds) / len(speeds)) + 2 * messages
         moving = size * self.leaving / self.servers / self.link.bandwidth + self.link.latency
         server = (size / self.job.cluster.server_rate + messages) / self.servers

@@ -17,18 +17,18 @@ from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.problem import Problem
 
-ALL = 800  # If at most this number of layouts is possible, all layouts are considered.
-# Largest number of sets of cuts that the model compares to choose starting layouts. The number is divided equally among
-# the numbers of stages.
-STARTS = 6400
+ALL_LAYOUTS = 800  # If at most this number of layouts is possible, all layouts are considered.
+# Largest number of sets of cuts that the model compares to choose starting layouts. Each number of stages that is tried
+# gets an equal part of it.
+MOST_STARTS = 6400
 STAGES = 16  # Largest number of stages that is tried if the user does not set the number.
 PROPOSALS = 24  # Number of layouts that are passed to the simulator because they are the best by the model.
-VARIED = 12  # Number of layouts at which local searches by the model begin.
-TOGETHER = 3  # Largest number of cuts that a local search moves at once.
+SEARCHES = 12  # Number of layouts at which local searches by the model begin.
+MOST_MOVED_CUTS = 3  # Largest number of cuts that a local search moves at once.
 STEPS = 50  # Largest number of steps of a local search.
 SMALL = 8  # With at most this number of devices, every layout that may be the best is simulated.
-LIKELY = 12  # On a larger cluster: largest number of layouts that one step of a local search simulates.
-MOST = 60  # On a larger cluster: largest number of simulations in total.
+SIMULATED_PER_STEP = 12  # On a larger cluster: largest number of layouts that one step of a local search simulates.
+MOST_SIMULATED = 60  # On a larger cluster: largest number of simulations in total.
 # On a larger cluster, a layout is only simulated if its time by the model is at most this multiple of the best
 # simulated time. The factor is larger than 1 because the model is less accurate than the simulator.
 SLACK = 1.2
@@ -51,21 +51,23 @@ def best_layout(problem: Problem, cost: Callable[[Layout], Cost], model: Callabl
         The best layout that the search visited; None if the network has too few cut positions.
     """
     search = _Search(problem, cost, functools.cache(model))
-    if not search.is_large and _number_of_layouts(problem) <= ALL:
+    if not search.is_large and _number_of_layouts(problem) <= ALL_LAYOUTS:
         layouts = list(_layouts(problem))
-        search.look_at(search.likeliest(layouts, PROPOSALS))
-        search.look_at(layouts)
+        search.simulate_promising(search.best_by_model(layouts, PROPOSALS))
+        search.simulate_promising(layouts)
     else:
         free = problem.job.replicas is None
-        starts = search.varied(search.likeliest(_starts(problem), STARTS), VARIED // 2 if free else VARIED)
+        starts = search.dissimilar(
+            search.best_by_model(_starts(problem), MOST_STARTS), SEARCHES // 2 if free else SEARCHES
+        )
         if free:
             # The model underestimates the cost of a stage that occupies parts of two machines. Therefore searches also
             # begin at layouts whose stages fill whole machines.
-            starts += search.varied(search.likeliest(_on_whole_machines(problem), STARTS), VARIED // 2)
-        ends = [search.descend(start, search.by_model) for start in starts]
-        search.look_at(search.likeliest({*starts, *ends}, PROPOSALS))
-        for start in search.varied(sorted(search.costs, key=search.costs.__getitem__), VARIED // 2):
-            search.descend(start, search.by_simulation)
+            starts += search.dissimilar(search.best_by_model(_filling_machines(problem), MOST_STARTS), SEARCHES // 2)
+        ends = [search.local_search(start, search.by_model) for start in starts]
+        search.simulate_promising(search.best_by_model({*starts, *ends}, PROPOSALS))
+        for start in search.dissimilar(sorted(search.costs, key=search.costs.__getitem__), SEARCHES // 2):
+            search.local_search(start, search.by_simulation)
     return min(search.costs, key=search.costs.__getitem__, default=None)
 
 
@@ -86,14 +88,14 @@ class _Search:
         self.costs: dict[Layout, Cost] = {}
         self.least: Cost = (math.inf, math.inf)
 
-    def likeliest(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
+    def best_by_model(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
         """Return the ``count`` layouts with the least cost by the model."""
         ranked = heapq.nsmallest(
             count, ((self.model(layout), layout.cuts, layout.replicas, layout) for layout in layouts)
         )
         return [layout for *_, layout in ranked]
 
-    def varied(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
+    def dissimilar(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
         """Return the first ``count`` layouts that differ much from each other, in the order of ``layouts``.
 
         A layout is skipped if it is close to a layout that was chosen before it, because a local search from the chosen
@@ -114,15 +116,19 @@ class _Search:
                     break
         return chosen
 
-    def look_at(self, layouts: Iterable[Layout]) -> None:
+    def simulate_promising(self, layouts: Iterable[Layout]) -> None:
         """Simulate the layouts that may be better than the best simulated layout, smallest lower bound first."""
         new = {layout for layout in layouts if layout not in self.costs}
         if self.is_large:
             # On a large cluster a simulation takes long, so only the best layouts by the model are simulated.
             excess, time = self.least
-            new = {layout for layout in self.likeliest(new, LIKELY) if self.model(layout) < (excess, SLACK * time)}
+            new = {
+                layout
+                for layout in self.best_by_model(new, SIMULATED_PER_STEP)
+                if self.model(layout) < (excess, SLACK * time)
+            }
         for bound, layout in sorted(((self.problem.bound(layout), layout) for layout in new), key=lambda pair: pair[0]):
-            if (0.0, bound) > self.least or (self.is_large and len(self.costs) >= MOST):
+            if (0.0, bound) > self.least or (self.is_large and len(self.costs) >= MOST_SIMULATED):
                 return
             self.costs[layout] = self.cost(layout)
             self.least = min(self.least, self.costs[layout])
@@ -136,10 +142,10 @@ class _Search:
 
         Layouts without a simulation are missing from the result.
         """
-        self.look_at(layouts)
+        self.simulate_promising(layouts)
         return {layout: self.costs[layout] for layout in layouts if layout in self.costs}
 
-    def descend(self, start: Layout, price: Callable[[set[Layout]], dict[Layout, Cost]]) -> Layout:
+    def local_search(self, start: Layout, price: Callable[[set[Layout]], dict[Layout, Cost]]) -> Layout:
         """Run a local search: move to the best neighbour as long as it has a smaller cost; return the last layout.
 
         Args:
@@ -197,7 +203,7 @@ def _starts(problem: Problem) -> Iterator[Layout]:
                 yield layout
 
 
-def _on_whole_machines(problem: Problem) -> Iterator[Layout]:
+def _filling_machines(problem: Problem) -> Iterator[Layout]:
     """Yield layouts whose stages have equal numbers of replicas, and layouts whose stages fill whole machines."""
     cluster = problem.cluster
     for count in _counts(problem):
@@ -210,7 +216,7 @@ def _on_whole_machines(problem: Problem) -> Iterator[Layout]:
 
 def _cuts(problem: Problem, count: int) -> Iterator[tuple[int, ...]]:
     """Yield sets of cuts for ``count`` stages. Only some cut positions are used, to limit the number of sets."""
-    most = STARTS // len(_counts(problem))
+    most = MOST_STARTS // len(_counts(problem))
     places = next(places for places in itertools.count(most, -1) if math.comb(places, count - 1) <= most)
     return itertools.combinations(thin(problem.costs, places), count - 1)
 
@@ -237,14 +243,14 @@ def thin(costs: GraphCosts, most: int) -> list[int]:
 def _neighbours(layout: Layout, problem: Problem) -> Iterator[Layout]:
     """Yield the layouts that one move of the local search makes from a layout.
 
-    There are four kinds of moves: shift up to ``TOGETHER`` consecutive cuts, and further cuts if they are in the way;
-    exchange the numbers of replicas of two stages; move replicas from one stage to another; split a stage in two.
+    There are four kinds of moves: shift up to ``MOST_MOVED_CUTS`` consecutive cuts, and further cuts if they are in the
+    way; exchange the numbers of replicas of two stages; move replicas from one stage to another; split a stage in two.
     """
     positions = problem.costs.cut_positions
     places = [bisect.bisect_left(positions, cut) for cut in layout.cuts]
     runs = itertools.combinations(range(len(places) + 1), 2)
     for (first, last), step in itertools.product(runs, MOVES):
-        if last - first <= TOGETHER:
+        if last - first <= MOST_MOVED_CUTS:
             moved = [place + step if first <= number < last else place for number, place in enumerate(places)]
             for number in range(last, len(moved)) if step > 0 else ():
                 moved[number] = max(moved[number], moved[number - 1] + 1)
@@ -258,17 +264,17 @@ def _neighbours(layout: Layout, problem: Problem) -> Iterator[Layout]:
         replicas = list(layout.replicas)
         replicas[giver], replicas[taker] = replicas[taker], replicas[giver]
         yield Layout(layout.cuts, tuple(replicas))
-        for count in (1, 2, 4, 8):  # Several replicas at once can move a stage to whole machines.
+        for count in (1, 2, 4, 8):  # Moving several replicas at once can make a stage fill whole machines.
             if layout.replicas[giver] > count and layout.replicas[taker] + count <= problem.microbatches:
                 replicas = list(layout.replicas)
                 replicas[giver] -= count
                 replicas[taker] += count
                 yield Layout(layout.cuts, tuple(replicas))
     if problem.job.stages is None:
-        yield from _with_a_stage_split(layout, problem)
+        yield from _with_split_stage(layout, problem)
 
 
-def _with_a_stage_split(layout: Layout, problem: Problem) -> Iterator[Layout]:
+def _with_split_stage(layout: Layout, problem: Problem) -> Iterator[Layout]:
     """Yield layouts in which one stage is split in two, with the cut at one of about four positions.
 
     The two new stages divide the replicas of the old stage in different ways.

@@ -75,8 +75,8 @@ class Problem:
     def shares(self, replicas: Sequence[int]) -> tuple[int, ...]:
         """Return the number of microbatches of each device.
 
-        The tuple is empty if, in every stage, the numbers of its replicas differ by at most one. No shares are needed
-        then.
+        The tuple is empty if no shares are needed, because within every stage the replicas' numbers of microbatches
+        differ by at most one.
         """
         stages = [self.dealt(sum(replicas[:stage]), count) for stage, count in enumerate(replicas)]
         return tuple(itertools.chain(*stages)) if any(max(counts) > min(counts) + 1 for counts in stages) else ()
@@ -104,9 +104,9 @@ class Problem:
         counts = self.dealt(sum(replicas[:stage]), replicas[stage])
         if self.job.schedule != "1f1b":
             return max(counts)
-        # Before the backward of microbatch m, a stage has run the forwards of m and of the microbatches after m, in
-        # total as many as there are ranks in this stage and all later stages. Running ahead adds one.
-        return _most_of_one(counts, sum(replicas[stage:]) + (run_ahead and stage + 1 < len(replicas)))
+        # The microbatches that a stage holds at once are consecutive. Their number is at most the number of ranks from
+        # this stage to the last stage, and one more if stages run ahead.
+        return _most_for_one_replica(counts, sum(replicas[stage:]) + (run_ahead and stage + 1 < len(replicas)))
 
     def memory(self, layout: Layout) -> float:
         """Return an upper bound for the bytes that the device with the fullest memory holds.
@@ -124,7 +124,7 @@ class Problem:
         return most
 
     def model(self, layout: Layout) -> float:
-        """Return the modelled step time in seconds."""
+        """Return the step time in seconds according to the formula of this class."""
         fill = slowest = 0.0
         first = 0
         for start, end, replicas in self.stages(layout):
@@ -160,16 +160,16 @@ class Problem:
         before = max(0, first - 1)
         around = min(cluster.devices, after + 1) - before
         if around > 1:
-            # Every device has one port for sending and one for receiving. The devices of a machine share one such pair
-            # for messages to other machines.
+            # Every device has one port for sending and one for receiving. For messages to other machines, all devices
+            # of a machine share one port for sending and one for receiving.
             hosts = {cluster.host_of[device] for device in range(before, before + around)}
             sharing = min(replicas, max(cluster.hosts[host].devices for host in hosts)) if len(hosts) > 1 else 1
             incoming = costs.sent_bytes[start] + costs.sent_gradient_bytes[end]
             outgoing = costs.sent_bytes[end] + costs.sent_gradient_bytes[start]
             port = cluster.ring(before, around).bandwidth
             period = max(period, max(incoming, outgoing) * sharing / port)
-        # Reductions overlap with the last backward of this stage and then with those of the earlier stages. Only the
-        # last bucket cannot overlap with this stage's backward, because it is not ready before its end.
+        # Reductions overlap with the last backward of this stage and then with the last backwards of earlier stages.
+        # Only the last bucket cannot overlap with this stage's backward, because it is only ready at the end.
         reduction = all_reduce(cluster, first, replicas)
         parameters = self._parameters[end] - self._parameters[start]
         whole = reduction(parameters) - self._drain[end] / speed
@@ -213,8 +213,8 @@ class Problem:
 
 
 @lru_cache(maxsize=4096)
-def _most_of_one(counts: tuple[int, ...], stretch: int) -> int:
-    """Return how many of ``stretch`` consecutive microbatches belong to the same replica, at most.
+def _most_for_one_replica(counts: tuple[int, ...], stretch: int) -> int:
+    """Return the largest number of microbatches of one replica among ``stretch`` consecutive microbatches.
 
     Args:
         counts: Number of microbatches of each replica.

@@ -75,7 +75,7 @@ def rank(job: Job) -> Ranking:
             best[key] = row
     if not best:
         raise ConfigurationError(
-            f"no strategy fits into the devices' memory ({'; '.join(notes) or 'no layout of a pipeline fits either'}): "
+            f"no strategy fits into the devices' memory ({'; '.join(notes) or 'no pipeline fits either'}): "
             "use a smaller batch, more devices or activation_checkpointing"
         )
     same = _in_order([row for row in best.values() if row.effect < Effect.LEARNING])

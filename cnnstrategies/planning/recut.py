@@ -11,7 +11,7 @@ from cnnstrategies.planning.costs import GraphCosts, Profile
 from cnnstrategies.planning.predict import Predictor
 
 # Tolerated difference between the measured time and the planned time of a stage, as a fraction of the planned time.
-OFF = 0.1
+TOLERANCE = 0.1
 GAIN = 0.05  # New cuts are proposed if the current step time is more than 1 + `GAIN` times the new one.
 
 
@@ -54,7 +54,7 @@ def recut(job: Job, layout: Layout, samples: int, seconds: Sequence[float], loss
     rates = [time / max(plan, 1e-9) for time, plan in zip(seconds, planned, strict=True)]
     whole = (sum(seconds) + loss) / sum(planned)
     took = [*seconds[:-1], seconds[-1] + loss]
-    if all(abs(time - plan * whole) <= OFF * plan * whole for time, plan in zip(took, planned, strict=True)):
+    if all(abs(time - plan * whole) <= TOLERANCE * plan * whole for time, plan in zip(took, planned, strict=True)):
         return None
     costs = _as_measured(predictor.costs, layout, rates, loss)
     predictor = Predictor(replace(job, profile=Profile(costs)))

@@ -72,7 +72,10 @@ def redeal(
 
 
 def in_flight(tasks: Sequence[Task]) -> int:
-    """Return the largest number of microbatches that a rank holds at once, between their forward and backward."""
+    """Return the largest number of microbatches that a rank holds at once.
+
+    A rank holds a microbatch from the microbatch's forward until its backward.
+    """
     return max(accumulate(1 if task.kind == "forward" else -1 for task in tasks), default=0)
 
 
@@ -85,7 +88,7 @@ def _soonest(placement: Placement, times: Sequence[float], bounds: Sequence[int]
         bounds: Largest number of microbatches that each rank may have.
 
     Returns:
-        The placement; None if the ranks of a stage may not have all microbatches together.
+        The placement; None if the bounds of a stage's ranks add up to less than the number of microbatches.
     """
     shares = [0.0] * placement.world_size
     for stage in range(placement.stages):

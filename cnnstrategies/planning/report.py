@@ -60,7 +60,7 @@ def ranking_table(ranking: Ranking) -> Group:
 
 
 def _short(size: float) -> str:
-    """Return a size whose unit is a single letter, for a narrow column."""
+    """Return a size with a unit of one letter, such as 1.5M, for a narrow column."""
     return format_bytes(size).replace(" ", "").replace("iB", "")
 
 

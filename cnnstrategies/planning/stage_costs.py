@@ -173,7 +173,8 @@ def _gradients(nodes: Sequence[NodeCost]) -> tuple[tuple[float, int], ...]:
 def messages(costs: GraphCosts, cuts: Sequence[int]) -> dict[tuple[int, int], StageMessage]:
     """Return the messages between stages. Keys are pairs of the sending and the receiving stage.
 
-    The stage that makes a value sends it directly to every other stage that uses it, once to each of these stages.
+    A value is sent directly from the stage that makes it to every other stage that uses it. It is sent only once to a
+    stage, even if several nodes of the stage use it.
     """
     stage_of = [bisect.bisect_right(cuts, index) for index in range(len(costs.nodes))]
     sums: dict[tuple[int, int], tuple[int, int]] = {}

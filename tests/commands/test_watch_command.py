@@ -74,10 +74,10 @@ def test_a_runs_folder_names_its_newest_version_and_is_private(tmp_path):
     assert RunAddress.find(str(tmp_path / "version_0")) == RunAddress("ipc:///0", "run.key")
     RunAddress.remove(tmp_path / "version_0")
     RunAddress.remove(tmp_path / "version_0")
-    with pytest.raises(ConfigurationError, match="no parameter server trains there"):
+    with pytest.raises(ConfigurationError, match="no run with a parameter server is training there"):
         RunAddress.find(str(tmp_path / "version_0"))
     (tmp_path / "version_1" / NAME).write_text("[]")
-    with pytest.raises(ConfigurationError, match="holds no address"):
+    with pytest.raises(ConfigurationError, match="does not contain a valid address"):
         RunAddress.find(str(tmp_path))
 
 
@@ -85,7 +85,7 @@ def test_a_runs_folder_names_its_newest_version_and_is_private(tmp_path):
 def test_where_nothing_answers_a_line_says_so(monkeypatch):
     monkeypatch.setattr(watch, "ANSWER_SECONDS", 0.1)
     for run, why in (
-        ("nowhere", "the folder does not exist; name a run's folder, or its address"),
+        ("nowhere", "the folder does not exist; use a run's folder, or a run's address"),
         ("tcp://node1", "use ipc://path or tcp://address:port"),
         ("ipc:///nowhere/at-all", "no coordinator answers at ipc:///nowhere/at-all: the run does not train"),
     ):

@@ -34,8 +34,8 @@ def test_the_search_is_within_5_percent_of_all_layouts(monkeypatch: pytest.Monke
     questions = [random_question(rng) for _ in range(20)]
     over = [excess(question) for question in (*questions, random_question_on_machines(rng))]
     assert max(over) == 1, over
-    monkeypatch.setattr(partition, "ALL", 0)
-    monkeypatch.setattr(partition, "STARTS", 6)
+    monkeypatch.setattr(partition, "ALL_LAYOUTS", 0)
+    monkeypatch.setattr(partition, "MOST_STARTS", 6)
     machines = [random_question_on_machines(random.Random(seed)) for seed in range(4)]
     over = [excess(question) for question in (*questions, *machines)]
     assert max(over) <= 1.05, over
@@ -106,8 +106,8 @@ def test_a_memory_limit_is_kept_when_few_layouts_fit(monkeypatch: pytest.MonkeyP
         tight += free.memory(free.search() or layout_found) > limit
     assert tight > 1, "the limit must have changed the choice in some of the graphs"
     far = chain([1.0] * 40, parameters=[0] * 36 + [1000] * 4)
-    for least in (partition.ALL, 0):
-        monkeypatch.setattr(partition, "ALL", least)
+    for least in (partition.ALL_LAYOUTS, 0):
+        monkeypatch.setattr(partition, "ALL_LAYOUTS", least)
         planner = predictor(far, FAST, 2, 8, stages=2, memory_limit=3 * 2000 + 100)
         assert planner.search() == Layout((38,), (1, 1)), "the only layout that fits is far from the fastest layout"
 

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from cnnstrategies.planning.tune.race import SOONEST, Race, interval, p_value, signed_rank_ways
+from cnnstrategies.planning.tune.race import FEWEST_ROUNDS, Race, interval, p_value, signed_rank_ways
 
 pytestmark = pytest.mark.light
 
@@ -42,7 +42,7 @@ def test_a_real_gain_is_detected_despite_drift_and_losers_leave_early():
         assert little.outcome in ("undecided", "no difference", "behind")
         assert 1.2 < race.verdicts["fast"].speed < 1.4
     assert detected == 20
-    assert statistics.median(rounds) == SOONEST
+    assert statistics.median(rounds) == FEWEST_ROUNDS
 
 
 def test_the_confidence_interval_covers_the_median_at_its_nominal_rate():

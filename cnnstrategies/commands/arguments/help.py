@@ -43,7 +43,7 @@ EVERYTHING = (
 
 def overview() -> str:
     """Return the text of ``cnnstrategies --help``."""
-    lines = ["cnnstrategies: train any CNN on several devices; how the work is divided is one line of YAML", ""]
+    lines = ["cnnstrategies: train any CNN on several devices; one line of YAML says how the work is divided", ""]
     lines += [*_table([(name, command.summary) for name, command in COMMANDS.items()]), ""]
     lines += ["The first run, with nothing to download:", "", "  cnnstrategies fit --config quickstart", ""]
     lines += ["`cnnstrategies COMMAND --help` shows the options of a command."]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from cnnstrategies.planning.costs import digits
 
 COMPUTE = ("forward", "backward", "optimizer")
-# The name of a callback's or logger's part of a step is this prefix, followed by the name of the callback or logger.
+# Prefixes of the names of parts of a step. The name of the callback or logger that takes this time follows the prefix.
 CALLBACK, LOGGER = "callback ", "logger "
 LARGER = 4  # A batch that is larger by this factor is tried, to see whether the batches are too small for a device.
 
@@ -94,7 +94,7 @@ class MeasuredRun:
 
     @property
     def waiting(self) -> float:
-        """Seconds of a step for which a rank waits for the slowest rank; the mean of all ranks."""
+        """Mean seconds of a step for which the ranks wait for the slowest rank."""
         return statistics.mean(rank.waits for rank in self.ranks) - self.slowest.waits
 
 
@@ -104,8 +104,9 @@ class Sample:
 
     Attributes:
         seconds: Seconds that one thread takes to load a sample.
-        processor: The part of `seconds` in which the thread computes or waits for a core, so not for storage.
-        two: Seconds that a thread takes to load a sample while another thread loads a sample too.
+        processor: The part of `seconds` in which the thread computes or waits for a core. The rest is waiting for
+            storage.
+        two: Seconds that each of two threads takes to load a sample if both load at the same time.
     """
 
     seconds: float
@@ -203,11 +204,12 @@ class Measurements:
         return rates
 
     def gain(self, saved: float, saved_of_epoch: float = 0.0) -> float:
-        """Return the factor by which an epoch becomes faster if it takes less time.
+        """Return the current time of an epoch, divided by the time of an epoch after an improvement.
 
         Args:
-            saved: Seconds that each step becomes shorter.
-            saved_of_epoch: Seconds that the rest of the epoch becomes shorter. Ignored if an epoch has no end.
+            saved: Seconds by which the improvement shortens each step.
+            saved_of_epoch: Seconds by which the improvement shortens the rest of an epoch, that is validation and the
+                saving of checkpoints. Ignored if an epoch has no end.
         """
         epoch = self.facts.epoch
         if epoch.steps is None:

@@ -69,7 +69,7 @@ class Training:
         self._rounds.append(self._last)
 
     def run(self) -> MeasuredRun:
-        """Return the results of all rounds together."""
+        """Return the measurement that combines all rounds."""
         ranks = []
         for reports, hello in zip(zip(*self._rounds, strict=True), self.trial.hellos, strict=True):
             steps, parts = sum(report["steps"] for report in reports), Counter[str]()
@@ -105,7 +105,8 @@ def _rate(reports: Sequence[Report]) -> float:
 def _compute_of_a_sample(reports: Sequence[Report]) -> float:
     """Return the seconds of computation per sample.
 
-    The seconds are divided by the samples because batches of unknown classes are not made larger.
+    The result is per sample, because not every batch can be made larger: a batch keeps its size if its class is the
+    user's own.
     """
     seconds = sum(report["parts"].get(name, 0.0) * report["steps"] for report in reports for name in COMPUTE)
     return float(seconds / sum(report["samples"] for report in reports))
@@ -165,7 +166,7 @@ class Bench:
             stack.callback(training.trial.close)
         started = {}
         for count, training in launched.items():
-            self.progress(f"starting on {count}")
+            self.progress(f"starting with {count} device{'s' * (count > 1)}")
             try:
                 training.begin()
                 started[count] = training
@@ -186,7 +187,8 @@ class Bench:
         trial, hello = training.trial, training.hello
         facts = replace(self.facts, epoch=EpochCosts(hello["steps"], hello["validation"]), **hello["facts"])
         known: dict[str, Any] = {}
-        # If the strategy uses all-reduce, all ranks have the whole network, so they can be measured in the same way.
+        # Only strategies with all-reduce give each rank the whole network. The sum of gradients and larger batches are
+        # not measured for other strategies.
         alike = ALL_REDUCE in hello["waiting"]
         try:
             if facts.accelerator:

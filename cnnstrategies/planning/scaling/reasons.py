@@ -97,8 +97,8 @@ def link(measurements: Measurements) -> Iterator[Reason]:
     values = {"trainer.strategy": "ddp_bf16"} if facts.strategy == "ddp" else {}
     yield Reason(
         "the link is slow",
-        f"in {ms(open_)} ms of a step of {ms(run.step)} ms the ranks wait for the all-reduce; alone the all-reduce "
-        f"takes {ms(facts.link)} ms for {digits(facts.gradient_bytes / 1e6)} MB ({digits(speed)} MB/s)",
+        f"the ranks wait {ms(open_)} ms of a step of {ms(run.step)} ms for the all-reduce; measured alone, the "
+        f"all-reduce takes {ms(facts.link)} ms for {digits(facts.gradient_bytes / 1e6)} MB ({digits(speed)} MB/s)",
         "send half the bytes with `ddp_bf16`; or send less with `accumulate_grad_batches`, with a parameter server "
         "with compression or `mode: local`, or with a pipeline",
         measurements.gain(saved),
@@ -148,7 +148,7 @@ def threads(measurements: Measurements) -> Iterator[Reason]:
 
 
 def small_batches(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason if a device has so few samples that its time per sample is much smaller with larger batches."""
+    """Yield a reason if larger batches would make the time per sample on a device much shorter."""
     run, facts = measurements.largest, measurements.facts
     if facts.larger is None:
         return
@@ -176,7 +176,7 @@ def host_reads(measurements: Measurements) -> Iterator[Reason]:
     places = ", ".join(f"{place} ({digits(count)} times)" for place, count in facts.reads.items())
     yield Reason(
         "a step makes the host wait for the device",
-        f"the host waits in {ms(waited)} ms of a step of {ms(run.step)} ms, in {places}",
+        f"the host waits {ms(waited)} ms of a step of {ms(run.step)} ms, in {places}",
         "keep values on the device: do not use `.item()`, `float()`, `print` or `if` with tensors in a step; log only "
         "every 50 steps",
         measurements.gain(min(waited, run.step - waited)),
@@ -222,7 +222,7 @@ def validation(measurements: Measurements) -> Iterator[Reason]:
     every = math.ceil(epoch.validation / (VALIDATION_SHARE * trains))
     yield Reason(
         "validation takes long",
-        f"each epoch has {digits(epoch.validation)} s of validation for {digits(trains)} s of training",
+        f"an epoch has {digits(trains)} s of training and {digits(epoch.validation)} s of validation",
         f"set `check_val_every_n_epoch: {every}`, or `limit_val_batches`",
         measurements.gain(0.0, epoch.validation * (1 - 1 / every)),
         {"trainer.check_val_every_n_epoch": every},

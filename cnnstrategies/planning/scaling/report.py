@@ -36,7 +36,7 @@ KINDS = {
 
 
 def by_kind(run: MeasuredRun) -> dict[str, float]:
-    """Return the seconds of a step for each kind of part. They are means of the ranks and add up to the step time."""
+    """Return the mean seconds of a step for each kind of part, over all ranks. They add up to the mean step time."""
     seconds_of = dict.fromkeys(KINDS.values(), 0.0)
     for rank in run.ranks:
         for name, seconds in rank.parts.items():

@@ -1,4 +1,4 @@
-"""Run candidates side by side and time them in turns, until it is known which of them is faster than the default."""
+"""Run candidates side by side and time them in turns, until it is known which of them are faster than the default."""
 
 import math
 import random
@@ -20,12 +20,12 @@ from cnnstrategies.planning.tune.trial import COMPARED_STEPS, ONE_BATCH, PATIENC
 
 WARM_UP_STEPS = 3
 BLOCK_SECONDS = 0.5
-LARGEST_DIFFERENCE = 1e-3  # Tolerated relative difference of a loss if a setting should only change the rounding.
-FRESH = Look(7, 0.05)  # The only look of a confirmation with new rounds.
+LARGEST_DIFFERENCE = 1e-3  # Rounding is not expected to change a loss by more than this fraction.
+FRESH = Look(7, 0.05)  # If a candidate is confirmed with new rounds, the verdict is given at this look.
 # One of two identical processes can be a tenth faster in all its rounds (Mytkowicz et al., 2009, explain why). A gain
-# below `LUCK` must therefore appear again in each of `PAIRS` pairs of new processes, each pair with the default and the
-# candidate; see benchmarks/planning/tune_equal.md.
-LUCK = 1.25
+# below `CERTAIN_GAIN` must therefore appear again in each of `PAIRS` pairs of new processes. A pair runs the default
+# and the candidate; see benchmarks/planning/tune_equal.md.
+CERTAIN_GAIN = 1.25
 PAIRS = 3
 DEFAULT = "default"
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class Contest:
                     default = {DEFAULT: runners[DEFAULT]}
                     self._race(runners)
                     if group is groups[-1] or time.monotonic() > self.ends:
-                        return self._confirmed(runners)
+                        return self._confirm(runners)
         return None
 
     def _start_all(
@@ -133,10 +133,10 @@ class Contest:
             setting.name: self._launch(setting, stack if setting.name == DEFAULT else candidate_stack)
             for setting in settings
         }
-        ready = self._each("starting", trials, Trial.wait_until_ready)
-        return self._each("first steps", {name: trials[name] for name in ready}, _warmed)
+        ready = self._call_for_each("starting", trials, Trial.wait_until_ready)
+        return self._call_for_each("first steps", {name: trials[name] for name in ready}, _make_first_steps)
 
-    def _each(self, work: str, items: Mapping[str, T], do: Callable[[T], Made]) -> dict[str, Made]:
+    def _call_for_each(self, work: str, items: Mapping[str, T], do: Callable[[T], Made]) -> dict[str, Made]:
         """Call a function for each candidate and for the default, and return the results by name.
 
         A candidate whose call fails is left out, and the reason is written into its row.
@@ -157,10 +157,10 @@ class Contest:
             except TrialError as failure:
                 if name == DEFAULT:
                     raise
-                self._give_up(name, str(failure))
+                self._reject(name, str(failure))
         return made
 
-    def _give_up(self, name: str, trouble: str) -> None:
+    def _reject(self, name: str, trouble: str) -> None:
         self.rows[name] = CandidateResult(self.rows[name].setting, trouble=trouble)
 
     def _race(self, runners: dict[str, _Runner]) -> None:
@@ -168,7 +168,7 @@ class Contest:
         default = runners[DEFAULT]
         for name in [*runners]:
             if name != DEFAULT and (trouble := self._difference(self.rows[name].setting, default, runners[name])):
-                self._give_up(name, trouble)
+                self._reject(name, trouble)
                 runners.pop(name).trial.close()
         race = Race([name for name in runners if name != DEFAULT])
         while not race.over and time.monotonic() < self.ends:
@@ -182,7 +182,7 @@ class Contest:
         order = [DEFAULT, *race.running]
         random.shuffle(order)
         number = len(self.default_times) + 1
-        seconds = self._each(f"round {number}", {name: runners[name] for name in order}, _Runner.block)
+        seconds = self._call_for_each(f"round {number}", {name: runners[name] for name in order}, _Runner.block)
         for name in {*order} - {*seconds}:
             race.drop(name)
             runners.pop(name)
@@ -190,7 +190,7 @@ class Contest:
         self.default_times.append(base)
         race.add(base, seconds)
 
-    def _confirmed(self, alive: Mapping[str, _Runner]) -> Setting | None:
+    def _confirm(self, alive: Mapping[str, _Runner]) -> Setting | None:
         """Return the fastest candidate that is faster than the default in new rounds as well; None if there is none.
 
         New rounds are needed because all candidates look faster if the process of the default happens to be slow.
@@ -205,8 +205,9 @@ class Contest:
             try:
                 if number and time.monotonic() > self.ends:
                     verdicts = [replace(verdict, outcome="undecided")]
-                elif name in alive and verdict.low >= LUCK:
-                    # A single candidate was not picked from several, so its rounds are unbiased and count as fresh.
+                elif name in alive and verdict.low >= CERTAIN_GAIN:
+                    # A single candidate was not picked from several candidates, so its rounds are unbiased and count as
+                    # fresh.
                     alone = len(self.rows) == 1
                     verdicts = [verdict if alone else self.fresh_verdict(name, alive)]
                 else:
@@ -215,7 +216,7 @@ class Contest:
                     alive = {}
                     verdicts = self.fresh_verdicts(row.setting)
             except TrialError as failure:
-                self._give_up(name, str(failure))
+                self._reject(name, str(failure))
                 continue
             self.rows[name] = CandidateResult(row.setting, combined(verdicts))
             if verdicts[-1].outcome == "faster":
@@ -240,7 +241,7 @@ class Contest:
         return verdicts
 
     def fresh_verdict(self, name: str, runners: Mapping[str, _Runner]) -> RaceVerdict:
-        """Run new rounds of a candidate and the default, and return their verdict.
+        """Run new rounds of a candidate and the default, and return the verdict on the candidate.
 
         The verdict is unbiased, because the candidate was not selected by these rounds.
 
@@ -266,8 +267,8 @@ class Contest:
     def _difference(self, setting: Setting, default: _Runner, runner: _Runner) -> str:
         """Return a text that says how a setting's losses differ from the default's; empty if they agree.
 
-        Only settings that change the rounding are checked. Other settings may change the losses although they are
-        right: for example, a different number of loading workers draws different random augmentations.
+        Only settings that change the rounding are checked. With other settings, different losses are not necessarily an
+        error: for example, a different number of data loader workers draws different random augmentations.
         """
         if setting.effect is Effect.ROUNDING:
             count = COMPARED_STEPS if self.deterministic else 1
@@ -277,7 +278,7 @@ class Contest:
         return ""
 
 
-def _warmed(trial: Trial) -> _Runner:
+def _make_first_steps(trial: Trial) -> _Runner:
     first = trial.steps(COMPARED_STEPS)
     trial.steps(WARM_UP_STEPS)
     return _Runner(trial, first["losses"], trial.steps(WARM_UP_STEPS)["seconds"] / WARM_UP_STEPS)

@@ -20,12 +20,12 @@ from typing import Literal
 
 Outcome = Literal["faster", "slower", "no difference", "undecided", "behind"]
 MARGIN = math.log(1.02)  # If speeds differ by less than this factor (as a logarithm), the verdict is "no difference".
-# A candidate is compared with the leader and with the default. It counts as behind if, after at least `SOONEST` rounds,
-# it was slower by more than `BEHIND` in every round. After at least `LATER` rounds it also counts as behind if an
-# interval with the error probability `BEHIND_ERROR` shows that it is slower. "Behind" only ends the measurement; it is
-# not a statistical verdict, so it uses nothing of the error probability.
+# A candidate is compared with the leader and with the default. After at least `FEWEST_ROUNDS` rounds, it counts as
+# behind if it was slower by more than 5 % in every round. After at least `INTERVAL_ROUNDS` rounds, it also counts as
+# behind if an interval with the error probability `BEHIND_ERROR` shows that it is slower. "Behind" only ends the
+# measurement; it is not a statistical verdict, so it uses nothing of the error probability.
 BEHIND = math.log(1.05)
-SOONEST, LATER = 4, 6
+FEWEST_ROUNDS, INTERVAL_ROUNDS = 4, 6
 BEHIND_ERROR = 0.1
 
 
@@ -118,8 +118,8 @@ class Race:
         for look in self.looks:
             if look.rounds == rounds:
                 self.judge(look.error)
-        if rounds >= SOONEST:
-            self._leave_behind()
+        if rounds >= FEWEST_ROUNDS:
+            self._find_candidates_behind()
 
     def judge(self, error: float) -> None:
         """Give verdicts to the running candidates.
@@ -135,7 +135,8 @@ class Race:
             if self.verdicts[name].outcome != "undecided":
                 left -= 1  # Holm's procedure: the error probability is now divided among fewer candidates.
 
-    def _leave_behind(self) -> None:
+    def _find_candidates_behind(self) -> None:
+        """Give the verdict "behind" to running candidates that are unlikely to become the fastest."""
         running = self.running
         if not running:
             return
@@ -157,7 +158,7 @@ def _is_behind(leads: Sequence[float]) -> bool:
     Args:
         leads: For each round, the logarithm of the rival's speed divided by the candidate's speed.
     """
-    return min(leads) > BEHIND or (len(leads) >= LATER and interval(leads, BEHIND_ERROR)[0] > 0)
+    return min(leads) > BEHIND or (len(leads) >= INTERVAL_ROUNDS and interval(leads, BEHIND_ERROR)[0] > 0)
 
 
 _NOTHING = RaceVerdict("undecided", 1.0, 0.0, math.inf, 0)
@@ -168,7 +169,7 @@ def verdict(gains: Sequence[float], error: float) -> RaceVerdict:
 
     Args:
         gains: Logarithm of the default's time divided by the candidate's time, in each round.
-        error: Probability that the interval of the speed is wrong.
+        error: Largest probability that the interval does not contain the true speed.
     """
     low, middle, high = interval(gains, error)
     outcome: Outcome = "undecided"

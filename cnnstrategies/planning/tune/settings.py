@@ -38,7 +38,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_commented(path: Path, content: Mapping[str, Any], comment: Sequence[str] = ()) -> None:
-    """Write a configuration with a comment at its head, so that the file never exists with only a part of its content.
+    """Write a configuration with a comment at its head. The file only appears under its name when it is complete.
 
     If several programs write to the same path at once, the program that finishes last replaces the others' files.
     """

@@ -17,10 +17,12 @@ TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable with the path of the socke
 # Modules whose `main` a trial's ranks run. The first uses one batch for all steps, the second new batches like `fit`.
 ONE_BATCH, AS_IN_TRAINING = "cnnstrategies.commands.tune.trial", "cnnstrategies.commands.scaling.run"
 FAILED = "This trial has failed: "  # A rank that fails prints one line with this text and the reason.
-PATIENCE = 120.0  # Smallest time limit in seconds for the start and for each order, because the machine may be busy.
-# Losses of this number of steps are compared with the default's. The third loss already depends on two updates.
+# Smallest time limit in seconds for the start and for each order. It is long because the machine may be busy.
+PATIENCE = 120.0
+# The losses of this number of steps are compared with the default's losses. The third loss depends on two updates of
+# the weights.
 COMPARED_STEPS = 3
-# Error texts in the output of a failed run, each group with the cause that the user is told.
+# Each pair has error texts that a failed run may print, and the cause that they indicate to the user.
 CAUSES = (
     (("OutOfMemoryError", "out of memory", "can't allocate memory"), "out of memory"),
     (("BackendCompilerFailed", "InductorError", "CppCompileError", "InvalidCxxCompiler"), "the compiler failed"),
@@ -79,7 +81,7 @@ class Trial:
         Raises:
             TrialError: The run has ended, or a rank did not connect in time.
         """
-        self._await(lambda: bool(self._ranks) and len(self._ranks) == self._ranks[0].world, self._accept)
+        self._wait_until(lambda: bool(self._ranks) and len(self._ranks) == self._ranks[0].world, self._accept)
 
     @property
     def hellos(self) -> list[dict[str, Any]]:
@@ -115,7 +117,7 @@ class Trial:
         for rank in asked:
             rank.send(order)
         reports: dict[int, dict[str, Any]] = {}
-        self._await(lambda: len(reports) == len(asked), lambda: self._hear(asked, reports))
+        self._wait_until(lambda: len(reports) == len(asked), lambda: self._receive_reports(asked, reports))
         return [reports[rank.number] for rank in asked]
 
     def close(self, patience: float = 5.0) -> None:
@@ -161,12 +163,12 @@ class Trial:
             return
         self._ranks = sorted([*self._ranks, _Rank(connection)], key=lambda rank: rank.number)
 
-    def _hear(self, asked: Sequence["_Rank"], reports: dict[int, dict[str, Any]]) -> None:
+    def _receive_reports(self, asked: Sequence["_Rank"], reports: dict[int, dict[str, Any]]) -> None:
         for rank in asked:
-            if rank.number not in reports and (report := rank.hear(0.2)) is not None:
+            if rank.number not in reports and (report := rank.receive(0.2)) is not None:
                 reports[rank.number] = report
 
-    def _await(self, done: Callable[[], bool], work: Callable[[], None]) -> None:
+    def _wait_until(self, done: Callable[[], bool], work: Callable[[], None]) -> None:
         deadline = time.monotonic() + self._seconds
         while not done():
             if self.process.exitcode is not None:
@@ -177,7 +179,7 @@ class Trial:
 
 
 def _run(module: str, words: list[str], output: Path, variables: Mapping[str, str]) -> None:
-    """Run the function ``main`` of a module; called in the forked process.
+    """Run the function ``main`` of a module in the forked process.
 
     Args:
         module: Name of the module.
@@ -208,8 +210,8 @@ class _Rank:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._heard = b""
-        hello = self.hear(10.0)
+        self._buffer = b""
+        hello = self.receive(10.0)
         if hello is None:
             raise TrialError("a rank connected but did not report its number")
         self.hello = hello
@@ -221,10 +223,10 @@ class _Rank:
         with contextlib.suppress(OSError):
             self._connection.sendall(json.dumps(order).encode() + b"\n")
 
-    def hear(self, seconds: float) -> dict[str, Any] | None:
+    def receive(self, seconds: float) -> dict[str, Any] | None:
         """Return the rank's next report; None if it does not arrive within the given seconds."""
         self._connection.settimeout(seconds)
-        while b"\n" not in self._heard:
+        while b"\n" not in self._buffer:
             try:
                 data = self._connection.recv(65536)
             except (TimeoutError, ConnectionError):
@@ -232,8 +234,8 @@ class _Rank:
             if not data:
                 time.sleep(seconds)
                 return None
-            self._heard += data
-        line, _, self._heard = self._heard.partition(b"\n")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
         message: dict[str, Any] = json.loads(line)
         return message
 

@@ -300,5 +300,5 @@ class ParameterServerOptions(RunOptions):
 
     def _in_words(self, compression: str) -> str:
         if compression == AUTO:
-            return "the encoding that makes steps fastest, which may be as coarse as one bit a value"
+            return "the encoding that makes steps fastest, which may be as coarse as one bit per element"
         return payload_compression(compression).describe(self.topk_density)
