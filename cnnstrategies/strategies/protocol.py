@@ -118,7 +118,7 @@ class StrategyFacts:
     def set_host_timeout(self, seconds: float) -> None:
         """Set the time in seconds to wait for other hosts at the start of a run; called if `connects_hosts` is True."""
 
-    # Job checks of ``submit``
+    # Checks by the command ``submit``
 
     def check_job(self, module: LightningModule, processes: int) -> None:
         """Check whether the strategy can train a module on a number of processes; by default accept all modules.
@@ -222,7 +222,7 @@ class StrategyFacts:
         return None
 
     def agree_on_stop(self, received: int | None) -> int | None:
-        """Return the signal because of which this process must stop now; None if it must continue.
+        """Return the stop signal if this process must stop now, and None if it must continue.
 
         This method is called only if `steps_in_lockstep` is False, because the processes then do not stop in the same
         step. By default each process stops after its own signal.

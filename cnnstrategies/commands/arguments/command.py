@@ -27,7 +27,7 @@ from cnnstrategies.old_names import is_now, renamed
 from cnnstrategies.quantities import Duration, Size
 
 Kind = TypeVar("Kind", bound=type[Any])
-# Names of LightningCLI's options whose names contain no dot.
+# Names of LightningCLI's options that contain no dot.
 CONFIGURATION_WORDS = ("config", "print_config", *ROOTS)
 # By type of an option's value: the name of the value in the help.
 VALUE_NAMES = {bool: "", int: "N", float: "NUMBER", Path: "FILE", Duration: "TIME", Size: "BYTES"}

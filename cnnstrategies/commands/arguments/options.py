@@ -1,4 +1,4 @@
-"""Declarations of all commands with their options, from which the parser and the help are made.
+"""Declarations of all commands with their options. The parser and the help are made from these declarations.
 
 Each declaration is a dataclass. The docstring of the class describes the command, its fields are the options, and its
 section ``Attributes`` describes each option. Every start imports this module, so it must not import torch or Lightning.

@@ -162,7 +162,7 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
         reason = in_one_line(_OTHER_TYPES.split(match[2])[0])
         return f"{where}cannot use {match[1]!r}: {reason}"
     match = re.search(r"Expected a dot import path string: (\S+)", message)
-    # This pattern excludes keys that accept a plain value as well as a class.
+    # If the key also accepts plain values, the value need not be the name of a class, and this explanation is wrong.
     if match and not re.search(r"Expected an? <class '(?!NoneType)", message):
         strategies = StrategyRegistry.available_strategies() if key == "trainer.strategy" else []
         meant = _meant(match[1], strategies)
@@ -231,7 +231,7 @@ def _unknown_key(path: str, owner: str | None, args: Sequence[str]) -> str:
 
     Args:
         path: The key with all keys above it.
-        owner: Name of the class below whose parameters the key is; None if it is not known.
+        owner: Name of the class that should have the key as a parameter; None if it is not known.
         args: Command-line arguments.
     """
     parts = path.split(".")

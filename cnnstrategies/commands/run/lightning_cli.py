@@ -67,7 +67,7 @@ class SavedConfiguration(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
 
-# By command: the method with which a module may load its own data, instead of a data module.
+# By command: the method of a module that loads data, if there is no data module.
 LOADERS = {
     "fit": "train_dataloader",
     "validate": "val_dataloader",
@@ -215,14 +215,11 @@ class CLI(LightningCLI):
             self.datamodule.check_trainer(self.trainer)
 
     def _own_loader(self) -> str:
-        """Return the name of the method with which a module may load its own data; empty for some commands."""
+        """Return the name of the module's method that loads data for this command; empty if there is no such method."""
         return LOADERS.get(str(self.subcommand), "")
 
     def _prepare_as_trained(self) -> None:
-        """Make the data module use the preprocessing with which the network's pretrained weights were trained.
-
-        Without pretrained weights do nothing.
-        """
+        """Make the data module use the preprocessing of the network's pretrained weights, if there are any."""
         if not isinstance(self.model, NetworkModule) or not isinstance(self.datamodule, ImageDataModule):
             return
         config = self.config[self.subcommand] if self.subcommand else self.config

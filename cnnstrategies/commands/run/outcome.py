@@ -86,8 +86,8 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
                 sys.exit(code)
             if ranks_are_children(launcher) and cannot_be_sent(error):
                 raise ConfigurationError(
-                    "trainer.strategy spawns its ranks and must pickle the model, the data and the callbacks, which "
-                    f"failed: {error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
+                    "trainer.strategy spawns its ranks, but the model, the data or the callbacks cannot be pickled for "
+                    f"them: {error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
                 ) from error
             if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
                 raise KeyboardInterrupt from None  # Lightning has replaced the KeyboardInterrupt by a SystemExit.
@@ -96,7 +96,7 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
 
 @contextlib.contextmanager
 def own_temporary_folder(launcher: Any) -> Iterator[None]:
-    """Return a context in which spawned and forked ranks use a separate temporary folder, which is removed at the end.
+    """Make spawned and forked ranks use a separate temporary folder inside this context, and then remove the folder.
 
     Ranks that are killed leave files in the temporary folder. If this process is killed too, the next run removes the
     folder.

@@ -45,7 +45,7 @@ class Instantiator:
         return self._build(class_type, *args, applied_instantiation_links=applied_instantiation_links, **kwargs)
 
     def __reduce__(self) -> tuple[type["Instantiator"], tuple[Callable[..., Any]]]:
-        """Return the class and the arguments with which a copy is made: the copy uses `_build` as its instantiator."""
+        """Return the class and the arguments for making a copy. The copy uses `_build` as its instantiator."""
         return type(self), (_build,)
 
 
@@ -96,7 +96,7 @@ UNWRITABLE = "Unable to serialize instance "
 class ArgumentParser(LightningArgumentParser):
     """LightningCLI's parser, changed so that a mistake in a configuration gives one line and the exit code 2."""
 
-    _defaults_of = 0  # Number of the parser's options for which the defaults are cached; 0 if nothing is cached.
+    _defaults_of = 0  # Number of options that the parser had when the defaults were cached; 0 if nothing is cached.
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
@@ -175,7 +175,10 @@ class ArgumentParser(LightningArgumentParser):
 
 
 def _is_of_yaml(value: Any) -> bool:
-    """Return whether a value can be written as YAML; False for a text with which jsonargparse has replaced a value."""
+    """Return whether a value can be written as YAML.
+
+    The result is False for a text that jsonargparse has put in the place of a value; see `UNWRITABLE`.
+    """
     if isinstance(value, Namespace | dict | list):
         inner = value if isinstance(value, list) else (value if isinstance(value, dict) else vars(value)).values()
         return all(_is_of_yaml(item) for item in inner)

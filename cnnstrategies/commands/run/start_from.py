@@ -22,7 +22,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.loggers import KeptCSVLogger
 from cnnstrategies.runtime.processes import starter_variable
 
-WORDS = ("best", "last")  # Values of ckpt_path for which a file is searched.
+WORDS = ("best", "last")  # Values of ckpt_path that are not paths; this module searches for their files.
 # Environment variable with the chosen checkpoint, for the ranks that the choosing rank starts as programs.
 FOUND = "CNNSTRATEGIES_CHECKPOINT"
 

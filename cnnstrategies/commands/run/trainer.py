@@ -39,8 +39,8 @@ from cnnstrategies.commands.run.start_from import WORDS, find_checkpoint
 from cnnstrategies.deploy.export import Format, export
 from cnnstrategies.deploy.quantize import quantize
 
-# Number of updates of the progress bar per second. An update takes 2 ms of rank 0's time, for which the other ranks
-# wait. Lightning's own progress bar is updated up to 100 times per second.
+# Number of updates of the progress bar per second. An update takes 2 ms on rank 0, and the other ranks wait for rank 0.
+# Lightning's own progress bar is updated up to 100 times per second.
 BAR_RATE = 4
 
 

@@ -17,7 +17,7 @@ from cnnstrategies.models.samples import count_samples
 
 SUMMED = 1 << 22  # Largest number of bytes in a measured all-reduce, because more would take seconds on a slow network.
 SUMS = 3  # Number of measured all-reduces.
-SAMPLE_SECONDS = 0.4  # Time for which samples are read from the dataset in one measurement.
+SAMPLE_SECONDS = 0.4  # Duration of one measurement of the dataset.
 MADE = 300  # Largest number of samples or batches to read.
 
 

@@ -146,7 +146,7 @@ class Search:
         notes: Lines of output about phases that were left out, with the reason.
 
     Args:
-        words: Command-line arguments with which ranks train: ``fit`` and the arguments of the configuration.
+        words: Command-line arguments of a trial: ``fit`` and the arguments of the configuration.
         folder: Temporary folder for files of the trials.
         config: The configuration.
         device: The device that trains.

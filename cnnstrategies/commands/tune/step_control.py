@@ -1,8 +1,8 @@
 """Common code of the ranks in a trial, which is a training whose steps ``tune`` or ``scaling`` measures.
 
-Each rank is connected by a Unix socket to the measuring process, whose side is in
-:mod:`cnnstrategies.planning.tune.trial`. The measuring process sends orders, such as a number of steps to make, and the
-ranks send reports. Orders and reports are JSON objects, one in each line.
+A Unix socket connects each rank to the measuring process. :mod:`cnnstrategies.planning.tune.trial` has the code of the
+measuring process, which sends orders, such as a number of steps to make. The ranks send reports. Orders and reports are
+JSON objects, one in each line.
 """
 
 import json
@@ -75,7 +75,7 @@ class StepControl(Callback):
         """Store the loss of a step, for the first :data:`COMPARED_STEPS` steps. Afterwards make dropout active again.
 
         Args:
-            outputs: What the module's ``training_step`` has returned. Without a loss, 0 is stored.
+            outputs: Result of the module's ``training_step``. If it contains no loss, 0 is stored.
 
         Returns:
             Whether this step was the last one whose loss is stored.

@@ -71,8 +71,8 @@ class TrialControl(StepControl):
             return
         self._left -= 1
         if self.note_loss(outputs):
-            # With the learning rate 0 the gradients do not shrink further. After many steps on one batch they would
-            # become denormal numbers, with which CPUs compute slowly.
+            # The learning rate 0 ends the learning, so that the gradients do not shrink further. After many steps on
+            # one batch they would be denormal numbers, and CPUs are slow at computing with denormal numbers.
             for group in itertools.chain.from_iterable(optimizer.param_groups for optimizer in trainer.optimizers):
                 group["lr"] = 0.0
         if self._left:

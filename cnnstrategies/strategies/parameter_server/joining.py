@@ -179,7 +179,7 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def agree_on_stop(self, received: int | None) -> int | None:
-        """Return None: a signal to a joiner stops only the joiner, whose own signal handlers do that."""
+        """Return None: the joiner's own signal handlers stop it, and no other process stops with it."""
         return None
 
     @override

@@ -175,7 +175,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._watch: HookContexts | None = None
 
     def check(self) -> None:
-        """Refuse a module, a number of nodes or shares with which the run would fail.
+        """Check the module, the number of nodes and the shares, before the run starts.
 
         The launcher calls this before it starts processes.
 
