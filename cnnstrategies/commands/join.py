@@ -1,7 +1,7 @@
 """``cnnstrategies join``: add a worker to a running run with a parameter server.
 
-The command contacts the run before it imports torch and Lightning. If there is no run, it fails at once, and not only
-after the seconds that these imports take.
+The command contacts the run before it imports torch and Lightning, because these imports take seconds. If there is no
+run, the command fails at once.
 """
 
 import sys

@@ -26,7 +26,7 @@ def main(options: PackOptions) -> None:
         )
     index = pack(options.source, options.out, _encoding(options), _workers(options.workers))
     for name, reason in list(index.damaged.items())[:MOST_LISTED]:
-        print(f"left out, damaged: {name}: {reason}")
+        print(f"{name} is damaged and was left out: {reason}")
     if len(index.damaged) > MOST_LISTED:
         print(
             f"... and {len(index.damaged) - MOST_LISTED} more; the key `damaged` in {options.out / 'index.json'} lists "

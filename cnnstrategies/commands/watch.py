@@ -124,8 +124,8 @@ def _ago(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-ANSWER_SECONDS = 2.0  # Time to wait for the reply to one request.
-FIRST_SECONDS = 10.0  # Time to wait for the first report, because the coordinator may be restarting.
+ANSWER_SECONDS = 2.0  # Time in seconds to wait for the reply to a request.
+FIRST_SECONDS = 10.0  # Time in seconds to wait for the first report; long, because the coordinator may be restarting.
 PAUSE = 1.0  # Time between two requests, in seconds.
 
 

@@ -229,7 +229,7 @@ def test_the_command_lists_damaged_images_and_checks_shards(capsys):
     Path("images/train/c00/two.jpg").write_bytes(Path("images/train/c00/one.jpg").read_bytes()[:400])
     main(["pack", "images/", "shards", "--size", "32"])
     said = capsys.readouterr().out
-    assert "left out, damaged: train/c00/two.jpg: " in said
+    assert "train/c00/two.jpg is damaged and was left out: " in said
     assert "14 images for train in 1 shards" in said
     main(["pack", "--check", "shards"])
     assert "all checksums match" in capsys.readouterr().out

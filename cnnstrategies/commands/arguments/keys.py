@@ -1,4 +1,7 @@
-"""The keys of a configuration, read from command-line arguments and files without a parser, for checks and messages."""
+"""Reading of a configuration's keys from command-line arguments and files, without LightningCLI's parser.
+
+Checks and error messages use the keys, because the parser may fail on a configuration with mistakes.
+"""
 
 import difflib
 import functools

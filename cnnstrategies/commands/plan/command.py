@@ -73,7 +73,7 @@ def show(ranking: Ranking, options: PlanOptions) -> None:
             placement = Placement(layout.replicas)
             names = {rank: placement.describe(rank) for rank in range(layout.devices)}
             draw_timeline(step.spans, options.timetable, summary(predictor, layout, step), names)
-            print(f"Drew {options.timetable}")
+            print(f"Wrote the picture {options.timetable}")
     if options.write is not None:
         write_overlay(options.write, ranking)
         print(f"Wrote {options.write}: cnnstrategies fit --config YOURS --config {options.write}")

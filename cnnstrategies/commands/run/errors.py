@@ -135,7 +135,9 @@ def check_checkpoint(path: Any, words: Sequence[str] = CHECKPOINT_WORDS) -> None
         return
     beside = ", ".join(sorted(file.name for file in Path(path).parent.glob("*.ckpt")))
     hint = f"the folder contains {beside}" if beside else "the folder contains no checkpoints"
-    raise ConfigurationError(f"ckpt_path: no checkpoint {str(path)!r}; {hint}; give {' or '.join((*words, 'a path'))}")
+    raise ConfigurationError(
+        f"ckpt_path: there is no checkpoint {str(path)!r}; {hint}; give {' or '.join((*words, 'a path'))}"
+    )
 
 
 def explain_parse_error(message: str, args: Sequence[str]) -> str:

@@ -65,7 +65,7 @@ def main(options: ScalingOptions, words: Sequence[str]) -> None:
             measurement = bench.measure()
         except TrialError as failure:
             raise ConfigurationError(
-                f"training with this configuration fails ({failure}): make `cnnstrategies fit` run with it first"
+                f"training with this configuration fails ({failure}): first make sure that `cnnstrategies fit` works with it"
             ) from failure
         causes = reasons(measurement)
         status.stop()
@@ -74,7 +74,7 @@ def main(options: ScalingOptions, words: Sequence[str]) -> None:
             console.print(f"Not measured on {count} devices: {trouble}", highlight=False, markup=False)
         console.print("\n".join(report.sentences(measurement, causes)), highlight=False, markup=False)
         report.draw(measurement, options.picture)
-        console.print(f"Drew {options.picture}")
+        console.print(f"Wrote the picture {options.picture}")
         if not options.try_:
             return
         status.start()

@@ -1,4 +1,4 @@
-"""Measurements of single parts of a training without the others: all-reduce, dataset and data loader."""
+"""Separate measurements of parts of a training: the all-reduce, the dataset and the data loader."""
 
 import itertools
 import time

@@ -1,6 +1,6 @@
-"""The program of a rank in a trial of ``scaling``, or of ``tune`` if loading is measured: it trains like ``fit``.
+"""The program of a rank in a trial that trains like ``fit``, with new batches in each step.
 
-The measuring process orders a number of steps, and each rank reports how long the parts of these steps took. Only
+``scaling`` uses such trials, and ``tune`` uses them to measure loading. The measuring process orders a number of steps, and each rank reports how long the parts of these steps took. Only
 :class:`cnnstrategies.planning.tune.trial.Trial` runs this module.
 """
 

@@ -52,7 +52,7 @@ def main(options: TuneOptions, words: Sequence[str]) -> None:
             console.print("Interrupted. Results so far:")
         except TrialError as failure:
             raise ConfigurationError(
-                f"training with this configuration fails ({failure}): make `cnnstrategies fit` run with it first"
+                f"training with this configuration fails ({failure}): first make sure that `cnnstrategies fit` works with it"
             ) from failure
     _report(console, search, options)
 

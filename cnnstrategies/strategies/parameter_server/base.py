@@ -70,8 +70,8 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     def __deepcopy__(self, memo: Any) -> Self:
         """Return this strategy itself.
 
-        Lightning's callback WeightAveraging copies the module, with its trainer and so with this strategy. The copy of
-        the module must use the same session.
+        Lightning's callback WeightAveraging makes a deep copy of the module. The copy must use the same strategy and
+        session as the module.
         """
         return self
 

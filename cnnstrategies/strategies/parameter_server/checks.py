@@ -18,7 +18,7 @@ from cnnstrategies.paramserver.specification import hyperparameters
 from cnnstrategies.strategies.observer_hooks import TO_PYTHON, HookContexts, TensorOrigins, tensors_in
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
-GATHERS = "gather_distributed"  # Classes of lightly gather from all processes by options with names that end in this.
+GATHERS = "gather_distributed"  # The names of lightly's options for gathering from all processes end in this text.
 
 
 def check_module(module: LightningModule, options: ParameterServerOptions) -> None:

@@ -444,9 +444,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         """
         self._settle(refresh=not self._averages_weights)
         if self._averages_weights:
-            take_state_of_rank_zero(
-                self.module, self
-            )  # The ranks' averages differ if they have seen different weights.
+            # The ranks may have averaged different weights, so all ranks take the average of rank 0.
+            take_state_of_rank_zero(self.module, self)
         if self.options.mode == "local":
             self._outer_state = self._servers_state()
         else:
