@@ -143,7 +143,7 @@ def test_a_command_is_added_as_the_page_says(monkeypatch, tmp_path, capsys):
             "count: unknown option --at-lest; did you mean '--at_least'? accepted: --suffix, --at",
         ),
         (["cats", "--at_least", "few"], "--at_least: 'few' is not accepted; it must be a whole number"),
-        (["cats", "--at_least"], "--at_least: a value must follow: Fail if there are fewer images"),
+        (["cats", "--at_least"], "--at_least needs a value: Fail if there are fewer images"),
         (["cats", "dogs"], "count: cannot use 'dogs'; accepted: --suffix, --at_least, --list"),
         ([], "count: FOLDER is missing: Folder to look in"),
     ):

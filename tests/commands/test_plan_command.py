@@ -61,7 +61,7 @@ def test_what_is_missing_is_named(files: list[str]) -> None:
         ([*given, "--batch_size=8", "--batch_per_device=2"], "batch_size and batch_per_device set the same number"),
         ([*given, "--batch_size=0"], "batch_size=0: a step needs at least 1 sample"),
         ([*given, "--batch_size=many"], "--batch_size: 'many' is not accepted; it must be a whole number"),
-        ([*given, "--cluster"], "--cluster: a value must follow: YAML file that describes the machines"),
+        ([*given, "--cluster"], "--cluster needs a value: YAML file that describes the machines"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             COMMANDS["plan"].run([*words])

@@ -352,7 +352,7 @@ def _value(option: Option, text: str | None, waiting: deque[str]) -> str:
     if option.kind is bool:
         return waiting.popleft() if waiting and waiting[0] in TRUTH else "true"
     if not waiting or waiting[0].startswith("--"):
-        raise ConfigurationError(f"{option.flag}: a value must follow: {option.meaning}")
+        raise ConfigurationError(f"{option.flag} needs a value: {option.meaning}")
     return waiting.popleft()
 
 

@@ -39,7 +39,8 @@ NESTED = {
 OF_CLASS = ("class_path", "init_args", "dict_kwargs")  # Keys with which a configuration describes an object.
 # Options whose values are mappings. The user chooses the keys of these mappings.
 MAPPINGS = ("dict_kwargs", "env", "pod", "resources", "server_resources", "volumes")
-MOST_NAMES = 20  # If an error message suggests a name, it lists all accepted names only up to this number of names.
+# An error message with a suggested name also lists all accepted names, unless there are more names than this number.
+MOST_NAMES = 20
 
 
 def with_underscores(words: Sequence[str]) -> list[str]:

@@ -76,4 +76,4 @@ def show(ranking: Ranking, options: PlanOptions) -> None:
             print(f"Wrote the picture {options.timetable}")
     if options.write is not None:
         write_overlay(options.write, ranking)
-        print(f"Wrote {options.write}: cnnstrategies fit --config YOURS --config {options.write}")
+        print(f"Wrote {options.write}; use it as in cnnstrategies fit --config YOURS --config {options.write}")

@@ -145,8 +145,8 @@ class FirstToFail(Callback):
 def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     """Wait until a rank fails, and `PATIENCE` seconds later kill all ranks and this process.
 
-    This process usually notices the failure and ends earlier. It may not notice it, for example while it waits for the
-    failed rank in a torch store. If the rank was killed, a line of output says so.
+    This process usually notices the failure and ends earlier. It can miss the failure, for example while it waits for
+    the failed rank in a torch store. If the rank was killed, a line of output says so.
 
     Args:
         ranks: The processes of the ranks that this process has started.

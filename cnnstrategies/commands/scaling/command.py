@@ -65,7 +65,8 @@ def main(options: ScalingOptions, words: Sequence[str]) -> None:
             measurement = bench.measure()
         except TrialError as failure:
             raise ConfigurationError(
-                f"training with this configuration fails ({failure}): first make sure that `cnnstrategies fit` works with it"
+                f"training with this configuration fails ({failure}): first make sure that `cnnstrategies fit` works "
+                "with it"
             ) from failure
         causes = reasons(measurement)
         status.stop()
@@ -95,7 +96,9 @@ def main(options: ScalingOptions, words: Sequence[str]) -> None:
         faster = _faster_settings(contest, causes, console)
     if faster:
         write_commented(options.output, nested(joined(faster).values), ["measured by cnnstrategies scaling"])
-        console.print(f"Wrote {options.output}: cnnstrategies fit --config YOURS --config {options.output}")
+        console.print(
+            f"Wrote {options.output}; use it as in cnnstrategies fit --config YOURS --config {options.output}"
+        )
     else:
         console.print("No file was written, because no setting was faster.")
 

@@ -1,7 +1,8 @@
 """The program of a rank in a trial that trains like ``fit``, with new batches in each step.
 
-``scaling`` uses such trials, and ``tune`` uses them to measure loading. The measuring process orders a number of steps, and each rank reports how long the parts of these steps took. Only
-:class:`cnnstrategies.planning.tune.trial.Trial` runs this module.
+``scaling`` uses such trials, and ``tune`` uses them to measure loading. The measuring process orders a number of steps,
+and each rank reports how long the parts of these steps took. Only :class:`cnnstrategies.planning.tune.trial.Trial` runs
+this module.
 """
 
 import os

@@ -52,7 +52,8 @@ def main(options: TuneOptions, words: Sequence[str]) -> None:
             console.print("Interrupted. Results so far:")
         except TrialError as failure:
             raise ConfigurationError(
-                f"training with this configuration fails ({failure}): first make sure that `cnnstrategies fit` works with it"
+                f"training with this configuration fails ({failure}): first make sure that `cnnstrategies fit` works "
+                "with it"
             ) from failure
     _report(console, search, options)
 
@@ -252,4 +253,4 @@ def _report(console: Console, search: Search, options: TuneOptions) -> None:
     if winner.effect is Effect.LEARNING:
         lines.append("This setting changes the trained weights: compare the accuracy.")
     write_commented(options.output, nested(winner.values), lines)
-    print(f"Wrote {options.output}: cnnstrategies fit --config YOURS --config {options.output}")
+    print(f"Wrote {options.output}; use it as in cnnstrategies fit --config YOURS --config {options.output}")

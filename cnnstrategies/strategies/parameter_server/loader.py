@@ -165,9 +165,9 @@ class DispatchedLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the progress within the epoch, for a checkpoint. All workers must call this.
 
-        The keys are ``epoch``, its number; ``batches``, the number of its batches; and ``done``, a text that encodes
-        the positions of the processed batches. If a dead worker has left batches of the previous epoch, the state does
-        not contain them.
+        The dictionary has three keys. ``epoch`` is the number of the epoch, ``batches`` the number of batches in the
+        epoch, and ``done`` a text that encodes the positions of the processed batches. The state does not contain
+        batches of the previous epoch that a dead worker has left.
         """
         epoch = self.chunks.epoch
         return {"epoch": epoch, "batches": self.chunks.count, "done": self.dispatch.progress(epoch)}

@@ -219,8 +219,8 @@ class ParameterServerOptions(RunOptions):
         options |= {"servers": self.server_count(nodes), "timeout": max(self.timeout, LEAST_SECONDS), **changes}
         if self.mode == "local":
             optimizer = self._outer(module, optimizer)
-        # Pipelining pays only with dedicated servers. If servers share nodes with workers, returning values and outgoing
-        # gradients compete for the nodes' links.
+        # Pipelining is used only with dedicated servers. If servers share nodes with workers, returning values and
+        # outgoing gradients would compete for the nodes' links.
         dedicated = bool(self.endpoints) and self.mode == "sync" and not may_be_lossy(self.pull_compression)
         if dedicated and "clip_norm" not in changes:
             options = {"pipelined": True, "slice_bytes": PIPELINED_BYTES, **options}

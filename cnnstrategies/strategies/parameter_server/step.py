@@ -216,7 +216,7 @@ class Stepper:
     def _log_codecs(self) -> None:
         if self.worker.codecs != self._codecs:
             self._codecs = pushes, pulls = self.worker.codecs
-            rank_zero_info(f"From step {self.worker.step} on compression: {pushes}, pull_compression: {pulls}")
+            rank_zero_info(f"From step {self.worker.step} on, compression is {pushes} and pull_compression is {pulls}")
 
     def _end(self) -> None:
         self.worker.end_step()
@@ -266,7 +266,7 @@ class Stepper:
         return args, {**kwargs, "closure": closure_then_push}
 
     def _check(self) -> None:
-        """Refuse uses of gradients or weights in this step that would give a different result from one device.
+        """Refuse uses of gradients or weights that would give different results from a run on one device.
 
         Raises:
             ConfigurationError: A gradient was changed after it was pushed, a weight was read before it was received or

@@ -314,9 +314,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if batch_idx > 0 or self._stepper is None:
             return
         if self.joined_late:
-            self.joined_late = (
-                False  # The run has just admitted this worker, so it need not admit others in this epoch.
-            )
+            # The run has just admitted this worker, together with all other waiting workers.
+            self.joined_late = False
             return
         self._stepper.worker.interrupt()
         self._stepper.worker.wait_all()
