@@ -188,7 +188,7 @@ def test_a_joiner_with_a_different_configuration_is_refused(monkeypatch):
     check_parameters(of((3, 2), (4,)), of((3, 2), (4,)))
     with pytest.raises(ConfigurationError, match=r"'layer0', shape=\(3, 2\), .* in the run and .* shape=\(3, 1\)"):
         check_parameters(of((3, 2), (4,)), of((3, 1), (4,)))
-    with pytest.raises(ConfigurationError, match=r"2 parameters, and this configuration 1: .*'layer1'.* None here"):
+    with pytest.raises(ConfigurationError, match=r"2 parameters, and this configuration has 1; .*'layer1'.* None here"):
         check_parameters(of((3, 2), (4,)), of((3, 2)))
     monkeypatch.setenv(SEED, "3")
     check_seed("3")

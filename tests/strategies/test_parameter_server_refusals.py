@@ -26,7 +26,7 @@ ARGUMENTS = [
     ({"endpoints": ["tcp://10.0.0.1:4000"]}, "coordinator: tcp://address:port"),
     (
         {"endpoints": ["tcp://10.0.0.1:4000"], "servers_per_node": 2, "coordinator": "tcp://10.0.0.1:1"},
-        "leave one of the two out",
+        "leave one of the two options out",
     ),
     ({"coordinator": "tcp://[::1]:80"}, r"endpoint 'tcp://\[::1\]:80': the parameter server supports only IPv4"),
     (
@@ -110,8 +110,8 @@ USES: dict[str, Callable[[], Any]] = {
     r"words is Embedding\(sparse=True\).* use sparse=False": lambda: check_module(SPARSE, servers()),
     r"OwnClipping\.configure_gradient_clipping would clip": lambda: check_module(OwnClipping(), servers()),
     "StochasticWeightAveraging writes averaged weights": lambda: fit_with(StochasticWeightAveraging(0.1), "fork"),
-    "BatchSizeFinder cannot search .* search on one device": lambda: fit_with(BatchSizeFinder(), "fork"),
-    "LearningRateFinder cannot search .* search on one device": lambda: fit_with(LearningRateFinder(), "popen"),
+    "BatchSizeFinder does not work with .* run it on one device": lambda: fit_with(BatchSizeFinder(), "fork"),
+    "LearningRateFinder does not work with .* run it on one device": lambda: fit_with(LearningRateFinder(), "popen"),
     "replication=2 needs as many servers": lambda: fit_with(Callback(), "popen", replication=2),
 }
 
