@@ -20,7 +20,7 @@ def check_shares(shares: str | Sequence[float], named: Sequence[str]) -> None:
     """Raise a ConfigurationError unless shares are one of the words `named` or a list of numbers above 0."""
     if isinstance(shares, str):
         if shares not in named:
-            raise ConfigurationError(f"shares={shares!r}: accepted are {', '.join(named)} and a list such as [3, 1]")
+            raise ConfigurationError(f"shares={shares!r}: use {', '.join(named)} or a list such as [3, 1]")
     elif not shares or not all(0 < share < inf for share in shares):
         raise ConfigurationError(f"shares={list(shares)}: each rank needs a share above 0")
 
@@ -80,8 +80,8 @@ def check_count(shares: str | Sequence[float], ranks: int) -> None:
     """Raise a ConfigurationError if the length of a list of shares is not the number of ranks."""
     if not isinstance(shares, str) and len(shares) != ranks:
         raise ConfigurationError(
-            f"shares={list(shares)} are {len(shares)}, and there are {ranks} processes "
-            "(trainer.devices x trainer.num_nodes): give a share for each process, or leave shares out"
+            f"shares={list(shares)} has length {len(shares)}, but there are {ranks} processes "
+            "(trainer.devices x trainer.num_nodes): give one number for each process, or leave shares out"
         )
 
 
@@ -170,7 +170,9 @@ def _dealt(samples: int, shares: tuple[float, ...], least: int, most: float) -> 
 
 
 class Deals:
-    """The shares by which the batches of a training are divided. They may change during training; all ranks agree.
+    """Division of the batches of a training among the ranks by shares, as cards are dealt to players.
+
+    The shares may change during training. All ranks must make the same changes.
 
     Args:
         shares: Share of each rank, from the first batch on.

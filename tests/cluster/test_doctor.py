@@ -40,7 +40,7 @@ def test_what_differs_or_does_not_work_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(doctor, "shared_memory", lambda: 2**30)  # The tests may run in a container with little.
     (code, output), (second, _) = examine("--interface=10.77.9.0/24")
     assert (code, second) == (0, 0), output
-    assert f"All 2 hosts agree, reach each other and share {tmp_path}" in output
+    assert f"No problems: all 2 hosts have the same versions, reach each other and share {tmp_path}" in output
     assert re.search(r"1 beta +│ 10\.77\.9\.2 │ wire", output), output
     assert not list(tmp_path.glob(".cnnstrategies-doctor*"))
     (tmp_path / "beta").mkdir()

@@ -110,8 +110,8 @@ USES: dict[str, Callable[[], Any]] = {
     r"words is Embedding\(sparse=True\).* use sparse=False": lambda: check_module(SPARSE, servers()),
     r"OwnClipping\.configure_gradient_clipping would clip": lambda: check_module(OwnClipping(), servers()),
     "StochasticWeightAveraging writes averaged weights": lambda: fit_with(StochasticWeightAveraging(0.1), "fork"),
-    "BatchSizeFinder does not work with .* run it on one device": lambda: fit_with(BatchSizeFinder(), "fork"),
-    "LearningRateFinder does not work with .* run it on one device": lambda: fit_with(LearningRateFinder(), "popen"),
+    "BatchSizeFinder does not work .* run it on one device": lambda: fit_with(BatchSizeFinder(), "fork"),
+    "LearningRateFinder does not work .* run it on one device": lambda: fit_with(LearningRateFinder(), "popen"),
     "replication=2 needs as many servers": lambda: fit_with(Callback(), "popen", replication=2),
 }
 

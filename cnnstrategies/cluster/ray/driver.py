@@ -110,7 +110,7 @@ class Driver:
                 if ends.code in (0, REFUSED):
                     return ends.code
                 if start == most:
-                    _say(f"The run cannot go on: {ends.why}, and cluster.ray.max_restarts={start}")
+                    _say(f"The run cannot continue: {ends.why}, and cluster.ray.max_restarts={start}")
                     return ends.code
                 _say(f"The run starts again ({start + 1} of at most {most}): {ends.why}")
         raise AssertionError

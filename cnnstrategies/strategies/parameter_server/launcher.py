@@ -48,7 +48,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Signals that are
 def forwarding(supervision: Supervision) -> Iterator[None]:
     """Forward the signals in `FORWARDED` from this process to the ranks, inside this context.
 
-    Ctrl-C is ignored here and not forwarded, because the terminal sends it to all processes, so the ranks handle it.
+    Ctrl-C is not forwarded: the terminal sends it to all processes, and the ranks handle it. This process ignores it.
     """
 
     def forward(signum: int, frame: FrameType | None) -> None:

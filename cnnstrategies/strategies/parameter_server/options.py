@@ -25,11 +25,11 @@ from cnnstrategies.strategies.differences import differences_of_replicas
 Dispatch = Literal["static", "dynamic"]
 Security = Literal["auto", "curve", "none"]
 
-# Size of a slice in bytes in pipelined runs, in which each slice is updated as soon as all its gradients have arrived.
+# Size of a slice in bytes in a pipelined run, which updates each slice as soon as all its gradients have arrived.
 PIPELINED_BYTES = 1 << 19
 MOST_HEARTBEAT = 0.5  # Largest time between two heartbeats, in seconds.
 BEATS = 20  # Number of heartbeats within a time-out.
-AVERAGING = (1.0, 0.0)  # Values of outer_lr and outer_momentum with which an outer step averages the workers' weights.
+AVERAGING = (1.0, 0.0)  # With these values of outer_lr and outer_momentum, an outer step averages the workers' weights.
 USUAL_STALENESS = 4  # Default of staleness in mode ssp.
 USUAL_SYNC_EVERY = 8  # Default of sync_every in mode local.
 # Least time in seconds that a worker waits for the reply of a server. A server may be slow because it gets little CPU

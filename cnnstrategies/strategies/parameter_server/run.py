@@ -43,7 +43,7 @@ SESSIONS_OF_LAUNCH = 1 << 16  # Largest number of sessions of the ranks of one l
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The data with which the processes of a session find each other: the coordinator's address, keys and time-out.
+    """The data that the processes of a session need to find each other: the coordinator's address, keys and time-out.
 
     A launcher of this package passes the rendezvous to the ranks in an environment variable.
 
@@ -215,7 +215,7 @@ def open_supervision(
 
 
 def worker_address(options: ParameterServerOptions, place: Rendezvous, rank: int) -> Address:
-    """Return the coordinator's address, with the id and the time-outs with which a rank registers there."""
+    """Return what a rank needs to register: the coordinator's address, the rank's id and incarnation, and time-outs."""
     incarnation = int(os.environ.get(INCARNATION, "0"))
     later = place.session > 0 and not place.supervised
     appear = LATER if later else place.wait

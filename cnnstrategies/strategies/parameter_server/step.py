@@ -26,13 +26,15 @@ NOTED_STEPS = 2  # Number of first steps that record which parameters are read o
 class Stepper:
     """Connection between the training of a module and the worker that talks to the servers.
 
-    Each gradient is pushed as soon as backward has accumulated it, unless a hook of the user may read or change
-    gradients after backward. Then all gradients are pushed in the optimizer's step. Each module waits for its own
-    parameters right before its forward, unless a hook of the user may read weights between two steps. Then the step
-    itself waits for all parameters at its end.
+    Usually each gradient is pushed as soon as backward has accumulated it. If a hook of the user may read or change
+    gradients after backward, all gradients are pushed later, in the optimizer's step.
+
+    Usually each module waits for its own parameters right before its forward. If a hook of the user may read weights
+    between two steps, each step waits for all parameters at its end.
 
     Code may also read a parameter outside of the module that owns it. The first steps wait for all parameters before
-    the forward, and record which parameters are read in this way. Later steps wait for these parameters only.
+    the forward, and record which parameters are read in this way. Later steps wait before the forward only for the
+    recorded parameters.
 
     Args:
         module: The module that is trained.
@@ -161,7 +163,7 @@ class Stepper:
 
     @property
     def begun(self) -> int:
-        """Number of steps of the run, up to the latest step whose gradients this worker has begun to push."""
+        """Number of the run's steps that this worker has completed, plus 1 while it pushes gradients."""
         return self.worker.step + self._in_step
 
     def after_step(self, last: bool = False) -> None:
@@ -275,8 +277,8 @@ class Stepper:
             if current is not gradient or writes(current) != version:
                 raise ConfigurationError(
                     f"the gradient of {self._names[index]} was changed after backward had sent it to the servers: "
-                    "change gradients in the hook on_after_backward or on_before_optimizer_step of the module or of a "
-                    "callback, for which strategy parameter_server waits, or use strategy ddp"
+                    "change gradients in a hook on_after_backward or on_before_optimizer_step, because strategy "
+                    "parameter_server sends gradients after these hooks, or use strategy ddp"
                 )
         changed = self._changed()
         awaited = self._readers.indices if self._noted >= NOTED_STEPS else range(len(self.parameters))
@@ -370,7 +372,7 @@ def _noted(child: nn.Module, computing: list[nn.Module]) -> Iterator[RemovableHa
 
     Args:
         child: The module that gets the hooks.
-        computing: The list, in which each module follows the module that calls it.
+        computing: The list. Each module follows the module that calls it.
     """
 
     def begin(module: nn.Module, *_: Any) -> None:

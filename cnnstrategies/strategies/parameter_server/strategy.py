@@ -175,7 +175,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._watch: HookContexts | None = None
 
     def check(self) -> None:
-        """Refuse a module, a number of nodes or shares with which the run would fail.
+        """Check the module, the number of nodes and the shares, before the run starts.
 
         The launcher calls this before it starts processes.
 
@@ -314,7 +314,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if batch_idx > 0 or self._stepper is None:
             return
         if self.joined_late:
-            self.joined_late = False  # The other workers have just admitted this worker, in this same epoch.
+            self.joined_late = (
+                False  # The run has just admitted this worker, so it need not admit others in this epoch.
+            )
             return
         self._stepper.worker.interrupt()
         self._stepper.worker.wait_all()
