@@ -115,7 +115,7 @@ class Worker:
         return self.role.counters
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
-        """Declare the parameters' current values the first values of the run.
+        """Declare the parameters' current values the initial values of the run.
 
         Every worker that takes part from the start of the run calls this method before :meth:`join`. The worker with
         the lowest id sends its values to the servers. If it dies before it has sent them, the next worker sends its
@@ -140,7 +140,7 @@ class Worker:
         """Take part in steps from the next step boundary on, and wait for the parameters.
 
         In modes with common steps, the other workers wait for this worker from the returned step on. If the servers
-        have no values yet, this method waits until a worker has sent them the first values.
+        have no values yet, this method waits until a worker has sent them the initial values.
 
         Args:
             has: A step whose gradients this worker already has; None if there is no such step. Pass it if all workers

@@ -44,7 +44,7 @@ class Kind(IntEnum):
     WELCOME = (
         2  # server to worker: reply to HELLO with the worker's first step, or a request to repeat pushes and pulls
     )
-    VALUE = 4  # worker to server: a slice's optimizer state, followed by the slice's first values
+    VALUE = 4  # worker to server: a slice's optimizer state, followed by the slice's initial values
     BEGIN = 6  # worker to server: hyperparameters and weight of the step whose pushes follow
     PUSH = 7  # worker to server: the gradient of a slice
     PULL = 8  # worker to server: a request for slices, with the step whose values the worker needs
@@ -55,7 +55,7 @@ class Kind(IntEnum):
     NORM = 15  # server to leader: squared norm of the mean gradient over the server's own slices
     RELAY = 18  # primary to backup: an applied update, with its hyperparameters or the decision that it belongs to
     ACKNOWLEDGE = 19  # backup to primary: the version of a slice that the backup has
-    COPY = 21  # primary to backup: a whole slice, as its first values or after the backup missed messages
+    COPY = 21  # primary to backup: a whole slice, as its initial values or after the backup missed messages
     PING = 22  # server to server: number of gaps in the receiver's messages; server to worker: a heartbeat
 
 

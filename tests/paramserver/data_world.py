@@ -123,7 +123,7 @@ class Servers:
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """The hyper-parameters of all steps."""
+        """The hyperparameters of all steps."""
         return [group.options for group in self.specification.groups]
 
     def send(
@@ -145,7 +145,7 @@ class Servers:
         self.send(Kind.HELLO, pack_keys([]), said, worker, step=step, base=base, encoding=Encoding.KEYS)
 
     def initialise(self) -> None:
-        """A worker gives zeros as first values."""
+        """A worker gives zeros as initial values."""
         for slice_ in self.slices:
             self._send_slice(Kind.VALUE, slice_.key, 0.0, slice_.servers)
 

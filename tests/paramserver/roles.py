@@ -155,7 +155,7 @@ class Roles:
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """The hyper-parameters of a step."""
+        """The hyperparameters of a step."""
         return [dict(group.options) for group in self.specification.groups]
 
     def train(self, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -210,7 +210,7 @@ class PlainRoles(Roles):
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """The hyper-parameters of a step."""
+        """The hyperparameters of a step."""
         return hyperparameters(self.optimizer)
 
 

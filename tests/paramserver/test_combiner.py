@@ -28,7 +28,7 @@ def test_who_leads_may_have_died_or_forgotten_steps_and_all_hear_of_it() -> None
     assert worker.join() == 7
     assert parameters[0].tolist() == [1.0, 1.0]
     alive.discard(2)
-    with pytest.raises(RemovedError, match="worker 2 was taken for dead"):
+    with pytest.raises(RemovedError, match="worker 2 counts as dead"):
         worker.begin_step((), 1)
     alive.symmetric_difference_update({0, 2})
     boards[1].lead(5)

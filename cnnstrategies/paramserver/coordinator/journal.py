@@ -22,10 +22,11 @@ from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.status import WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, Effects, Message, Peer
 
-# Number of records after which the coordinator's state replaces them. A process reads this many in half a second.
+# Number of records after which the coordinator's state replaces them. A process needs about half a second to read that
+# many records.
 MOST_RECORDS = 10_000
 MOST_BYTES = 1 << 26  # size of the records, in bytes, after which the coordinator's state replaces them
-HEAD = struct.Struct("<II")  # length in bytes and CRC-32 of the record's body, which follows
+HEAD = struct.Struct("<II")  # header of a record: length in bytes and CRC-32 of the body, which follows the header
 
 
 class JournalStore(Protocol):
@@ -65,7 +66,7 @@ class Journaled:
         for record, end in _records(contents):
             self._records, whole = self._records + 1, end
             self._read(record)
-        store.replace(contents[:whole])  # The next record must not follow half a record.
+        store.replace(contents[:whole])  # Remove an incomplete record at the end, which a later record must not follow.
 
     def start(self, now: float) -> Effects:
         """Write the time to the journal, and call :meth:`.Coordinator.start`."""
@@ -74,7 +75,7 @@ class Journaled:
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
         """Write a message to the journal, and call :meth:`.Coordinator.on_message`."""
-        if sender.role != WATCHER:  # A watcher's message does not change the coordinator's state.
+        if sender.role != WATCHER:  # A watcher's message does not change the coordinator's state, so it is not written.
             # Pickling tuples takes a tenth of the time that pickling `Peer` and `Message` takes.
             self._write((now, tuple(sender), tuple(message)))
         return self.coordinator.on_message(now, sender, message)

@@ -102,7 +102,7 @@ class WorkerRole:
         self._unready: dict[int, float] = {}  # By server without values: when this worker noticed it, in seconds.
         self._welcomes: dict[int, dict[str, Any]] = {}  # By server: its last WELCOME since the last request.
         self._first_values: tuple[Sequence[Tensor], dict[int, SliceState]] | None = None
-        self._moved = False  # whether the run has made a step, so that the first values are out of date
+        self._moved = False  # whether the run has made a step, so that the initial values are out of date
         self._version: int | None = None  # version of the first slice's values
         self._last_request = 0  # sequence number of the last push or pull that requested values
 
@@ -114,9 +114,9 @@ class WorkerRole:
     # Procedures
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None) -> None:
-        """Keep the parameters' values as the run's first values, in case this worker must send them to the servers.
+        """Keep the parameters' values as the run's initial values, in case this worker must send them to the servers.
 
-        One of the workers with first values sends them to each server that has no values yet.
+        One of the workers with initial values sends them to each server that has no values yet.
 
         Args:
             optimizer_state: A plain ``Optimizer.state_dict()``; None if the optimizer has no state.
@@ -324,12 +324,12 @@ class WorkerRole:
             self._send_first_values(server)
 
     def _send_first_values(self, server: int) -> None:
-        """Send a server the first values of its slices, if it is this worker's turn to send them.
+        """Send a server the initial values of its slices, if it is this worker's turn to send them.
 
         The server ignores the values of slices that it already has.
         """
         # The worker with the lowest id sends them. Workers that replace another worker come last, because most of them
-        # do not have first values.
+        # do not have initial values.
         sender = min(((worker.incarnation > 0, worker.id) for worker in self.view.workers), default=None)
         if self._first_values is not None and sender == (self._replaces, self._id):
             values, states = self._first_values
@@ -343,10 +343,10 @@ class WorkerRole:
                 self.connections.send(server, Kind.VALUE, payload, key=key, encoding=Encoding.DENSE)
 
     def _waits_in_vain(self, server: int) -> bool:
-        """Return whether a server will never get first values, as far as this worker can tell.
+        """Return whether a server will never get initial values, as far as this worker can tell.
 
-        That is so when this worker replaces another worker, has no first values itself, and has waited for longer than
-        the time-out. Then all workers with first values have died.
+        This is the case if this worker replaces another worker, has no initial values, and has waited for longer than
+        the time-out. Then all workers with initial values have died.
         """
         since = self._unready.setdefault(server, self._now)
         return self._replaces and self._first_values is None and self._now - since > self._specification.timeout

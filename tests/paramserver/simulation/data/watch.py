@@ -177,7 +177,7 @@ class Watch:
         return self._answered.get(key, {}).keys() <= self.made_of(key, value)
 
     def begun_anew(self, key: int, value: Tensor, now: float) -> None:
-        """A slice goes on from first values, or from a copy that was never filled."""
+        """A slice goes on from initial values, or from a copy that was never filled."""
         kept = self.made_of(key, value)
         self._begun_anew[key] = now, kept
         self._answered[key] = {token: at for token, at in self._answered.get(key, {}).items() if token in kept}
@@ -219,7 +219,7 @@ class WatchedStore(Store):
     """A server's slices, of which each update is looked at.
 
     Args:
-        late: Whether the server was started again: first values that it has of a worker are no copies of the primary,
+        late: Whether the server was started again: initial values that it has of a worker are no copies of the primary,
             which may not know yet that it is there.
 
     Attributes:
