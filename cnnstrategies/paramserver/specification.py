@@ -15,12 +15,12 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import AUTO, may_be_lossy, payload_names
 from cnnstrategies.paramserver.messages import InvalidMessageError
 
-Options = list[dict[str, Any]]  # For each parameter group: hyperparameters by name.
+Options = list[dict[str, Any]]  # For each parameter group: a dictionary from names to values of the hyperparameters.
 Mode = Literal["sync", "async", "ssp", "local"]
 if TYPE_CHECKING:
     PushCompression = str
     PullCompression = str
-else:  # The command line's help lists these names, and its parser refuses other names.
+else:  # The type lists all names, so that the command line's help shows them and its parser refuses other names.
     PushCompression = Literal[(*payload_names(), AUTO)]
     PullCompression = Literal[(*payload_names(pulls=True), AUTO)]
 
@@ -29,7 +29,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """Name, shape and dtype of a parameter."""
+    """Name, shape and dtype of a trained parameter of the network."""
 
     name: str
     shape: tuple[int, ...]
@@ -99,13 +99,16 @@ class RunOptions:
 
     @property
     def pulls_changes(self) -> bool:
-        """Whether workers may pull compressed differences (changes) instead of values; see :mod:`.server.store`."""
+        """Whether workers may pull changes instead of values: compressed differences from the values that they hold.
+
+        See :mod:`.server.store`.
+        """
         if self.pull_compression == AUTO:
             return self.aggregates
         return may_be_lossy(self.pull_compression)
 
     def _mistakes(self) -> Iterator[str]:
-        """Yield an error message for each mistake in the options. The error message contains the remedy."""
+        """Yield an error message for each mistake in the options. The error message says what the user must change."""
         yield from unknown_choices(
             self, {"mode": Mode, "compression": PushCompression, "pull_compression": PullCompression}
         )
@@ -165,7 +168,7 @@ class Specification(RunOptions):
 
     @property
     def itemsize(self) -> int:
-        """Size of an element, in bytes, in the parameters' largest dtype."""
+        """Number of bytes per element of the largest dtype among the parameters' dtypes."""
         return max((DTYPES[parameter.dtype].itemsize for parameter in self.parameters), default=1)
 
     @property
@@ -222,7 +225,7 @@ class Specification(RunOptions):
         return cls(infos, f"{kind.__module__}.{kind.__qualname__}", tuple(groups), workers, **options)
 
     def to_json(self) -> str:
-        """Return this specification as a JSON text."""
+        """Return this specification as a JSON text, from which :meth:`from_json` returns an equal specification."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -349,7 +352,7 @@ def check_options(options: Any, groups: Sequence[Group]) -> Options:
         InvalidMessageError: The names or the types of the hyperparameters are not those of the parameter groups.
     """
     if not _can_replace(options, [group.options for group in groups]):
-        raise InvalidMessageError("hyperparameters that do not fit the run's parameter groups")
+        raise InvalidMessageError("the hyperparameters do not fit the run's parameter groups")
     checked: Options = options
     return checked
 

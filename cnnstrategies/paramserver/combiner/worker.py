@@ -116,8 +116,8 @@ class CombinedWorker:
         """
         self._follow_leader()
         if self._engine is None:
-            # Each worker connects to the servers once, because the servers wait some seconds for a HELLO from each worker.
-            # In addition, a worker that cannot reach the servers reports the error now, and not when it becomes the leader.
+            # Servers wait some seconds for a HELLO from each worker, so this worker connects to them once. If it cannot
+            # reach the servers, it thus reports the error now, and not when it becomes the leader.
             visitor = self._connect(lambda index, value: None)
             visitor.meet()
             visitor.close()
