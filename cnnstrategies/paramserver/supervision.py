@@ -231,8 +231,8 @@ class Supervision:
                 self._run_ends()
         elif self._over:
             if child is self.workers[0]:
-                # The first worker has started the coordinator and the servers of the current session, so these processes
-                # end with it.
+                # The first worker has started the coordinator and the servers of the current session, which therefore
+                # end with this worker.
                 self._run_ends()
         elif killed:
             fields = {"role": child.role, "id": child.id, "incarnation": child.incarnation, "process": child.handle.pid}
@@ -280,8 +280,8 @@ class Supervision:
         Args:
             now: The time, in seconds.
         """
-        # Count at most one second per check, because this process may also have been stopped, for example by Ctrl-Z. Its
-        # own pause must not count as a pause of the child processes.
+        # Count at most one second per check, because this process may also have been stopped, for example by Ctrl-Z.
+        # A pause of this process must not count as a pause of its child processes.
         passed, self._looked_at = min(now - self._looked_at, 1.0), now
         for child in self._running():
             child.stopped = child.stopped + passed if is_stopped(child.handle.pid) else 0.0
