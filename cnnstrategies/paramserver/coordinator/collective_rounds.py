@@ -312,7 +312,7 @@ class Rounds:
         return waits
 
     def deadlock(self) -> list[CollectiveWait]:
-        """Return two waits that block each other; an empty list if there is no deadlock.
+        """Return two waits that block each other. Return an empty list if there is no deadlock.
 
         In a deadlock some workers wait in a collective for the other workers, and these need pushes of the waiting
         workers before they can finish their step and reach the collective.

@@ -207,7 +207,7 @@ class Dispatcher:
         """Take back a worker's unprocessed chunks of all epochs before epoch `before`.
 
         A worker that was started again may request chunks of an earlier epoch before it knows the epoch of the other
-        workers. It does not process these chunks.
+        workers. The worker does not process these chunks.
         """
         for number in [number for number in self._epochs if number < before]:
             self._take_back(self._epochs[number].shares.pop(worker, Share()))
@@ -244,7 +244,10 @@ class Dispatcher:
         return len(epoch.waiting) >= others + sum(1 for worker in workers if not self._has_samples(epoch, worker))
 
     def lose(self, worker: int) -> None:
-        """Take back the unprocessed chunks of a worker that has died or left. They are assigned before other chunks."""
+        """Take back the unprocessed chunks of a worker that has died or left.
+
+        These chunks are assigned to other workers before all remaining chunks.
+        """
         for epoch in reversed(self._epochs.values()):
             share = epoch.shares.pop(worker, None)
             if share is not None:

@@ -33,13 +33,16 @@ class JournalStore(Protocol):
     """The file or other store that contains a journal."""
 
     def read(self) -> bytes:
-        """Return the whole contents."""
+        """Return the whole contents of the journal; empty if there is no journal yet."""
 
     def append(self, record: bytes) -> None:
-        """Add a record at the end."""
+        """Add a record at the end of the journal."""
 
     def replace(self, contents: bytes) -> None:
-        """Replace the contents atomically. If the process is killed, the store has the old or the new contents."""
+        """Replace the contents of the journal atomically.
+
+        If the process is killed meanwhile, the store has either the old or the new contents.
+        """
 
 
 class Journaled:
@@ -76,7 +79,7 @@ class Journaled:
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
         """Write a message to the journal, and call :meth:`.Coordinator.on_message`."""
         if sender.role != WATCHER:  # A watcher's message does not change the coordinator's state, so it is not written.
-            # Pickling tuples takes a tenth of the time that pickling `Peer` and `Message` takes.
+            # Tuples are written because they are pickled ten times as fast as `Peer` and `Message`.
             self._write((now, tuple(sender), tuple(message)))
         return self.coordinator.on_message(now, sender, message)
 
@@ -105,7 +108,7 @@ class Journaled:
             case (now, str(name)):
                 self.coordinator.on_timer(now, name)
             case (now, sender, message):
-                with contextlib.suppress(ControlError):  # The earlier process raised the same error.
+                with contextlib.suppress(ControlError):  # The earlier process raised the same error, and went on.
                     self.coordinator.on_message(now, Peer(*sender), Message(*message))
 
 

@@ -160,8 +160,8 @@ class Roster:
         places = [(SERVER, server) for server in range(settings.servers)]
         places += [(WORKER, worker) for worker in range(settings.workers + settings.max_joiners)]
         self._places = {place: _Place() for place in places}
-        # Members that were removed after the end of the run because they were silent. They may still ask for the reason
-        # of the end, so `refusal` does not refuse them as dead.
+        # Members that were removed after the end of the run because they were silent. They are not refused as dead, so
+        # that they receive the reason of the end if they send a message later.
         self._silent_at_end: set[Peer] = set()
         self._view = View(0, (), ())
         self.view_message = self._make_view_message()
@@ -353,7 +353,7 @@ class Roster:
         """
         place = self._places.get((member.peer.role, member.peer.id))
         if place is None or member.peer.incarnation < place.incarnation:
-            return  # This death was reported before, or a later incarnation has the place.
+            return  # This death was reported before, or a later incarnation has the place, so nothing must be done.
         place.incarnation = member.peer.incarnation + 1
         place.appeared |= not replaced
         known = place.member
@@ -390,7 +390,7 @@ class Roster:
         self._forget(member)
         # The supervision processes request the list of silent members, end the processes of these members, and report
         # whether they replace them. If no report arrives in this time, the supervision process itself may be gone, so
-        # the run must go on without it.
+        # the coordinator does not wait longer.
         confirmed = min(self._settings.timeout, CONFIRM_SECONDS)
         self._decide_without(now, member, how, replaced=self._settings.supervised, seconds=confirmed)
 

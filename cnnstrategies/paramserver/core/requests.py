@@ -211,9 +211,9 @@ class Answering:
         return [Send(peer, reply)]
 
     def probe(self, sender: Peer, message: Message) -> Effects:
-        """Act on a probe: ask the peer to send again the open requests that this side does not know.
+        """Act on a probe: ask the peer to repeat the open requests that never arrived, or whose replies may be lost.
 
-        A request whose reply was sent also counts as unknown, unless the reply is large and may still be on its way.
+        A reply that was sent may be lost, unless the reply is large and may still be on its way.
         """
         numbers, floor = message.integers("ids"), message.integer("floor")
         side = self._sides.get(sender, _Side())
