@@ -33,7 +33,7 @@ class JournalStore(Protocol):
     """The file or other store that contains a journal."""
 
     def read(self) -> bytes:
-        """Return the whole contents of the journal; empty if there is no journal yet."""
+        """Return the whole contents of the journal."""
 
     def append(self, record: bytes) -> None:
         """Add a record at the end of the journal."""

@@ -13,7 +13,7 @@ INTEGER_LIMIT = 1 << 63  # Integers in messages are below this number.
 
 
 class ControlError(ValueError):
-    """Error for a malformed message: a field is missing or invalid, or the sender may not send messages of this kind."""
+    """Error for a malformed message: a field is missing or invalid, or the sender may not send this kind of message."""
 
 
 class Peer(NamedTuple):
