@@ -57,12 +57,13 @@ def hybrids(job: Job) -> Iterator[Hybrid]:
 
 
 def _microbatches(job: Job) -> list[int]:
-    """Return the numbers of microbatches to try."""
+    """Return the numbers of microbatches for which layouts are searched, the most promising number first."""
     if job.microbatches is not None:
         return [job.microbatches]
     devices, most = job.cluster.devices, job.samples
     if not job.profile.fixed:
-        # If only one batch size was measured, the time per sample of much smaller batches is unknown.
+        # If only one batch size was measured, the time per sample of much smaller batches is unknown, so the number of
+        # microbatches is limited.
         most = min(most, max(devices, round(SMALLEST_SHARE * most / job.profile.costs.microbatch_size)))
     # With two stages, the first stage has at most this number of replicas. If the number of microbatches is a multiple
     # of it, the replicas have equal numbers of microbatches.
@@ -111,7 +112,7 @@ def _candidate(predictor: Predictor, layout: Layout, microbatches: int) -> Hybri
 
 
 def _bottleneck(predictor: Predictor, layout: Layout, step: float) -> Bottleneck:
-    """Return what limits the step: computation, filling and draining the pipeline, or the network."""
+    """Return what limits the step most: computation, filling and draining the pipeline, or communication."""
     problem = predictor.problem
     work, first = 0.0, 0
     for start, end, count in problem.stages(layout):

@@ -27,7 +27,7 @@ from cnnstrategies.planning.costs import GraphCosts, NodeCost, Profile, Value, f
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 # The second measured batch is smaller by this factor, so that most microbatches have a size between the two batches.
 SMALLER = 4
-USUAL_STATES = 2  # Adam's state has this multiple of the parameters' size.
+USUAL_STATES = 2  # Size of Adam's state as a multiple of the parameters' size.
 
 
 def profile(
@@ -65,7 +65,8 @@ def profile(
     order = ordered_nodes(traced)
     with preserved(traced), mode(traced, training=True), _preserved_generator(apart_on):
         for parameter in traced.parameters():
-            # If gradients exist, a backward adds to them, as it does for all microbatches of a step except the first.
+            # In all microbatches of a step except the first, gradients exist, and the backward adds to them. The
+            # gradients are created here so that every measured backward also adds to existing gradients.
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         counted = _sweep(traced, order, microbatch, count=True)
         sweeps: list[_Sweep] = []
@@ -100,7 +101,8 @@ def profile(
     values = []
     input_bytes = sum(tensor.nbytes for tensor in tree_leaves(microbatch))
     for image in (node for node in traced.graph.nodes if node.op == "placeholder"):
-        # The first stage has the input images, and sends them to other stages that use them.
+        # Node 0 is always in the first stage, which has the input images. The first stage sends the images to other
+        # stages that use them, so the images count as a value that node 0 makes for later nodes.
         later = tuple(sorted(position[user] for user in image.users if position.get(user, 0) > 0))
         if later:
             values.append(Value(0, later, input_bytes, 0))
@@ -164,8 +166,8 @@ def _sweep(
             environment[node] = microbatch
         elif node.op == "get_attr":
             environment[node] = interpreter.fetch_attr(str(node.target))
-    # Node that made each storage, by the storage's address; None for parameters, buffers and inputs. All storages are
-    # kept until the sweep ends, so that no address is used twice.
+    # Keys are addresses of storages. Values are the nodes that made the storages; None for parameters, buffers and
+    # inputs. All storages are kept until the sweep ends, so that no address is used twice.
     owner: dict[int, fx.Node | None] = {
         _address(tensor): None for tensor in (*traced.parameters(), *traced.buffers(), *tree_leaves(microbatch))
     }

@@ -12,7 +12,7 @@ from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job
 from cnnstrategies.planning.cluster import slower
 from cnnstrategies.planning.costs import GraphCosts
 
-PART = 2**22  # Largest number of bytes of a layer that one message holds.
+PART = 2**22  # Largest size of a message in bytes. The values of a larger layer are sent in several messages.
 STALENESS = 2  # The staleness in the recipe parameter_server_ssp.
 
 
@@ -45,7 +45,8 @@ class ParameterServer:
         equal = job.equal()
         mean = job.profile.at(job.samples / self.workers)
         free, waits = self._asynchronous(mean)
-        # With ssp, no worker can be far ahead of the slowest worker, so in the long run all are as slow as that worker.
+        # With ssp, no worker can be far ahead of the slowest worker, so in the long run all workers are as slow as the
+        # slowest worker.
         bounded = max(free, mean.time / min(job.cluster.speeds))
         dealt = job.dealt(lambda counts: self._synchronous(counts)[0], 2 * mean.parameter_bytes)
         rows: list[tuple[str, dict[str, Any], Sequence[int], float, Bottleneck]] = [
@@ -135,11 +136,11 @@ class ParameterServer:
         return size * self.most * self.leaving / self.link.bandwidth
 
     def _server_time(self, size: int) -> float:
-        """Return the seconds in which a server applies the gradients of all workers to its part of a layer."""
+        """Return the seconds that a server takes to apply the gradients of all workers to its part of a layer."""
         return (size / self.job.cluster.server_rate + self._message_time(size)) * self.workers / self.servers
 
     def _message_time(self, size: int) -> float:
-        """Return the CPU seconds in which the messages of a layer are sent or received."""
+        """Return the CPU time in seconds that sending or receiving the messages of a layer takes."""
         return parts_of(size) * self.job.cluster.server_message
 
     def _asynchronous(self, costs: GraphCosts) -> tuple[float, Bottleneck]:

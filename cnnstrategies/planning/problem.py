@@ -37,7 +37,7 @@ class Problem:
         self.costs = job.profile.at(job.samples / job.microbatches)
         self.recomputes = job.activation_checkpointing != "never"
         forwards = 2 if self.recomputes else 1
-        # Element i of each list is a sum over the nodes before node i.
+        # In each of these lists, element i is the sum over the nodes before node i.
         self._time = self._sums(lambda node: forwards * node.forward + node.backward)
         self._drain = self._sums(lambda node: node.backward)
         self._parameters = self._sums(lambda node: node.parameter_bytes)
