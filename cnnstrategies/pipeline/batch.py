@@ -77,7 +77,7 @@ def share_batch(
     transport: Transport,
     usual: int | None = None,
 ) -> Batch:
-    """Send each rank what it needs of the global batch; see `Pipeline.share`. All ranks must call this.
+    """Send each rank the parts of the global batch that it needs; see `Pipeline.share`. All ranks must call this.
 
     Returns:
         The batch; it has 0 samples if no replica has samples.

@@ -107,7 +107,7 @@ class StageBuffers:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Update the running statistics, and copy other buffers from the first replica.
+        """Update the running statistics, and copy other buffers from the first replica to all replicas.
 
         All replicas of the stage must call this at the end of a step.
         """

@@ -18,11 +18,11 @@ from cnnstrategies.pipeline.stage import IMAGES, StageGraph
 from cnnstrategies.pipeline.timetable import Kind, Task
 from cnnstrategies.pipeline.transport import BACKWARD, FORWARD, REACHED, Pending, Transport
 
-# Largest number of microbatches whose gradients are being sent to a rank at the same time. If the gradients of more
-# microbatches are to be sent, the sender first waits for the oldest send.
+# Largest number of microbatches whose gradients are being sent to a rank at the same time. If the number is larger, the
+# sender waits for the oldest send.
 MOST_GRADIENT_SENDS = 2
-# In evaluation, largest number of microbatches whose outputs are being sent at the same time. If the outputs of more
-# microbatches are to be sent, the sender first waits for the oldest send.
+# In evaluation, largest number of microbatches whose outputs are being sent at the same time. If the number is larger,
+# the sender waits for the oldest send.
 MOST_EVALUATION_SENDS = 4
 
 # Sort key of a message: the turn (see `timetable.turns`) and the kind of the task that sends the message, the sending

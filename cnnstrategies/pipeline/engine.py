@@ -184,7 +184,7 @@ class Pipeline:
         form: Any = None,
         usual: int | None = None,
     ) -> Batch:
-        """Send each rank what it needs of a global batch. All ranks must call this before each step.
+        """Send each rank the parts of a global batch that it needs. All ranks must call this before each step.
 
         A step is a call of :meth:`train` or :meth:`evaluate`.
 

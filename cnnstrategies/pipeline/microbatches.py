@@ -52,7 +52,10 @@ class Split:
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """For each microbatch, its first row and the row after its last row, as indices into the replica's samples."""
+        """Range of the rows of each microbatch: the first row, and the row after the last row.
+
+        Both are indices into the samples of the replica that runs the microbatch in the first stage.
+        """
         sizes = []
         for replica, rows in enumerate(self.rows):
             filled = self._filled(rows, self.runs.count(replica) or 1)

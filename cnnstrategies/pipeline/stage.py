@@ -57,11 +57,11 @@ class Blueprint:
     used: frozenset[str]
 
     def of(self, network: nn.Module) -> "Blueprint":
-        """Return this division for another network that has the same structure."""
+        """Return the same division for a different network, which must have the same structure."""
         return replace(self, network=network)
 
     def build(self, stage: int) -> "StageModule":
-        """Return the module of one stage, which shares parameters and buffers with the network."""
+        """Return the module of one stage. The module shares its parameters and buffers with the network."""
         return StageModule(self, stage)
 
 

@@ -158,7 +158,8 @@ class Transport:
         self._groups: dict[int, dist.ProcessGroup | None] = {}
         self._watch: RankWatch | None = None
         if not self.has_tags:
-            # Suppresses a warning of torch that a group sends its messages one after the other. This is intended here.
+            # torch warns that a group sends its messages one after the other. This is intended here, so the warning is
+            # suppressed.
             os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
             ranks = range(placement.world_size)
             self.control = new_group(ranks, timeout, backend="gloo")
@@ -213,7 +214,7 @@ class Transport:
         return [self.send(part, target, OBJECT, content).begin() for part in parts if part.numel()]
 
     def receive_object(self, source: int, content: str, allocate: Callable[[int], Tensor] | None = None) -> Any:
-        """Receive what another rank sends with :meth:`send_object`. Tensors are received on the CPU.
+        """Receive the nested containers that another rank sends with :meth:`send_object`. All tensors are on the CPU.
 
         Args:
             source: Sending rank.

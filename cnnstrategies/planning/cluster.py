@@ -16,8 +16,11 @@ from cnnstrategies.old_names import HOST, is_now, renamed
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.quantities import size_in_bytes
 
-SERVER_RATE = 1e9  # Bytes of gradients per second that a server adds up and applies, on a CPU core from about 2020.
-SERVER_MESSAGE = 5e-5  # CPU seconds for one message of a parameter server, independent of its size.
+# Default number of bytes of gradients per second that a parameter server adds up and applies, with a CPU core from
+# about 2020.
+SERVER_RATE = 1e9
+# Default CPU time in seconds that the sender or the receiver spends on a message of a parameter server, of any size.
+SERVER_MESSAGE = 5e-5
 GBIT = 1e9 / 8  # Bytes per second of a connection with a rate of 1 Gbit/s.
 # Default latency in microseconds, for the two kinds of connections of a machine.
 DEFAULT_US = {"inside": 10.0, "interconnect": 50.0}
@@ -244,6 +247,10 @@ def _count(where: str, value: Any) -> int:
 
 
 def _size(where: str, value: Any) -> int:
-    """Return a size with a unit, such as 16 GiB, as a number of bytes."""
+    """Return the number of bytes of a size with a unit, such as 16 GiB.
+
+    Raises:
+        ConfigurationError: The value is not a size.
+    """
     size: int = size_in_bytes(value, where.removesuffix(": "))
     return size

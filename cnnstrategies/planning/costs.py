@@ -98,7 +98,7 @@ class GraphCosts:
 
     @cached_property
     def sent_bytes(self) -> tuple[int, ...]:
-        """Number of bytes of values that each possible cut would send to later stages.
+        """Number of bytes of values that a cut before each node would send to later stages.
 
         Element c is the number for a cut directly before node c.
         """
@@ -106,7 +106,7 @@ class GraphCosts:
 
     @cached_property
     def sent_gradient_bytes(self) -> tuple[int, ...]:
-        """Number of bytes of gradients that each possible cut would send back to earlier stages.
+        """Number of bytes of gradients that a cut before each node would send back to earlier stages.
 
         Element c is the number for a cut directly before node c.
         """
@@ -128,7 +128,7 @@ class GraphCosts:
         return sum(node.parameter_bytes for node in self.nodes)
 
     def _crossing(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return the total size of the values that cross each possible cut.
+        """Return the total size of the values that cross a cut, for a cut before each node.
 
         Element c is the total for a cut directly before node c. A value crosses the cut if an earlier node makes the
         value, and node c or a later node uses it.

@@ -38,7 +38,7 @@ def hybrids(job: Job) -> Iterator[Hybrid]:
     known: list[Layout] = []
     for microbatches in _microbatches(job):
         costs = job.profile.at(job.samples / microbatches)
-        # No layout can have a shorter step time than this, because all devices would compute all the time.
+        # No layout can have a shorter step time than this ideal time, in which all devices compute all the time.
         least = microbatches * costs.time / sum(job.cluster.speeds)
         if least > 1.03 * best:
             continue
@@ -73,7 +73,7 @@ def _microbatches(job: Job) -> list[int]:
 
 
 def _best(predictor: Predictor, known: list[Layout]) -> Layout | None:
-    """Return the best layout; None if no layout fits into memory.
+    """Return the best layout. Return None if no layout fits into memory.
 
     The first `SEARCHES` calls search among all layouts. Later calls only choose among the layouts that were found,
     which is faster.

@@ -115,7 +115,7 @@ def profile(
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Run a function and wait for the device; return the seconds that both took, and the function's result."""
+    """Run a function, and wait until the device has finished. Return the elapsed seconds and the function's result."""
     _synchronize(device)
     start = time.perf_counter()
     result = function()
@@ -280,7 +280,10 @@ def _preserved_generator(device: torch.device | None) -> AbstractContextManager[
 
 
 def _parameter_bytes(traced: fx.GraphModule, order: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """Return the bytes of each node's parameters. If several nodes share a parameter, it counts for the first node."""
+    """Return the number of bytes of each node's parameters.
+
+    If several nodes share a parameter, the parameter counts only for the first of these nodes.
+    """
     parameters = dict(traced.named_parameters(remove_duplicate=False))
     seen: set[nn.Parameter] = set()
     owned: dict[fx.Node, int] = {}
@@ -304,7 +307,7 @@ def _synchronize(device: torch.device) -> None:
 def measure_profile(
     traced: fx.GraphModule, images: Images, size: int, device: torch.device, precision: str, channels_last: bool
 ) -> Profile:
-    """Measure a network with two batch sizes: the samples of one device in a step, and a fourth of them.
+    """Measure a network with two batch sizes: a device's number of samples in a step, and a fourth of this number.
 
     If the network does not fit on the device, one node at a time is moved to the device and measured.
 
@@ -343,7 +346,8 @@ def measure_profile(
             stack.enter_context(torch.autocast(kind, dtype))
         with contextlib.suppress(torch.OutOfMemoryError):
             return measured(device)
-        gc.collect()  # Tensors that the exception's traceback held must also be freed on the device.
+        # The exception's traceback referred to tensors on the device. Collect them, so that their memory is free.
+        gc.collect()
         return measured(CPU, apart_on=device)
 
 

@@ -18,7 +18,7 @@ SMALL = 1024
 LARGE = 8 * 2**20
 WARM_UP = 4
 ROUNDS = 12
-# A training run measures its links with smaller messages and fewer rounds, because its network may be slow.
+# A training run measures its links with smaller messages and fewer rounds, because its connections may be slow.
 MEDIUM = 2**20
 FEW_ROUNDS = 4
 # The large message is assumed to take longer than the small one by at least this fraction of its own time, because a

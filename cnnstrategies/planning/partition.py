@@ -25,7 +25,7 @@ STAGES = 16  # Largest number of stages that is tried if the user does not set t
 PROPOSALS = 24  # Number of layouts that are simulated because they are the best by the formula of `problem.py`.
 SEARCHES = 12  # Number of layouts at which local searches that use the formula of `problem.py` begin.
 MOST_MOVED_CUTS = 3  # Largest number of cuts that a local search moves at once.
-STEPS = 50  # Largest number of steps of a local search.
+STEPS = 50  # Largest number of moves that one local search makes.
 SMALL = 8  # With at most this number of devices, every layout that may be the best is simulated.
 SIMULATED_PER_STEP = 12  # On a larger cluster: largest number of layouts that one step of a local search simulates.
 MOST_SIMULATED = 60  # On a larger cluster: largest number of simulations in total.
@@ -118,7 +118,10 @@ class _Search:
         return chosen
 
     def simulate_promising(self, layouts: Iterable[Layout]) -> None:
-        """Simulate the layouts that may be better than the best simulated layout, smallest lower bound first."""
+        """Simulate those layouts that may be better than the best layout simulated so far.
+
+        The layout with the smallest lower bound of the step time is simulated first.
+        """
         new = {layout for layout in layouts if layout not in self.costs}
         if self.is_large:
             # On a large cluster a simulation takes long, so only the layouts are simulated that are the best by the
@@ -165,7 +168,10 @@ class _Search:
 
 
 def _counts(problem: Problem) -> Sequence[int]:
-    """Return the numbers of stages to try. The number of devices and of cut positions limits them."""
+    """Return the numbers of stages for which layouts are searched.
+
+    A layout cannot have more stages than devices, and needs a cut position between any two stages.
+    """
     job, most = problem.job, min(problem.cluster.devices, len(problem.costs.cut_positions) + 1)
     if job.replicas is not None:
         wanted: Sequence[int] = [len(job.replicas)]

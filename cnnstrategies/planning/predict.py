@@ -86,7 +86,7 @@ class Predictor:
         return self.job.memory is None or max(self.stage_memory(layout, True)) <= self.job.memory
 
     def simulate(self, layout: Layout, run_ahead: bool, microbatches: int | None = None) -> Simulation:
-        """Simulate a step, however many tasks it has.
+        """Simulate a step with all its tasks, even if their number exceeds `LONGEST`.
 
         Args:
             layout: Cuts and replicas.

@@ -35,7 +35,7 @@ class _Row:
 
 
 def read_profile(file: Path, batch: int) -> Profile:
-    """Return the profile in a CSV file.
+    """Read a profile from a CSV file, and return it.
 
     A row must come after the rows of its inputs. Rows with the operation ``Input`` are the network's inputs. Times are
     assumed to be proportional to the number of samples, and every output is assumed to be kept until the backward. A

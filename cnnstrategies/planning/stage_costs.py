@@ -44,7 +44,7 @@ def all_reduce(cluster: Cluster, first: int, count: int) -> Time:
 def buckets(
     gradients: Iterable[tuple[float, int]], size: int = BUCKET_BYTES, first: int | None = None
 ) -> list[BucketCost]:
-    """Return the buckets that are filled with gradients in the order in which the backward computes them.
+    """Divide gradients into buckets, in the order in which the backward computes the gradients.
 
     Args:
         gradients: For each gradient, the seconds from the start of the backward until it is ready, and its bytes; in
@@ -168,7 +168,7 @@ def stage_costs(costs: GraphCosts, cuts: Sequence[int]) -> list[StageCost]:
 
 
 def _gradients(nodes: Sequence[NodeCost]) -> tuple[tuple[float, int], ...]:
-    """Return when the gradients of each node are ready and how many bytes they have, the last node first.
+    """Return, for each node, the time when its gradients are ready, and their number of bytes. The last node is first.
 
     The times are in seconds from the start of the last node's backward.
     """

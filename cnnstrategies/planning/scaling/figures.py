@@ -9,7 +9,7 @@ from cnnstrategies.planning.costs import digits
 COMPUTE = ("forward", "backward", "optimizer")
 # Prefixes of the names of parts of a step. The name of the callback or logger that takes this time follows the prefix.
 CALLBACK, LOGGER = "callback ", "logger "
-LARGER = 4  # A batch that is larger by this factor is tried, to see whether the batches are too small for a device.
+LARGER = 4  # Factor by which batches are enlarged to measure whether the batches are too small for a device.
 
 
 def ms(seconds: float, count: int = 3) -> str:

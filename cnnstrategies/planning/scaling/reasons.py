@@ -14,7 +14,7 @@ from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.costs import digits
 from cnnstrategies.planning.scaling.figures import CALLBACK, LARGER, LOGGER, Measurements, ms
 
-LEAST_GAIN = 1.05  # Causes whose remedy would gain less than this factor are not reported.
+LEAST_GAIN = 1.05  # Reasons with a smaller predicted gain are not reported.
 MOST_WORKERS = 8  # Largest number of data loader workers that is recommended.
 USUAL_LOG_EVERY = 50
 # Every device is a little faster with larger batches, so batches are only reported as small if larger batches are
@@ -74,7 +74,8 @@ def loading(measurements: Measurements) -> Iterator[Reason]:
             cause = "samples are loaded in the training process, and loading holds the interpreter's lock"
             evidence += f"; two threads that load at the same time take {ms(load.two)} ms each"
         free = MOST_WORKERS if waits_for_storage else max(1, facts.cores // run.devices)
-        # In training all ranks load at the same time, so a sample may take longer than when it is measured alone.
+        # In training all ranks load at the same time, so loading a sample may take longer than in the measurement, in
+        # which one rank loads alone. Without workers, the longer time is used.
         seconds = load.seconds if facts.workers else max(load.seconds, waited / rank.samples)
         need = math.ceil(rank.samples * seconds / max(step - waited, 1e-6))
         workers = min(free, MOST_WORKERS, need)

@@ -23,7 +23,9 @@ from cnnstrategies.planning.tune.trial import COMPARED_STEPS, ONE_BATCH, PATIENC
 
 WARM_UP_STEPS = 3
 BLOCK_SECONDS = 0.5
-LARGEST_DIFFERENCE = 1e-3  # Rounding is not expected to change a loss by more than this fraction.
+# Largest relative difference of two losses that is explained by rounding. A candidate that changes rounding only is
+# rejected if its losses differ more from the default's losses.
+LARGEST_DIFFERENCE = 1e-3
 FRESH = Analysis(7, 0.05)  # The only analysis of the new rounds that confirm a candidate.
 # One of two identical processes can be a tenth faster in all its rounds (Mytkowicz et al., 2009, explain why). A gain
 # below `CERTAIN_GAIN` must therefore appear again in each of `PAIRS` pairs of new processes. A pair runs the default
@@ -298,7 +300,7 @@ def _make_first_steps(trial: Trial) -> _Runner:
 
 
 def repeats(strategy: object) -> bool:
-    """Whether two runs with the same settings have equal losses under this strategy.
+    """Whether two runs with the same settings have equal losses under a strategy.
 
     Args:
         strategy: The value of ``trainer.strategy`` in the configuration.

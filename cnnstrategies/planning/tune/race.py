@@ -20,13 +20,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Outcome = Literal["faster", "slower", "no difference", "undecided", "behind"]
-# Logarithm of a ratio of two speeds. If the ratio is smaller, the verdict is "no difference".
+# Logarithm of the smallest ratio of two speeds that counts as a difference. The verdict is "no difference" if the
+# confidence interval shows that the ratio is smaller.
 MARGIN = math.log(1.02)
-# A candidate is compared with the default and with the candidate that is fastest so far. The verdict on the candidate
-# is "behind", which ends its measurement early, in two cases. After at least `FEWEST_ROUNDS` rounds: it was slower than
-# one of the two by more than 5 % in every round. After at least `INTERVAL_ROUNDS` rounds: a confidence interval with
-# the error probability `BEHIND_ERROR` shows that it is slower than one of the two. The other verdicts do not depend on
-# this rule, so their error probabilities do not include it.
+# A candidate is compared with two rivals: the default, and the candidate that is fastest so far. The candidate gets the
+# verdict "behind" after at least `FEWEST_ROUNDS` rounds if it was slower than a rival by more than 5 % in every round.
+# It also gets this verdict after at least `INTERVAL_ROUNDS` rounds if a confidence interval with the error probability
+# `BEHIND_ERROR` shows that it is slower than a rival. This verdict only ends the candidate's measurement and is not a
+# statistical statement, so it uses nothing of the error probability of the analyses.
 BEHIND = math.log(1.05)
 FEWEST_ROUNDS, INTERVAL_ROUNDS = 4, 6
 BEHIND_ERROR = 0.1

@@ -198,7 +198,8 @@ def _run(module: str, words: list[str], output: Path, variables: Mapping[str, st
     os.environ.update(variables)
     program = importlib.import_module(module)
     sys.argv = [str(program.__file__), *words]
-    sys.modules["__main__"] = program  # Lightning starts the other ranks by running the main module.
+    # Lightning starts the other ranks by running the main module again, so the program must be the main module.
+    sys.modules["__main__"] = program
     program.main()
 
 
