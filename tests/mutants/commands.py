@@ -92,13 +92,13 @@ removes(
 removes(
     spawned_by_a_thread,
     "a launcher waits for a spawned process that has died",
-    killed_by=test_processes.test_nobody_waits_for_what_dies_or_stops_in_its_imports,
+    killed_by=test_processes.test_starting_a_process_that_dies_or_stops_in_its_imports_does_not_block,
     gives=contextlib.nullcontext(),
     signum=9,
 )
 
 
-@replaces(whole_file, killed_by=test_predictions.test_on_a_full_disk_predictions_are_those_of_before_or_none)
+@replaces(whole_file, killed_by=test_predictions.test_a_full_disk_leaves_the_old_predictions_or_none)
 @contextlib.contextmanager
 def a_file_is_overwritten_in_place(original, path, remedy):
     with writing(path, remedy), open(path, "wb") as file:
