@@ -55,10 +55,10 @@ def test_fit_validate_test_predict_and_quantize(run_cli, quick):
             rows[name] = list(csv.DictReader(file))
     assert [row["sample"] for row in rows["two"]] == [str(index) for index in range(len(rows["two"]))]
     assert len(rows["two"]) == 359
-    for single, other in zip(rows["one"], rows["two"], strict=True):
-        assert single["sample"] == other["sample"]
+    for single, double in zip(rows["one"], rows["two"], strict=True):
+        assert single["sample"] == double["sample"]
         for name in single.keys() - {"sample", "class"}:
-            assert float(single[name]) == pytest.approx(float(other[name]), abs=1e-6)  # The file has six digits.
+            assert float(single[name]) == pytest.approx(float(double[name]), abs=1e-6)  # The file has six digits.
 
     code, output = run_cli("test", *quick, *one_process)
     assert code == 2

@@ -1,4 +1,4 @@
-"""Predictions of all ranks are gathered, whatever number of rows each rank has, and written completely or not at all."""
+"""Predictions of all ranks are gathered completely, and are written as a whole or not at all."""
 
 import csv
 import resource
