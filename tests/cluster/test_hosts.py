@@ -77,7 +77,7 @@ def test_a_run_survives_a_short_link_failure_and_ends_after_a_long_one(hosts: Ne
 
 
 class Dies(Callback):
-    """Kills rank 2, the first rank of the second node, within an epoch, and saves the other ranks' weights at the end."""
+    """Kills rank 2, the first rank of the second node, within an epoch, and saves the other ranks' final weights."""
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_rank == 2 and trainer.global_step == 7:

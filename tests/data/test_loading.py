@@ -58,9 +58,9 @@ def test_batches_keep_their_values_and_an_unfinished_epoch_has_no_effect():
     for _ in range(2):
         assert_same(list(workers), expected)
     assert_same(first, expected[:3])
-    ones = list(loader(workers=2))  # All batches are kept.
-    assert_same(ones, expected)
-    assert not any(tensor.is_shared() for batch in ones for tensor in batch)
+    kept = list(loader(workers=2))  # All batches are kept.
+    assert_same(kept, expected)
+    assert not any(tensor.is_shared() for batch in kept for tensor in batch)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -76,7 +76,10 @@ class NoWaits(Callback):
     """Raises an error if the host waits for the device in a step, from the fourth step on."""
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
-        """Let torch raise errors; see ``torch.cuda.set_sync_debug_mode``. The first step of an epoch may read its loss."""
+        """Let torch raise errors, except in an epoch's first step, whose loss is read.
+
+        See ``torch.cuda.set_sync_debug_mode``.
+        """
         if ON_GPU and index and trainer.global_step > 2:
             torch.cuda.set_sync_debug_mode("error")
 

@@ -30,7 +30,7 @@ STRATEGIES: Mapping[str, tuple[Callable[[LightningModule, Tensor], Any], int]] =
 
 
 def part_of(names: Iterable[str]) -> list[str]:
-    """Return the names in one part of the zoo: with `CNNSTRATEGIES_ZOO_PART=3/10` every tenth name from the third on."""
+    """Return one part of the names: with `CNNSTRATEGIES_ZOO_PART=3/10`, every tenth name from the third on."""
     part, parts = map(int, os.environ.get("CNNSTRATEGIES_ZOO_PART", "1/1").split("/"))
     return list(names)[part - 1 :: parts]
 
