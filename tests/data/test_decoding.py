@@ -54,8 +54,8 @@ def test_exif_orientation_is_applied():
         assert decode(Path(name)).shape == (3, 50, 40)
 
 
-# torchvision's decoder crashes on the damaged PNG with a segmentation fault. Pillow warns about the first image that has
-# too many pixels, and refuses the second one.
+# torchvision's decoder crashes on the damaged PNG (segmentation fault). Pillow warns about the first image with too
+# many pixels, and refuses the second one.
 BROKEN = {
     "cannot identify image file": [b"", b"<html>not found</html>", encoded("JPEG")[:3], encoded("PNG")[:8]],
     "truncated": [encoded("JPEG")[:900], encoded("PNG")[:3000]],
