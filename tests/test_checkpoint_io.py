@@ -26,7 +26,7 @@ def test_a_failing_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     io = AtomicCheckpointIO()
     io.save_checkpoint({"step": 1}, path)
     large = {"step": 2, "weights": torch.zeros(500_000)}
-    line = f"cannot write {path}: No space left on device; make room there"
+    line = f"cannot write {path}: No space left on device; free some space"
     (tmp_path / ".last.ckpt.partial").symlink_to("/dev/full")  # While it is written...
     with pytest.raises(ConfigurationError, match=line):
         io.save_checkpoint(large, path)

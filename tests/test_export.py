@@ -86,6 +86,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing():
     with torch.no_grad():
         model.network.append(torch.nn.Linear(3, 200_000)).append(torch.nn.Linear(200_000, 3))
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-    with pytest.raises(ConfigurationError, match=r"^cannot write out: File too large; make room there"):
+    with pytest.raises(ConfigurationError, match=r"^cannot write out: File too large; free some space"):
         export.export(model, data, Path("out"), "torch_export")
     assert not list(Path().iterdir())

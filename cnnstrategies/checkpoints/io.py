@@ -29,7 +29,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        remedy = "make room there or set checkpoint.dirpath to another disk, and resume with --ckpt_path=last"
+        remedy = "free some space, or set checkpoint.dirpath to another disk, and resume with --ckpt_path=last"
         with whole_file(Path(path), remedy) as file:
             torch.save(checkpoint, file)
 

@@ -210,7 +210,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
     """Write ``run.json``, as a complete file."""
-    with whole_file(folder / RECORD, "make room there, or give another checkpoint.dirpath") as file:
+    with whole_file(folder / RECORD, "free some space, or set checkpoint.dirpath to another disk") as file:
         file.write(f"{json.dumps(record, indent=1)}\n".encode())
 
 

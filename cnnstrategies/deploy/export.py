@@ -95,7 +95,7 @@ def export(
     scratch.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-        stack.enter_context(writing(output, "make room there, or give another --output"))
+        stack.enter_context(writing(output, "free some space, or set another path with --output"))
         exported = {"torch_export": to_torch_export, "onnx": to_onnx}[kind](
             source, for_any_batch(batches[0]), scratch / FILES[kind]
         )

@@ -103,7 +103,7 @@ def save_program(program: "torch.export.ExportedProgram", path: Path) -> None:
     """
     content = io.BytesIO()
     torch.export.save(program, content)
-    with whole_file(path, "make room there, or give another --output") as file:
+    with whole_file(path, "free some space, or set another path with --output") as file:
         file.write(content.getbuffer())
 
 

@@ -90,7 +90,7 @@ def test_each_part_gets_its_time_and_the_pauses_get_none(spend, capsys, steps, v
     options = {"max_epochs": 3, "limit_train_batches": 8, "val_check_interval": validate_every, "profiler": mine}
     trainer = fit(profile, SpendingCallback(spend), model=model, logger=CSVLogger("."), **options)
     printed = capsys.readouterr().out
-    assert f"Where {measured} training steps spent" in printed
+    assert f"Time of {measured} training steps by part" in printed
     times = dict(profile.milliseconds)
     # What follows the last batch before a pause is not counted, so `other` may lack its second half there.
     assert times.pop("other") == pytest.approx(1000 * SPENT["other"], rel=0.2)
