@@ -193,11 +193,11 @@ MISTAKES = {
     r"label_smoothing=1.0 is outside \[0, 1\)": {"label_smoothing": 1.0},
     "cutmix_alpha=-0.5 is negative; use 0": {"cutmix_alpha": -0.5},
     r"class_weights=\[1.0, 2.0\]: give 10 numbers that are at least 0": {"class_weights": [1.0, 2.0]},
-    "cutmix_alpha need task=classes, and the model has task=multilabel": {
+    "cutmix_alpha need task=classes, but the model has task=multilabel": {
         "task": "multilabel",
         "mixup_alpha": 0.1,
     },
-    "class_weights with task=regression": {"task": "regression", "class_weights": [1.0] * 10},
+    "class_weights cannot be used with task=regression": {"task": "regression", "class_weights": [1.0] * 10},
 }
 
 

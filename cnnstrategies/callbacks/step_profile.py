@@ -32,8 +32,8 @@ class StepProfile(Callback):
     the *least* communication is the slowest rank. The line below the table gives the fraction of the all-reduce that
     overlaps with backward. DDP's broadcast of buffers, such as those of batch normalisation, counts as forward.
     Lightning's broadcast of the stop signal counts as other. Under FSDP all communication counts as forward or
-    backward. With manual optimization, calls of ``manual_backward`` and optimizer steps within ``training_step`` count
-    as backward and optimizer.
+    backward. If ``training_step`` itself computes gradients or updates, their time counts as forward, unless Lightning
+    reports it to the profiler as backward or as an optimizer step.
 
     On an accelerator the device is synchronised between the parts of the profiled steps, so that the time of a kernel
     counts for the part that launched the kernel. Profiled steps are therefore slower than other steps, in which the CPU

@@ -46,7 +46,7 @@ def test_columns_of_numbers_are_labels_or_values():
     data = table(LABELS.replace("0,0", "-2.5,7"), task="regression", columns=["wet"])
     assert data.val_source.targets.tolist() == [[-2.5]]
     with pytest.raises(
-        ConfigurationError, match="task=classes, and ImageTableDataModule has targets for regression: set"
+        ConfigurationError, match="task=classes, but ImageTableDataModule has task=regression: set"
     ):
         ImageClassifier(torch.nn.Flatten(), 2).check_data(table(LABELS, task="regression"))
 
