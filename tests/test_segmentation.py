@@ -105,7 +105,9 @@ def test_the_loss_is_the_mean_of_images_over_counted_pixels():
     torch.testing.assert_close(model.loss(logits, masks), sum(each) / 3)
     outputs = OrderedDict(out=logits, aux=auxiliary)
     torch.testing.assert_close(model.loss(outputs, masks), sum(each) / 3 + 0.3 * model.loss(auxiliary, masks))
-    with pytest.raises(ConfigurationError, match=r"returned shape \(3, 3, 4, 5\) instead of logits of shape \(3, 4, 4, 5\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"returned shape \(3, 3, 4, 5\) instead of logits of shape \(3, 4, 4, 5\)"
+    ):
         ImageSegmenter(nn.Identity(), num_classes=4).loss(logits, masks)
     assert UNet(3, widths=(4, 8, 16))(torch.zeros(2, 3, 16, 24)).shape == (2, 3, 16, 24)
 

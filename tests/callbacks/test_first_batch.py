@@ -105,7 +105,9 @@ def test_what_each_has_loaded(name, monkeypatch):
 
 
 def test_another_order_in_each_process_is_refused_where_its_samples_are_dealt(monkeypatch):
-    with pytest.raises(Exception, match=r"different orders in different processes, .*: give the sampler a generator with the same seed"):
+    with pytest.raises(
+        Exception, match=r"different orders in different processes, .*: give the sampler a generator with the same seed"
+    ):
         warned(monkeypatch, BalancedDDPStrategy(start_method="fork"), DataLoader(samples(32), 4, sampler=ByRank()))
 
 

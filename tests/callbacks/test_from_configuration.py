@@ -167,7 +167,9 @@ def test_what_a_hook_has_set_stays_unless_configured(tmp_path, caplog):
 
 def test_an_ended_schedule_and_another_optimizer_are_refused(tmp_path):
     path = saved(tmp_path, lambda: Small(SCHEDULES["one cycle, momentum too"](16)))
-    with pytest.raises(ConfigurationError, match="has made 4 steps of its schedule, and the configured OneCycleLR is shorter"):
+    with pytest.raises(
+        ConfigurationError, match="has made 4 steps of its schedule, and the configured OneCycleLR is shorter"
+    ):
         train(Small(SCHEDULES["one cycle, momentum too"](2)), ckpt_path=path)
     (tmp_path.parent / "config.yaml").touch()
     with pytest.raises(ConfigurationError, match=r"not saved with AdamW .* include .*dampening, .*config\.yaml"):

@@ -201,7 +201,7 @@ def test_a_slow_stage_computes_and_the_other_one_waits_for_it(capfd):
     assert first["receive"] > first["step"] / 2 > first["forward"] + first["backward"]
     printed = capfd.readouterr().out
     assert "┃ stage 0 ┃ stage 1 ┃ share ┃" in printed
-    assert f"Waiting for other ranks: stage 0 {waiting(first):.0%}, stage 1 {waiting(last):.0%}. The others" in printed
+    assert f"Waiting for other ranks: stage 0 {waiting(first):.0%}, stage 1 {waiting(last):.0%}. The stage" in printed
 
 
 def waiting(times):

@@ -45,9 +45,7 @@ def test_columns_of_numbers_are_labels_or_values():
     assert [source.targets.tolist() for source in (data.val_source, data.test_source)] == [[[0.0, 0.0]], [[1.0, 0.0]]]
     data = table(LABELS.replace("0,0", "-2.5,7"), task="regression", columns=["wet"])
     assert data.val_source.targets.tolist() == [[-2.5]]
-    with pytest.raises(
-        ConfigurationError, match="task=classes, but ImageTableDataModule has task=regression: set"
-    ):
+    with pytest.raises(ConfigurationError, match="task=classes, but ImageTableDataModule has task=regression: set"):
         ImageClassifier(torch.nn.Flatten(), 2).check_data(table(LABELS, task="regression"))
 
 

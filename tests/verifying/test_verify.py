@@ -107,7 +107,7 @@ def test_differences_are_told_after_which_step_and_what() -> None:
     assert said.startswith("NOT equal to one device\n")
     assert "first difference after step 3: weights: 6 of 6 differ, most strongly net." in said
     assert "unlike one device: random draws (as in dropout) are each process's own" in said
-    assert "the step or a hook of its batch draws random numbers" in said
+    assert "the training step or a batch hook draws random numbers" in said
 
 
 class Single(Module):
@@ -118,7 +118,10 @@ class Single(Module):
 def test_what_float64_cannot_train_is_compared_in_float32() -> None:
     verdict = cnnstrategies.verify(Single(), Data(), "ddp", steps=2)
     assert verdict.equal, verdict
-    assert "in float32, which is less precise, because the run in float64 failed: RuntimeError: expected m1 and m2" in str(verdict)
+    assert (
+        "in float32, which is less precise, because the run in float64 failed: RuntimeError: expected m1 and m2"
+        in str(verdict)
+    )
 
 
 class Fails(Module):
