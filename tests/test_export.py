@@ -68,7 +68,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_left(monkeypatch):
     model, data = parts()
     with monkeypatch.context() as patched:
         patched.setattr(torch.export, "export", refuses)
-        message = "cannot export Sequential: a branch depends on the data; its weights are in the checkpoint"
+        message = "cannot export Sequential: a branch depends on the data; use the weights in the checkpoint"
         with pytest.raises(ConfigurationError, match=message):
             export.export(model, data, Path("out"), "torch_export")
         patched.setattr("importlib.util.find_spec", lambda name: None)

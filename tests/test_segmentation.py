@@ -164,7 +164,7 @@ def test_own_images_are_fitted_whole_and_masks_named():
     with Image.open("masks/a/x.png") as picture:
         assert picture.size == (24, 20)
     shutil.copy("data/train/images/1.png", "mine/a/x.jpg")
-    with pytest.raises(ConfigurationError, match=r"the masks of a/x.jpg and a/x.png would be the same file"):
+    with pytest.raises(ConfigurationError, match=r"the masks of a/x.jpg and a/x.png would be written to the same file"):
         images_of_folder(data, Path("mine"))
 
 
@@ -202,8 +202,11 @@ def read_all():
 MASK = Path("data/train/masks/3.png")
 MISTAKES = (
     (MASK.unlink, r"images/3.png has no mask: put 3.png into .*masks"),
-    (lambda: Image.new("L", (9, 9)).save(MASK), r"mask .*3.png has \(9, 9\) pixels, and its image has \(20, 24\)"),
-    (lambda: Image.new("L", (24, 20), 7).save(MASK), r"mask .*3.png has the class 7, and num_classes=2 allows 0 to 1"),
+    (lambda: Image.new("L", (9, 9)).save(MASK), r"mask .*3.png has \(9, 9\) pixels, but its image has \(20, 24\)"),
+    (
+        lambda: Image.new("L", (24, 20), 7).save(MASK),
+        r"mask .*3.png has the class 7, but num_classes=2 allows only 0 to 1",
+    ),
     (lambda: MASK.write_text("nothing"), r"broken mask .*3.png"),
     (
         lambda: shutil.copy("data/train/images/3.png", "data/train/images/3.jpg"),

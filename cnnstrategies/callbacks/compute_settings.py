@@ -10,8 +10,8 @@ from cnnstrategies.runtime.compiling import compile_parts
 class ComputeSettings(Callback):
     """Callback that applies compute settings to any module, without a change to the module's code.
 
-    ``cnnstrategies tune`` finds the fastest settings. :class:`~cnnstrategies.ImageClassifier` also has ``channels_last``
-    and ``compile_backend`` as arguments of its own.
+    ``cnnstrategies tune`` finds the fastest settings. :class:`~cnnstrategies.ImageClassifier` also has arguments
+    ``channels_last`` and ``compile_backend`` of its own.
 
     Args:
         channels_last: Whether to store the weights of convolutions in torch's ``channels_last`` memory format. The

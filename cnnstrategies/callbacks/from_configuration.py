@@ -102,7 +102,7 @@ class FromConfiguration(Callback):
 
 
 def _fresh(trainer: Trainer) -> State:
-    """Return the options of the optimizers' parameter groups, and the schedules, as configured before the first step."""
+    """Return the options of the optimizers' parameter groups, and the schedules, as they are before the first step."""
     return {
         "optimizers": [
             [{key: value for key, value in group.items() if key not in NOT_OPTIONS} for group in optimizer.param_groups]
@@ -178,7 +178,7 @@ def _check_same(trainer: Trainer, states: Sequence[State]) -> None:
         if ours and theirs:
             path = str(trainer.ckpt_path)
             raise ConfigurationError(
-                f"ckpt_path: {path} was not saved with {type(optimizer).__name__} but with a different optimizer, whose "
+                f"ckpt_path: {path} was not saved with {type(optimizer).__name__} but with a different optimizer; its "
                 f"options include {', '.join(sorted(theirs)[:3])} and not {', '.join(sorted(ours)[:3])}; "
                 f"{remedy(Path(path))}"
             )

@@ -21,7 +21,7 @@ MOST_NAMED = 3  # Largest number of ignored folders whose names the start panel 
 
 
 def readable(name: str) -> str:
-    r"""Return a file's name as UTF-8 text, with bytes that are not UTF-8 written as escape sequences such as ``\xe9``."""
+    r"""Return a file's name as UTF-8 text, with escape sequences such as ``\xe9`` for bytes that are not UTF-8."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 

@@ -80,7 +80,7 @@ class ShardedImageDataModule(ImageDataModule):
         self.augment = augment
         if "train" not in self.index.parts:
             raise ConfigurationError(
-                f"{self.root} has no training images: run cnnstrategies pack with a folder that contains training images"
+                f"{self.root} has no training images: run cnnstrategies pack with a folder that has training images"
             )
         self.class_names = self.index.class_names
         self.num_classes = len(self.class_names)

@@ -78,15 +78,15 @@ class ImageSegmenter(NetworkModule):
     quality = "miou"
 
     def check_data(self, datamodule: LightningDataModule | None) -> None:
-        """Refuse a data module without masks, or whose number of classes or ``ignore_index`` differs from the model's."""
+        """Refuse a data module without masks, or with a different number of classes or ``ignore_index``."""
         super().check_data(datamodule)
         if not isinstance(datamodule, ImageDataModule) or datamodule.ignore_index == self.ignore_index:
             return
         name, ignore_index = type(datamodule).__name__, datamodule.ignore_index
         if ignore_index is None:
             raise ConfigurationError(
-                f"{name} has no masks, which ImageSegmenter needs: use SegmentationFolderDataModule, or ImageClassifier "
-                "to classify whole images"
+                f"{name} has no masks, which ImageSegmenter needs: use SegmentationFolderDataModule, or "
+                "ImageClassifier to classify whole images"
             )
         raise ConfigurationError(
             f"the model has ignore_index={self.ignore_index}, but {name} has ignore_index={ignore_index}: set "

@@ -9,8 +9,8 @@ from typing_extensions import override
 from cnnstrategies.data.module import TaskName
 from cnnstrategies.errors import ConfigurationError
 
-# Number of thresholds at which precision and recall are computed. With a fixed number, the memory of the metric does not
-# grow with the number of samples.
+# Number of thresholds at which precision and recall are computed. With a fixed number, the memory of the metric does
+# not grow with the number of samples.
 THRESHOLDS = 200
 
 

@@ -90,5 +90,5 @@ def test_what_cannot_be_predicted_or_written_is_refused():
     Path("empty").mkdir()
     with pytest.raises(ConfigurationError, match=r"images=empty: no images found; .* \.jpg, .*\.webp"):
         images_of_folder(DigitsDataModule(), Path("empty"))
-    with pytest.raises(ConfigurationError, match="images=empty: LightningDataModule does not define how"):
+    with pytest.raises(ConfigurationError, match="images=empty: LightningDataModule does not define the preprocessing"):
         images_of_folder(LightningDataModule(), Path("empty"))

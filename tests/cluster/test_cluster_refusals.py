@@ -47,7 +47,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (partial(KubernetesOptions, env={"PET_NNODES": "3"}), "PET_NNODES follows from"),
     (partial(RayOptions, max_restarts=-1), "cluster.ray.max_restarts=-1"),
     (partial(RayOptions, wait=0), "cluster.ray.wait=0"),
-    (partial(Interconnect, timeout=0), "interconnect.timeout=0: it must be above 0"),
+    (partial(Interconnect, timeout=0), "interconnect.timeout=0 is too short: it must be above 0"),
     (partial(job_size, 1, "auto", "gpu"), "trainer.devices=auto"),
     (partial(job_size, 1, -1, "gpu"), "trainer.devices=-1"),
     (partial(job_size, 1, 2, "auto"), "trainer.accelerator=auto"),

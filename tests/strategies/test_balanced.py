@@ -200,22 +200,22 @@ def test_a_slow_rank_loses_work_where_epochs_have_fewer_batches_than_lie_between
 
 def test_shares_that_cannot_be_are_refused_before_processes():
     for refused, said in (
-        ({"shares": [3, 0]}, r"shares=\[3, 0\]: each rank needs a share above 0"),
-        ({"shares": "best"}, "shares='best': accepted are auto, equal and a list"),
+        ({"shares": [3, 0]}, r"shares=\[3, 0\]: set a share above 0 for each rank"),
+        ({"shares": "best"}, "shares='best': use auto, equal or a list"),
         ({"max_samples": 0}, "max_samples=0: a rank needs at least 1 sample"),
         (
             {"shares": [3, 1], "initial_shares": [3, 1]},
-            r"initial_shares=\[3, 1\] is for shares: auto, and shares is \[3, 1\]",
+            r"initial_shares=\[3, 1\] has no effect with shares=\[3, 1\]",
         ),
         ({"ddp_comm_hook": print}, "ddp_comm_hook: this strategy brings its own hook"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             BalancedDDPStrategy(**refused)
-    with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] are 2, and there are 3 processes"):
+    with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] has 2 entries, but there are 3 processes"):
         quiet_trainer(BalancedDDPStrategy([3, 1]), 3).strategy.launcher.launch(print)
     with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] are for mode: sync, not mode: local"):
         ParameterServerStrategy("local", shares=[3, 1])
-    with pytest.raises(ConfigurationError, match=r"initial_shares=\[3, 1\] is for shares: auto, and shares is equal"):
+    with pytest.raises(ConfigurationError, match=r"initial_shares=\[3, 1\] has no effect with shares=equal"):
         ParameterServerStrategy(initial_shares=[3, 1])
-    with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] are 2, and there are 3 processes"):
+    with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] has 2 entries, but there are 3 processes"):
         quiet_trainer(ParameterServerStrategy(shares=[3, 1]), 3).fit(ImageClassifier(PlainCNN(), 10), Digits())

@@ -119,8 +119,8 @@ def read_index(root: Path) -> Index:
             )
         if hashlib.sha256(packed).hexdigest() != described["samples"]:
             raise ConfigurationError(
-                f"{root / SAMPLES} was not written together with {INDEX}, or is damaged: copy both files again, or pack "
-                "again"
+                f"{root / SAMPLES} was not written together with {INDEX}, or is damaged: copy both files again, or "
+                "pack again"
             )
         with np.load(io.BytesIO(packed)) as arrays:
             parts = {

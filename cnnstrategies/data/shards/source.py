@@ -151,7 +151,7 @@ class ShardSource:
             except BrokenImageError as error:
                 raise ConfigurationError(
                     f"broken image {self.name(number)} in {self._path(number)} ({error}): run `cnnstrategies pack "
-                    f"--check {self.paths[0].parent}` to find damaged shards, and copy these shards again, or pack again"
+                    f"--check {self.paths[0].parent}` to find damaged shards, and copy them again, or pack again"
                 ) from None
         return images, self.targets[indices]
 
@@ -170,8 +170,8 @@ class ShardSource:
             )
         if content[TAR_OWNER] != self.owner:
             raise ConfigurationError(
-                f"{self._path(number)} was not written together with {INDEX}: copy all files of the same `cnnstrategies "
-                "pack` run, or pack again"
+                f"{self._path(number)} was not written together with {INDEX}: copy all files of the same "
+                "`cnnstrategies pack` run, or pack again"
             )
         return content[TAR_BLOCK:]
 
