@@ -58,7 +58,7 @@ def test_sizes_that_do_not_go_together_are_refused_before_a_run():
             lambda: DigitsDataModule(global_batch_size=11).check_trainer(accumulated),
             "for each of 3 processes that load data x accumulate_grad_batches=4: set it to at least 12",
         ),
-        (lambda: loaders(quiet_trainer("ddp", 3)), r"batches of 21 and of 22 samples: add .*SampleWeights\(\)"),
+        (lambda: loaders(quiet_trainer("ddp", 3)), r"batches have 21 and others 22 samples: add .*SampleWeights\(\)"),
         (
             lambda: data.check_trainer(quiet_trainer(callbacks=[scheduled])),
             "GradientAccumulationScheduler, which changes the number of samples in a step",

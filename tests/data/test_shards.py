@@ -279,8 +279,8 @@ def test_what_is_wrong_with_shards_is_said_with_the_remedy(packed, monkeypatch):
             described | {"version": 9},
             "has the format version 9, but this version of cnnstrategies reads format version 1",
         ),
-        (index, with_shard("../more/train.tar"), "which is not a file of this folder: replace links"),
-        (index, with_shard(outside), "which is not a file of this folder: replace links"),
+        (index, with_shard("../more/train.tar"), "which is not a file in this folder: replace links"),
+        (index, with_shard(outside), "which is not a file in this folder: replace links"),
         (index, with_shard("none.tar"), "the shard shards/none.tar is missing: copy it"),
         (index, fewer, r"an image of class 13, and the index has 5 classes \(0 to 4\)"),
     ):
@@ -303,7 +303,7 @@ def test_what_is_wrong_with_shards_is_said_with_the_remedy(packed, monkeypatch):
             read_index(Path("shards"))
     shard.rename("elsewhere.tar")
     shard.symlink_to(Path("elsewhere.tar").resolve())
-    with pytest.raises(ConfigurationError, match=r"which is not a file of this folder: replace links by the files"):
+    with pytest.raises(ConfigurationError, match=r"which is not a file in this folder: replace links by the files"):
         read_index(Path("shards"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
