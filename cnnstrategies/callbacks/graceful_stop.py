@@ -183,7 +183,7 @@ class GracefulStop(Callback):
 
 
 def _more_follows(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether Lightning still logs, validates or ends the epoch when all callbacks of this step have run."""
+    """Whether Lightning will log, validate or end the epoch directly after the callbacks of this step."""
     validate_every = trainer.val_check_batch
     validates = isinstance(validate_every, int) and (batch_idx + 1) % validate_every == 0
     logs = bool(trainer.loggers) and trainer.global_step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]

@@ -200,7 +200,9 @@ def last_checkpoint(trainer: Trainer, name: str) -> Path | None:
 
 
 def refuse_anothers(last: Path, name: str) -> None:
-    """Check that a last checkpoint, if it exists, belongs to a run: otherwise a restart would resume the wrong run.
+    """Check that the file ``last`` does not exist or is a checkpoint of the run ``name``.
+
+    Otherwise a restart of the run would resume from the checkpoint of a different run.
 
     Args:
         last: Path of the last checkpoint.

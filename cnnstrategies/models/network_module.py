@@ -80,9 +80,9 @@ class NetworkModule(LightningModule):
     quality: str = "acc"  # Name of the metric by which networks are compared, without `val_` or `test_`.
 
     def check_data(self, datamodule: LightningDataModule | None) -> None:
-        """Check that the data module fits the model: its number of classes, and its mean and standard deviation.
+        """Check that the data module has the model's number of classes and the preprocessing that the network expects.
 
-        If the network has pretrained weights that expect a different mean or standard deviation, a warning says so.
+        If the network's pretrained weights expect a different mean or standard deviation, the method only warns.
 
         Raises:
             ConfigurationError: The numbers of classes of the data module and of the model differ.

@@ -66,7 +66,10 @@ def _end_group() -> None:
 
 
 def name_process(name: str) -> None:
-    """Set the name of this process that ps and top show, cut to 15 bytes. Only Linux supports this."""
+    """Set the name under which ps and top show this process.
+
+    The name is cut to 15 bytes. On systems other than Linux nothing happens.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 

@@ -143,7 +143,8 @@ def _check_keys(submission: "Submission") -> None:
         return
     raise ConfigurationError(
         f"{SECTION}.key_secret is not set, but the connections between the pods are encrypted: run "
-        "cnnstrategies-server --make-keys run.key and kubectl create secret generic run-key --from-file=run.key, and set key_secret: "
+        "cnnstrategies-server --make-keys run.key and kubectl create secret generic run-key "
+        "--from-file=run.key, and set key_secret: "
         "run-key; or, on a trusted network, set security: none for the strategy"
     )
 

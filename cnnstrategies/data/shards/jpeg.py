@@ -1,9 +1,9 @@
 """Decoding of a crop of a JPEG file without decoding the whole image.
 
 A baseline JPEG consists of rows of small rectangles, the minimum coded units (called units here; ITU-T T.81 section
-A.2). The decoding of a unit depends on the units before it. Units below a crop are skipped by a smaller height in the
-header. Units after a restart marker do not depend on the units before the marker. In a file with restart markers, the
-units around a crop can therefore be copied to a new, smaller JPEG file.
+A.2). The decoding of a unit depends on the units before it. If the height in the header is reduced, a decoder skips the
+units below a crop. Units after a restart marker do not depend on the units before the marker. In a file with restart
+markers, the units around a crop can therefore be copied to a new, smaller JPEG file.
 """
 
 import importlib.util
