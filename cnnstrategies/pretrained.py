@@ -128,7 +128,9 @@ def _built(name: str, num_classes: int, weights: str) -> tuple[nn.Module, list[n
             network.load_state_dict(state)
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:200]
-            raise ConfigurationError(f"the weights in {weights} do not fit {name} ({reason}): set name") from error
+            raise ConfigurationError(
+                f"the weights in {weights} do not fit the network {name} ({reason}): correct name or weights"
+            ) from error
     else:
         try:
             network = get_model(name, weights=weights)

@@ -82,7 +82,7 @@ MISTAKES = {
     "no network 'resnet5' in torchvision; .* timm.create_model.*; did you mean 'resnet50'": ("resnet5", 7),
     r"no file .*nowhere.pth: set model": ("resnet18", 7, "nowhere.pth"),
     "torchvision has no weights 'IMAGENET22K' for resnet18": ("resnet18", 7, "IMAGENET22K"),
-    "the weights in other.pth do not fit shufflenet_v2_x0_5": ("shufflenet_v2_x0_5", 7, "other.pth"),
+    "the weights in other.pth do not fit the network shufflenet_v2_x0_5": ("shufflenet_v2_x0_5", 7, "other.pth"),
     "text.pt is not a file of weights": ("shufflenet_v2_x0_5", 7, "text.pt"),
     r"weights of resnet18 cannot be downloaded \(no route to host\): .* copy the file, and set weights": (
         "resnet18",

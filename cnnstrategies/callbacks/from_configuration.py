@@ -237,7 +237,7 @@ def _advance(trainer: Trainer, config: LRSchedulerConfig, fresh: State, past: St
         with warnings.catch_warnings(action="ignore"):  # torch warns of schedule steps without optimizer steps.
             for _ in range(steps):
                 scheduler.step()
-    except ValueError as error:  # torch's OneCycleLR
+    except ValueError as error:  # torch's OneCycleLR raises this error after its last step.
         raise ConfigurationError(
             f"the run has made {steps} steps of its schedule, and the configured {type(scheduler).__name__} is shorter "
             f"({error}): give it more steps"

@@ -57,7 +57,10 @@ def folders_in(directory: Path) -> list[str]:
 
 
 def beside(root: Path, folders: dict[str, Path]) -> Counter[str]:
-    """Count the folders in ``root`` that are ignored, because a folder ``train`` exists and they are not a split.
+    """Count the folders in ``root`` that are ignored.
+
+    If a folder ``train`` exists, these are all folders that are not a split. Otherwise the folders may be classes, and
+    none is ignored.
 
     Args:
         root: Folder of the data set.

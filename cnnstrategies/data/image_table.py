@@ -57,7 +57,8 @@ class ImageTableDataModule(ImageFolderDataModule):
         targets = self.columns or [name for name in names[1:] if name.lower() != SPLIT]
         if missing := [name for name in targets if name not in names]:
             raise ConfigurationError(
-                f"{self.labels} has no column {missing[0]!r}, but {', '.join(names)}: correct data.init_args.columns"
+                f"{self.labels} has no column {missing[0]!r}, but only {', '.join(names)}: correct "
+                "data.init_args.columns"
             )
         if not targets or (self.task == "classes" and len(targets) > 1):
             raise ConfigurationError(
@@ -77,7 +78,9 @@ class ImageTableDataModule(ImageFolderDataModule):
             files.append(row[names[0]])
             numbers.append(0 if part == "predict" else self._target(row[names[0]], value, classes))
         if "train" not in self.table:
-            raise ConfigurationError(f"{self.labels} has no images for training: set {SPLIT} to train for some images")
+            raise ConfigurationError(
+                f"{self.labels} has no training images: set the column {SPLIT} to train for some images"
+            )
         first = self.root / self.table["train"][0][0]
         if not first.is_file():
             raise ConfigurationError(

@@ -240,8 +240,8 @@ def items_of(sampler: Any, epoch: int) -> list[Any]:
     """Return all items that a sampler yields on all ranks in an epoch, without repeated samples.
 
     An item is whatever the sampler yields, for example the indices of a batch. The items of the ranks alternate. Every
-    worker of a parameter server calls this function and must get the same items. The random generators are therefore
-    seeded before and restored afterwards.
+    worker of a parameter server calls this function and must get the same items. The function therefore seeds the
+    random generators, and restores their states at the end.
     """
     inner = getattr(sampler, "sampler", sampler)
     inner.set_epoch(epoch)

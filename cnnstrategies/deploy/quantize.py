@@ -112,7 +112,7 @@ def save_program(program: "torch.export.ExportedProgram", path: Path) -> None:
 def int8_graph(
     network: nn.Module, datamodule: LightningDataModule, calibration_batches: int
 ) -> tuple["torch.export.ExportedProgram", "GraphModule", Tensor]:
-    """Return the exported graph of a network, the int8 graph, and the example batch for exporting.
+    """Return the exported graph of a network, the int8 graph, and the batch with which both graphs were exported.
 
     Raises:
         ConfigurationError: There are no calibration batches, torchao is not installed, or torch cannot export the

@@ -24,7 +24,7 @@ import gc
 
 import torch
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h of glibc
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # These constants are from glibc's malloc.h.
 _LARGEST_STEP = 32 << 20  # Largest value in bytes that glibc accepts for M_MMAP_THRESHOLD.
 
 

@@ -70,14 +70,14 @@ def test_it_is_evaluated_and_predicted(task):
 MISTAKES = {
     "no file": ("", {"labels": Path("other.csv")}, r"other.csv cannot be read \(No such file"),
     "no rows": ("image,species\n", {}, "has the target columns none, but task=classes needs one"),
-    "no column": (CLASSES, {"columns": ["age"]}, "has no column 'age', but image, species"),
+    "no column": (CLASSES, {"columns": ["age"]}, "has no column 'age', but only image, species"),
     "two columns": (LABELS, {}, "columns wet, cold, but task=classes needs one: set data"),
     "other split": (
         LABELS.replace("testing", "trial"),
         {"task": "multilabel"},
         "the value 'trial' in the column split: use train, val",
     ),
-    "no training": ("image,split,a\na.png,val,1\n", {"task": "regression"}, "has no images for training"),
+    "no training": ("image,split,a\na.png,val,1\n", {"task": "regression"}, "has no training images"),
     "other class": ("image,split,a\na.png,train,x\nb.png,train,y\nc.png,val,z\n", {}, "has the class 'z' for c.png"),
     "no label": (
         LABELS.replace("1,1", "1,2"),

@@ -19,7 +19,7 @@ INVENTED_NAME = re.compile(r"torchrun_[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 @register
 class Torchrun(Launcher):
-    """Launcher for torchrun, also inside a job of another launcher."""
+    """Launcher for torchrun. It comes before all other launchers, because torchrun may run inside their jobs."""
 
     name = "torchrun"
     title = "torchrun"

@@ -143,7 +143,7 @@ def read_index(root: Path) -> Index:
 def _check_part(root: Path, name: str, part: ShardedPart, classes: int) -> None:
     """Check the index entries of a split: shards must be files in the folder, and images must be within the shards.
 
-    These checks make sure that a manipulated index cannot cause reads of other files.
+    With these checks, a manipulated index cannot make the program read other files.
     """
     for shard in part.shards:
         if (root / shard.file).resolve().parent != root.resolve():
