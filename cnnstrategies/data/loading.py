@@ -157,8 +157,9 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
         return {"epoch": self._epoch, "served": self._served, **identity}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Skip the batches that ``state_dict`` counts as served, if the next epoch is the one in which the state
-        was saved.
+        """Skip the batches that ``state_dict`` counts as served.
+
+        They are skipped only if the next epoch is the one in which the state was saved.
 
         Raises:
             ConfigurationError: The state was saved within an epoch with dynamic dispatch.

@@ -282,7 +282,7 @@ def test_what_is_wrong_with_shards_is_said_with_the_remedy(packed, monkeypatch):
         (index, with_shard("../more/train.tar"), "which is not a file in this folder: replace links"),
         (index, with_shard(outside), "which is not a file in this folder: replace links"),
         (index, with_shard("none.tar"), "the shard shards/none.tar is missing: copy it"),
-        (index, fewer, r"an image of class 13, and the index has 5 classes \(0 to 4\)"),
+        (index, fewer, r"an image of class 13, but the index has only 5 classes \(0 to 4\)"),
     ):
         before = path.read_bytes()
         path.write_bytes(json.dumps(content).encode() if isinstance(content, dict) else content)
