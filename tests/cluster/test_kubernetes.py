@@ -180,5 +180,5 @@ def test_all_objects_are_made_or_none(tmp_path: Path, monkeypatch: pytest.Monkey
             create(run())
         assert (tmp_path / "seen").read_text().splitlines() == seen
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    with pytest.raises(ConfigurationError, match="kubectl is not found"):
+    with pytest.raises(ConfigurationError, match="kubectl is not installed"):
         create(run())

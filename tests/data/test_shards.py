@@ -303,7 +303,7 @@ def test_what_is_wrong_with_shards_is_said_with_the_remedy(packed, monkeypatch):
             read_index(Path("shards"))
     shard.rename("elsewhere.tar")
     shard.symlink_to(Path("elsewhere.tar").resolve())
-    with pytest.raises(ConfigurationError, match=r"which is not a file in this folder: replace links by the files"):
+    with pytest.raises(ConfigurationError, match=r"which is not a file in this folder: replace links with the files"):
         read_index(Path("shards"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
