@@ -97,7 +97,7 @@ def _rates(older: Answer | None, member: Answer) -> dict[str, float]:
         return {}
     figures = older["figures"]
     known = {name: value - figures[name] for name, value in member["figures"].items() if name in figures}
-    # A server's number of updates can decrease, because the slices whose updates it counts can change.
+    # A server counts the updates of its slices. The number can decrease, because the server can lose slices.
     return {name: max(0.0, more) / seconds for name, more in known.items()}
 
 

@@ -75,7 +75,7 @@ def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
             continue
         try:
             signature = inspect.signature(function).parameters
-        except ValueError:  # The function is written in C.
+        except ValueError:  # Functions that are written in C may have no signature.
             break
         parameters = {**signature, **parameters}
         if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.values()):

@@ -45,7 +45,7 @@ IN_OTHER_WORDS = tuple(
 )
 _NOT_FOUND = re.compile(r"Interpolation key '([^']*)' not found(?: \(resolved to '([^']*)'\))?")
 _CLASS = re.compile(r"Problem with given class_path '([^']+)'")
-# Packages that contain no code of the user. An error message names a line of other code if there is one.
+# Packages that contain no code of the user. If possible, an error message names a line outside of these packages.
 OF_OTHERS = ("cnnstrategies", "lightning", "torch", "jsonargparse")
 # Errors that usually mean a mistake in code. Their text alone does not help a user who wrote a configuration.
 OF_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError)

@@ -314,7 +314,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if batch_idx > 0 or self._stepper is None:
             return
         if self.joined_late:
-            # The run has just admitted this worker, together with all other waiting workers.
+            # For this epoch the admission is over. This worker took part in it when it joined.
             self.joined_late = False
             return
         self._stepper.worker.interrupt()
@@ -410,7 +410,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         worker.interrupt()
         if self.options.mode == "local":
             self._stepper.outer_step()
-            worker.interrupt()  # An outer step that is made early must not count when step times choose encodings.
+            worker.interrupt()  # The duration of an early outer step must not influence the choice of encodings.
         worker.wait_all()
         self._dispatch.processed = self._dispatch.seen
         if not self._buffers_are_equal:
