@@ -97,7 +97,7 @@ def _rates(older: Answer | None, member: Answer) -> dict[str, float]:
         return {}
     figures = older["figures"]
     known = {name: value - figures[name] for name, value in member["figures"].items() if name in figures}
-    # A server counts the updates of its slices. The number can decrease, because the server can lose slices.
+    # A server's number of updates is a mean over its slices. It can decrease if the server gets or loses slices.
     return {name: max(0.0, more) / seconds for name, more in known.items()}
 
 

@@ -54,7 +54,7 @@ def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[Non
             # Without a Python handler, a signal is ignored or ends the process at once, so nothing needs to be done.
             if callable(handler):
                 signal.signal(signum, heed)
-        # When a signal arrives, the interpreter writes the signal's number to this descriptor, even if no handler can run.
+        # When a signal arrives, the interpreter writes the signal's number here at once, even if no handler can run.
         previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         watcher = threading.Thread(target=watch, args=(reader,), daemon=True)
         watcher.start()

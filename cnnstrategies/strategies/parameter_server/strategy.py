@@ -242,8 +242,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self.setup_precision_plugin()
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ConfigurationError(
-                "precision=16-mixed: all workers would need the same loss scale in each step, which strategy "
-                "parameter_server does not provide; use bf16-mixed"
+                "precision=16-mixed: all workers would need the same loss scale in each step, but strategy "
+                "parameter_server does not exchange it; use bf16-mixed"
             )
         if trainer.state.fn == TrainerFn.FITTING and self.options.mode != "local":
             for name in CLIPPING:  # The servers clip instead, because only they know the norm of the whole gradient.
