@@ -169,7 +169,7 @@ def _answers(watcher: Watcher, address: RunAddress, key_file: str | None) -> Ite
 
     Raises:
         ConfigurationError: The coordinator has never replied.
-        RunGoneError: The coordinator has stopped to reply, or reports that the run is over.
+        RunGoneError: The coordinator has stopped replying, or reports that the run is over.
     """
     heard = time.monotonic()
     last: Answer | None = None

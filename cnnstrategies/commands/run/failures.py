@@ -144,10 +144,10 @@ def refusal_in(traceback: str) -> str | None:
 
 
 def _explain_reference(error: OmegaConfBaseException) -> str:
-    """Return the line that explains why a reference, ``${...}``, could not be followed."""
+    """Return an error message of one line for a reference (`${...}`) in a configuration that cannot be resolved."""
     key = re.sub(rf"^({'|'.join(COMMANDS)})\.", "", str(error.full_key))
     reason = in_one_line(str(error.msg).split("\n")[0])
     if match := _NOT_FOUND.match(reason):
         target = match[2].partition(".")[2] if match[2] else match[1]
-        return f"{key}: refers to {target}, which is not there: give {key} a value, or refer to an existing key"
+        return f"{key} refers to {target}, which does not exist: give {key} a value, or refer to an existing key"
     return f"{key}: {reason}"

@@ -72,7 +72,7 @@ def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[Non
 def _detach_socket() -> None:
     """Stop writing signals to the socket before a fork. Otherwise the child would write signals to its parent's socket.
 
-    The parent continues after the fork; see `_attach_socket`.
+    After the fork the parent writes signals to the socket again; see `_attach_socket`.
     """
     global _parents_descriptor
     if threading.current_thread() is threading.main_thread():
