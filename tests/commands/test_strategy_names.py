@@ -165,4 +165,6 @@ def test_a_run_trains_by_a_name_with_options(monkeypatch):
     options = ("microbatches=2", "start_method=fork", "cuts=[block1]")
     words = ["--trainer.strategy=hybrid_pipeline", *(f"--trainer.strategy.{option}" for option in options)]
     limits = ["--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--trainer.devices=2"]
-    main(["fit", "--config=quickstart", *words, *limits, "--trainer.logger=false", "--trainer.enable_progress_bar=false"])
+    main(
+        ["fit", "--config=quickstart", *words, *limits, "--trainer.logger=false", "--trainer.enable_progress_bar=false"]
+    )
