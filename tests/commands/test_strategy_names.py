@@ -164,5 +164,7 @@ def test_what_a_run_saves_reproduces_it(monkeypatch, capsys):
 def test_a_run_trains_by_a_name_with_options(monkeypatch):
     options = ("microbatches=2", "start_method=fork", "cuts=[block1]")
     words = ["--trainer.strategy=hybrid_pipeline", *(f"--trainer.strategy.{option}" for option in options)]
-    one = ["--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--trainer.devices=2"]
-    main(["fit", "--config=quickstart", *words, *one, "--trainer.logger=false", "--trainer.enable_progress_bar=false"])
+    limits = ["--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--trainer.devices=2"]
+    main(
+        ["fit", "--config=quickstart", *words, *limits, "--trainer.logger=false", "--trainer.enable_progress_bar=false"]
+    )
