@@ -101,8 +101,8 @@ def check_count(shares: str | Sequence[float], ranks: int) -> None:
     """
     if not isinstance(shares, str) and len(shares) != ranks:
         raise ConfigurationError(
-            f"shares={list(shares)} has {len(shares)} entries, but there are {ranks} processes "
-            "(trainer.devices x trainer.num_nodes): set one share for each process, or leave shares out"
+            f"shares={list(shares)} has length {len(shares)}, but there are {ranks} processes "
+            "(trainer.devices x trainer.num_nodes): give one number for each process, or leave shares out"
         )
 
 

@@ -106,7 +106,7 @@ def simulated(text: str) -> Callable[[], Any]:
             "  0.5 s: kill server 0\n",
         ),
         (
-            "The others",
+            "The other servers and the workers",
             "it is killed\n  data: servers 2, workers 2, replication 2, restarts 1\n  pace: 10\n"
             "  0.5 s: kill server 0\n",
         ),

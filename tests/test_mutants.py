@@ -4,6 +4,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 from mutants.faulty import MUTANTS, Mutant
 
@@ -19,7 +20,8 @@ def places(mutant: Mutant) -> list[tuple[Any, str]]:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_a_test_fails_if(mutant: Mutant, places: list[tuple[Any, str]], request: pytest.FixtureRequest) -> None:
-    arguments = {name: request.getfixturevalue(name) for name in mutant.fixtures} | mutant.given
+    arguments = {name: request.getfixturevalue(name) for name in mutant.fixtures} | mutant.arguments
     mutant.put_in(places)
+    patience.limit = 3.0  # The test waits for something that does not happen in most mutants.
     with pytest.raises(mutant.noticed_by):
         mutant.killed_by(**arguments)

@@ -124,7 +124,7 @@ def test_only_weights_from_somewhere_can_be_evaluated(caplog):
 
     with caplog.at_level(logging.INFO):
         check_trained("validate", with_weights(), with_weights)
-    assert "so ImageClassifier keeps the weights it was built with" in caplog.text
+    assert "so ImageClassifier uses the weights it was built with" in caplog.text
     new_head = with_weights()
     nn.init.normal_(new_head.network[2].weight)
     with pytest.raises(ConfigurationError, match=r"validate without ckpt_path: network\.2\.weight has random values"):

@@ -1,7 +1,7 @@
-"""The division of the parameters into slices, and of the slices among the servers: the same in every process.
+"""The division of parameters into slices, and the distribution of the slices among the servers.
 
-A large parameter is cut into several slices, and small parameters share a slice, because a message costs the same for
-few elements as for many.
+Every process computes the same division from the specification. A large parameter is cut into several slices. Several
+small parameters form one slice together, because every message has a fixed cost.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,21 +15,24 @@ from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.optimizers import is_elementwise, load_optimizer
 from cnnstrategies.paramserver.specification import DTYPES, Specification
 
-SHARED_BYTES = 1 << 18  # largest shared slice, in bytes
-MOST_SHARED = 63  # parameters per slice; a number of 64 bits says which of them have no gradient
-SLICES_OF_A_SERVER = 4  # smallest number of slices per server that sharing may leave
-MOST_STATES = 8  # largest number of tensors of a parameter's size in its optimizer state
+SHARED_BYTES = 1 << 18  # largest size, in bytes, of a slice with several parameters
+# Largest number of parameters in a slice. Messages have one bit for each parameter, in an integer below 2^63.
+MOST_SHARED = 63
+# A slice with several parameters must be small enough that each server could get this many slices of the same size.
+SLICES_OF_A_SERVER = 4
+MOST_STATES = 8  # largest number of state tensors that an optimizer keeps for a parameter, each of the parameter's size
 
 
 @dataclass(frozen=True)
 class Part:
-    """A range of a flattened parameter, from `start` up to `stop` (exclusive).
+    """A range of elements of a flattened parameter, which belongs to a slice.
 
     Attributes:
-        parameter: Index of the parameter.
-        start: First element.
-        stop: Element after the last one.
-        shape: ``(stop - start,)``, or the parameter's own shape where the optimizer needs whole tensors.
+        parameter: Index of the parameter in `Specification.parameters`.
+        start: Index of the first element.
+        stop: Index after the last element.
+        shape: Shape of the part in the slice: ``(stop - start,)``, or the parameter's shape if the optimizer needs
+            whole tensors.
     """
 
     parameter: int
@@ -39,7 +42,7 @@ class Part:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the part."""
         return self.stop - self.start
 
 
@@ -48,12 +51,12 @@ class Slice:
     """The unit of pushes, updates and pulls: a part of a parameter, or several small parameters of one parameter group.
 
     Attributes:
-        key: Number of the slice.
-        parts: Its parts, in sequence.
+        key: Number of the slice, which identifies it in messages.
+        parts: The parts, in the order of their elements in the slice.
         sizes: Number of elements of each part.
         numel: Number of elements of the slice.
-        dtype: Their dtype.
-        servers: Ids of the servers that hold the slice; the first one is the preferred primary.
+        dtype: Dtype of the elements.
+        servers: Ids of the servers that hold the slice. The first of them is the primary at the start of the run.
     """
 
     key: int
@@ -65,25 +68,27 @@ class Slice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the slice's values."""
+        """Shape of the tensor with the slice's values. It is flat if the slice has several parts."""
         return self.parts[0].shape if len(self.parts) == 1 else (self.numel,)
 
     def views(self, values: Tensor) -> list[Tensor]:
-        """Return the parts of a tensor with the slice's values, in the same memory."""
+        """Return a view for each part, in the part's shape, of a tensor with the slice's values."""
         flat = values.view(-1).split_with_sizes(self.sizes)
         return [piece.view(part.shape) for piece, part in zip(flat, self.parts, strict=True)]
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of the elements."""
+        """Size of the slice's values in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 def cut(specification: Specification) -> tuple[Slice, ...]:
     """Cut all parameters into slices, and distribute the slices among the servers.
 
-    The servers are balanced by bytes: the largest slice first, each to the least loaded server. Tensors stay whole for
-    optimizers that do not work element by element.
+    The slices are distributed in the order of their sizes, the largest first. Each slice gets as its primary the server
+    whose slices have the fewest bytes so far. Parameters are not cut if the optimizer does not work element by element.
+
+    Returns the slices in the order of their keys, which is the order of the parameters.
     """
     contents = _contents_of_slices(specification)
     sizes = [sum(part.numel for part in parts) * dtype.itemsize for parts, dtype in contents]
@@ -107,12 +112,13 @@ def cut(specification: Specification) -> tuple[Slice, ...]:
 
 
 def _contents_of_slices(specification: Specification) -> list[tuple[list[Part], torch.dtype]]:
-    """Return the parts and the dtype of each slice, in the order of the slices' first parameters."""
+    """Return the parts and the dtype of each slice. The slices are sorted by the index of their first parameter."""
     needs_whole = not is_elementwise(load_optimizer(specification.optimizer))
     shared_bytes = _shared_bytes(specification)
     group_of = {index: number for number, group in enumerate(specification.groups) for index in group.parameters}
     contents: list[tuple[list[Part], torch.dtype]] = []
-    filled: dict[tuple[int, torch.dtype], tuple[list[Part], int]] = {}  # the last shared slice and its bytes
+    # By parameter group and dtype: parts of the last slice for small parameters, and its size in bytes.
+    filled: dict[tuple[int, torch.dtype], tuple[list[Part], int]] = {}
     for index, parameter in enumerate(specification.parameters):
         dtype = DTYPES[parameter.dtype]
         size = parameter.numel * dtype.itemsize
@@ -133,10 +139,10 @@ def _contents_of_slices(specification: Specification) -> list[tuple[list[Part], 
 
 
 def _shared_bytes(specification: Specification) -> int:
-    """Return the largest size, in bytes, of a slice that small parameters share; 0 if none share one.
+    """Return the largest size, in bytes, of a slice with several parameters; 0 if every slice has only one parameter.
 
-    Parameters do not share slices under a lossy compression. What it leaves out of a gradient is sent with the next
-    gradient of the slice, and a parameter in the slice may have gradients only now and then.
+    Slices have only one parameter if a lossy compression may be used. The part of a gradient that such a compression
+    leaves out is added to the slice's next gradient. In that step some parameters of the slice may have no gradient.
     """
     lossy = may_be_lossy(specification.compression)
     if lossy or not is_elementwise(load_optimizer(specification.optimizer)):
@@ -146,7 +152,12 @@ def _shared_bytes(specification: Specification) -> int:
 
 
 def keys_by_parameter(slices: Iterable[Slice], parameters: int) -> list[list[int]]:
-    """Return the keys of each parameter's slices, in order."""
+    """Return the keys of each parameter's slices, in the order of the parameter's elements.
+
+    Args:
+        slices: All slices, in the order of their keys.
+        parameters: Number of parameters.
+    """
     keys: list[list[int]] = [[] for _ in range(parameters)]
     for slice_ in slices:
         for part in slice_.parts:
@@ -155,10 +166,10 @@ def keys_by_parameter(slices: Iterable[Slice], parameters: int) -> list[list[int
 
 
 def holders(slice_: Slice, view: View) -> list[int]:
-    """Return the live servers that hold a slice: its primary, then its backups.
+    """Return the ids of the live servers that hold a slice: the primary first, then the servers with its backups.
 
-    The oldest process comes first, because only it certainly has the slice's state. All servers with which training
-    began are equally old, so that each of them is the primary of its share of the slices.
+    The primary is the oldest of these servers, because a younger one may not have received its copy yet. Servers of the
+    same age, such as all servers at the start of training, are in the order of :attr:`Slice.servers`.
     """
     since = {server.id: view.age(server) for server in view.servers}
     live = [server for server in slice_.servers if server in since]
@@ -166,5 +177,8 @@ def holders(slice_: Slice, view: View) -> list[int]:
 
 
 def largest_payload(slices: Sequence[Slice]) -> int:
-    """Return the bytes of the largest payload of a slice: values and optimizer state, in numbers of 8 bytes."""
+    """Return an upper bound, in bytes, for the payload of a slice's values and optimizer state.
+
+    The bound assumes 8 bytes for each element, and `MOST_STATES` tensors of the slice's size in the optimizer's state.
+    """
     return (1 + MOST_STATES) * max((8 * slice_.numel for slice_ in slices), default=0)

@@ -1,4 +1,4 @@
-"""The settings that all workers and servers of a run share, and their form as JSON."""
+"""The specification: the settings on which all workers and servers of a run agree, with their checks and JSON form."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import AUTO, may_be_lossy, payload_names
 from cnnstrategies.paramserver.messages import InvalidMessageError
 
-Options = list[dict[str, Any]]  # hyper-parameters by name, for each parameter group
+Options = list[dict[str, Any]]  # For each parameter group: hyper-parameters by name.
 Mode = Literal["sync", "async", "ssp", "local"]
 if TYPE_CHECKING:
     PushCompression = str
@@ -37,7 +37,7 @@ class ParameterInfo:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the parameter."""
         return math.prod(self.shape)
 
 
@@ -46,8 +46,8 @@ class Group:
     """A parameter group of the optimizer.
 
     Attributes:
-        parameters: Indices into `Specification.parameters`, in the optimizer's order.
-        options: The group's hyper-parameters at the start.
+        parameters: Indices into `Specification.parameters`, in the order in which the optimizer holds the parameters.
+        options: By name: the group's hyper-parameters at the start of the run.
     """
 
     parameters: tuple[int, ...]
@@ -56,21 +56,24 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """A user's options for workers and servers, whatever they train.
+    """The user's options for workers and servers that do not depend on the network or the optimizer.
 
     Attributes:
         mode: ``sync``: all workers make a step together, on their mean gradient. ``async``: each gradient is applied
-            when it arrives. ``ssp``: as async, but no worker may be more than `staleness` steps ahead of the slowest.
-            ``local``: workers make their own steps and push the difference to the parameters with which they began; the
-            servers make the outer step on the mean difference.
-        staleness: For ssp; 0 is the same as sync.
-        compression: Encoding of pushed gradients; with ``auto`` the workers measure and choose.
-        topk_density: Share of a slice's elements that ``topk`` sends.
-        pull_compression: Encoding of pulled parameters; with ``auto`` the workers choose. With ``topk`` and ``onebit``
-            workers pull the changes of each common step. The servers keep the parameters in full precision.
+            when it arrives. ``ssp``: as async, but no worker may be more than `staleness` steps ahead of the slowest
+            worker. ``local``: workers make optimizer steps of their own, and from time to time push the difference from
+            the parameters with which they began. The servers make the outer step on the mean of these differences.
+        staleness: For mode ``ssp``: number of steps that a worker may be ahead of the slowest worker. With 0 the mode
+            is the same as ``sync``.
+        compression: Compression of pushed gradients. With ``auto`` the workers choose it from their measurements.
+        topk_density: Fraction of a slice's elements that ``topk`` sends.
+        pull_compression: Compression of pulled parameters. With ``auto`` the workers choose it. With ``topk`` and
+            ``onebit`` the workers pull compressed differences from the values that they already hold. The servers keep
+            the parameters in full precision.
         replication: Number of servers that hold each slice.
-        timeout: Seconds of silence after which a worker gives up a server.
-        max_joiners: Number of workers that may join in addition.
+        timeout: Time-out in seconds. A worker gives up a server that is silent for 1.25 times as long, or for twice as
+            long if `replication` is above 1.
+        max_joiners: Number of workers that may join the run in addition to its original workers.
 
     Raises:
         ConfigurationError: Options contradict each other or are out of range.
@@ -91,54 +94,61 @@ class RunOptions:
 
     @property
     def aggregates(self) -> bool:
-        """Whether a step waits for all workers: sync, local, and ssp with staleness 0."""
+        """Whether all workers make their steps together: in modes sync and local, and in mode ssp with staleness 0."""
         return self.mode in ("sync", "local") or (self.mode == "ssp" and self.staleness == 0)
 
     @property
     def pulls_changes(self) -> bool:
-        """Whether workers pull compressed changes of the parameters; with ``auto``, whether they may do so."""
+        """Whether workers may pull compressed differences (changes) instead of values; see :mod:`.server.store`."""
         if self.pull_compression == AUTO:
             return self.aggregates
         return may_be_lossy(self.pull_compression)
 
     def _mistakes(self) -> Iterator[str]:
-        """Yield a message for each mistake, with the remedy."""
+        """Yield an error message for each mistake in the options. The error message contains the remedy."""
         yield from unknown_choices(
             self, {"mode": Mode, "compression": PushCompression, "pull_compression": PullCompression}
         )
         yield from too_small(self, {"staleness": 0, "replication": 1, "max_joiners": 0})
         if not 0 < self.timeout < math.inf:
-            yield f"timeout={self.timeout}: use a number of seconds above 0; 10 is usual"
+            yield f"timeout={self.timeout}: use a finite number of seconds above 0, for example 10"
         if self.staleness and self.mode != "ssp":
-            yield f"staleness={self.staleness} is for mode='ssp', not mode={self.mode!r}: leave it out"
+            yield (
+                f"staleness={self.staleness} has no effect with mode={self.mode!r}: remove staleness, or use mode='ssp'"
+            )
         if not 0 < self.topk_density <= 1:
-            yield f"topk_density={self.topk_density}: use more than 0 and at most 1"
+            yield f"topk_density={self.topk_density}: use a number above 0 and at most 1"
         if self.pulls_changes and not self.aggregates:
             yield (
-                f"pull_compression={self.pull_compression!r} with mode={self.mode!r}: servers send one change to all "
-                "workers, which they have in common steps only: use mode='sync' or 'local', or pull_compression='fp16'"
+                f"pull_compression={self.pull_compression!r} does not work with mode={self.mode!r}, because all "
+                "workers must receive the same difference after a common step: use mode='sync' or mode='local', or "
+                "pull_compression='fp16'"
             )
 
 
 @dataclass(frozen=True)
 class Specification(RunOptions):
-    """The settings that all workers and servers of a run share; every process has the same.
+    """The settings of a run. Every worker and server of the run has an equal specification.
 
     Attributes:
-        parameters: The trained parameters, in the order of their first use as far as it is known.
-        optimizer: Class path of the user's optimizer, such as ``torch.optim.sgd.SGD``; in mode ``local`` of the outer
-            optimizer.
+        parameters: The trained parameters, in the order of their first use in the network if that order is known.
+        optimizer: Class path of the optimizer that the servers use, such as ``torch.optim.sgd.SGD``: the user's
+            optimizer, or in mode ``local`` the outer optimizer.
         groups: The optimizer's parameter groups.
-        workers: Number of workers that the first step waits for.
-        servers: Number of servers; their ids are 0 to `servers` - 1.
-        pipelined: For sync: a slice is updated as soon as its own pushes have arrived, and each push is also a pull, so
-            that values arrive while gradients are still sent. The last step of a worker that dies may contain only a
-            part of its gradients.
-        clip_norm: Largest global L2 norm of a gradient: of the mean gradient in sync, otherwise of each worker's own.
-        clip_value: Largest absolute value of a gradient's elements, of the same gradients.
-        slice_bytes: Largest slice of a parameter, except for optimizers that need whole tensors.
-        session: Random number of this run: messages of another run are dropped.
-        per_node: Number of processes that count as one worker, because they push once for all, as those of a node may.
+        workers: Number of workers that must join before the first step. If `per_node` is above 1, the number of nodes.
+        servers: Number of servers. Their ids are 0 to `servers` - 1.
+        pipelined: For mode sync: a server updates a slice as soon as all pushes of this slice have arrived, and each
+            push is also a pull. Values then arrive while gradients are still being sent. If a worker dies in the middle
+            of a step, the step may contain its gradients of some slices only.
+        clip_norm: Largest global L2 norm of the mean gradient in mode sync, and of each worker's gradient in the other
+            modes; None for no clipping.
+        clip_value: Largest absolute value of an element of the mean gradient in mode sync, and of each worker's
+            gradient in the other modes; None for no clipping.
+        slice_bytes: Largest size, in bytes, of a slice that is a part of a parameter. Parameters are not cut if the
+            optimizer needs whole tensors.
+        session: Random number that identifies the run. Messages with another number are dropped.
+        per_node: Number of worker processes on a node of which one pushes the mean of the node's gradients; 1 if every
+            worker process pushes its own gradients.
     """
 
     parameters: tuple[ParameterInfo, ...]
@@ -155,44 +165,45 @@ class Specification(RunOptions):
 
     @property
     def itemsize(self) -> int:
-        """Number of bytes of an element in the parameters' largest data type."""
+        """Size of an element, in bytes, in the parameters' largest dtype."""
         return max((DTYPES[parameter.dtype].itemsize for parameter in self.parameters), default=1)
 
     @property
     def most_workers(self) -> int:
-        """Largest number of workers at a time."""
+        """Largest number of workers that the run can have at the same time, including joiners."""
         return self.workers + self.max_joiners
 
     @property
     def patience(self) -> float:
-        """Seconds of silence after which a worker gives up a server.
+        """Seconds without a message after which a worker counts a server as unreachable and stops with an error.
 
-        The coordinator acts earlier: after the time-out it removes dead members, or is silent itself. A server whose
-        slices have copies leaves the view some time later.
+        The time is longer than the coordinator's time-out. Before it is over, the coordinator has removed a dead
+        server, or the worker has noticed that the coordinator itself is dead. With `replication` above 1 the time is
+        longer, because the view in which other servers replace the dead server arrives some time after the death.
         """
         return self.timeout * (2 if self.replication > 1 else 1.25)
 
     @property
     def deaf_after(self) -> float:
-        """Seconds of silence between two servers after which their connection counts as broken."""
+        """Seconds without a message between two live servers after which their connection counts as broken."""
         return 2 * self.timeout
 
     @classmethod
     def of(
         cls, named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer, workers: int, **options: Any
     ) -> "Specification":
-        """Return the specification for an optimizer in its present state.
+        """Return the specification for an optimizer, with the current hyper-parameters.
 
         Args:
-            named_parameters: The trained parameters by name, as ``network.named_parameters()`` returns them; parameters
-                that the optimizer does not hold are left out.
+            named_parameters: Names and parameters, as ``network.named_parameters()`` returns them. Parameters that the
+                optimizer does not hold are left out.
             optimizer: The user's optimizer.
-            workers: Number of workers that the first step waits for.
-            options: Further attributes.
+            workers: Number of workers that must join before the first step.
+            options: By name: other attributes of the specification.
 
         Raises:
-            ConfigurationError: An option of the optimizer cannot be sent, a parameter has no name, or an attribute is
-                out of range.
+            ConfigurationError: A hyper-parameter cannot be sent to the servers, the optimizer holds a parameter that is
+                not among the named parameters, or an attribute is out of range.
         """
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         named = [(name, parameter) for name, parameter in named_parameters if id(parameter) in held]
@@ -202,8 +213,8 @@ class Specification(RunOptions):
             for parameter in group["params"]:
                 if id(parameter) not in index:
                     raise ConfigurationError(
-                        f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of the "
-                        "named parameters: make it part of the network"
+                        f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not among the "
+                        "network's named parameters: register it in the network, or remove it from the optimizer"
                     )
             groups.append(Group(tuple(index[id(parameter)] for parameter in group["params"]), group_options))
         kind = type(optimizer)
@@ -211,12 +222,12 @@ class Specification(RunOptions):
         return cls(infos, f"{kind.__module__}.{kind.__qualname__}", tuple(groups), workers, **options)
 
     def to_json(self) -> str:
-        """Return this specification as text for :meth:`from_json`."""
+        """Return this specification as a JSON text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Specification":
-        """Return the specification that :meth:`to_json` wrote.
+        """Return the specification from a JSON text that :meth:`to_json` returned.
 
         Raises:
             ConfigurationError: A field is unknown or out of range.
@@ -224,7 +235,7 @@ class Specification(RunOptions):
         values = json.loads(text)
         unknown = set(values) - {entry.name for entry in fields(cls)}
         if unknown:
-            raise ConfigurationError(f"unknown entries in the specification: {sorted(unknown)}: remove them")
+            raise ConfigurationError(f"the specification has unknown fields {sorted(unknown)}: remove them")
         values["parameters"] = tuple(
             ParameterInfo(p["name"], tuple(p["shape"]), p["dtype"]) for p in values["parameters"]
         )
@@ -235,52 +246,75 @@ class Specification(RunOptions):
         yield from super()._mistakes()
         yield from too_small(self, {"workers": 1, "per_node": 1, "servers": 1, "slice_bytes": 64})
         if self.replication > self.servers:
-            yield f"replication={self.replication} needs as many servers, but servers={self.servers}: change one"
+            yield (
+                f"replication={self.replication} needs at least {self.replication} servers, but "
+                f"servers={self.servers}: start more servers, or lower replication"
+            )
         if self.pipelined and (self.mode != "sync" or self.clip_norm is not None):
             yield (
-                "pipelined=True is for mode='sync' without clip_norm, because otherwise a step depends on all slices: "
-                "leave it out"
+                "pipelined=True works only with mode='sync' and without clip_norm, because otherwise the update of a "
+                "slice depends on other slices: remove pipelined"
             )
         if self.pipelined and may_be_lossy(self.pull_compression):
             yield (
-                f"pipelined=True with pull_compression={self.pull_compression!r}: a push asks for what is the same in "
-                "all steps; use pull_compression='fp16', or leave it out"
+                f"pipelined=True does not work with pull_compression={self.pull_compression!r}, because with "
+                "pipelined=True pushes request values and cannot request compressed differences: use "
+                "pull_compression='fp16', or remove pipelined"
             )
         if self.mode == "local" and (self.clip_norm is not None or self.clip_value is not None):
-            yield "mode='local' pushes no gradients: clip them in the worker's own optimizer step"
+            yield (
+                "clip_norm and clip_value do not work with mode='local', in which workers push no gradients: clip the "
+                "gradients in the worker's own optimizer step"
+            )
         if self.clip_norm is not None and self.clip_value is not None:
-            yield f"clip_norm={self.clip_norm} and clip_value={self.clip_value}: give one of them"
+            yield f"clip_norm={self.clip_norm} and clip_value={self.clip_value}: set only one of them"
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 yield f"{name}={value}: use a positive number, or None for no clipping"
         for parameter in self.parameters:
             if parameter.dtype not in DTYPES:
-                yield f"parameter {parameter.name} is {parameter.dtype}: the servers hold {', '.join(DTYPES)}"
+                yield (
+                    f"parameter {parameter.name} has the dtype {parameter.dtype}, which servers do not support: use "
+                    f"one of {', '.join(DTYPES)}"
+                )
         listed = sorted(index for group in self.groups for index in group.parameters)
         if listed != list(range(len(self.parameters))):
-            yield "every parameter must be in exactly one parameter group of the optimizer"
+            yield (
+                "a parameter is in several parameter groups of the optimizer, or in none: put every parameter into "
+                "exactly one group"
+            )
 
 
 def unknown_choices(options: object, choices: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each option that does not have one of its allowed values."""
+    """Yield an error message for each option whose value is not allowed.
+
+    Args:
+        options: Object whose attributes are the options.
+        choices: By option name: a ``Literal`` of the allowed values.
+    """
     for name, choice in choices.items():
         if getattr(options, name) not in get_args(choice):
             yield f"{name}={getattr(options, name)!r}: use one of {', '.join(get_args(choice))}"
 
 
 def too_small(options: object, least: Mapping[str, int]) -> Iterator[str]:
-    """Yield a message for each number that is below its least value."""
+    """Yield an error message for each option whose value is too small.
+
+    Args:
+        options: Object whose attributes are the options.
+        least: By option name: the smallest allowed value.
+    """
     for name, value in least.items():
         if getattr(options, name) < value:
             yield f"{name}={getattr(options, name)}: use at least {value}"
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each parameter group as values that JSON can hold: learning rate, momentum and so on.
+    """Return the hyper-parameters of each parameter group by name, as values that JSON can represent.
 
     Raises:
-        ConfigurationError: An option is not a number, a text, None or a list of these.
+        ConfigurationError: A hyper-parameter is not a number, a string, None or a list of such values.
     """
     return [
         {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
@@ -296,7 +330,8 @@ def _plain(name: str, value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ConfigurationError(
-        f"the optimizer's option {name}={value!r} cannot be sent to the servers: use numbers, text or lists of them"
+        f"the optimizer's hyper-parameter {name}={value!r} cannot be sent to the servers: use a number, a string or a "
+        "list of these"
     )
 
 
@@ -304,35 +339,51 @@ LARGEST_OPTION = 1e30
 
 
 def check_options(options: Any, groups: Sequence[Group]) -> Options:
-    """Return the hyper-parameters in a message, after a check that they have the form of the groups' options.
+    """Check the hyper-parameters in a message, and return them.
+
+    Args:
+        options: Contents of the message, which may be anything that JSON can represent.
+        groups: The run's parameter groups.
 
     Raises:
-        InvalidMessageError: They do not.
+        InvalidMessageError: The names or the types of the hyper-parameters are not those of the parameter groups.
     """
     if not _can_replace(options, [group.options for group in groups]):
-        raise InvalidMessageError("hyper-parameters of other parameter groups")
+        raise InvalidMessageError("hyper-parameters that do not fit the run's parameter groups")
     checked: Options = options
     return checked
 
 
 def check_before_sending(options: Sequence[Mapping[str, Any]], groups: Sequence[Group], step: int) -> None:
-    """Check a worker's hyper-parameters in a step: servers would drop wrong ones, and the step would never end.
+    """Check a worker's hyper-parameters before they are sent.
+
+    Without this check the servers would drop the messages with invalid hyper-parameters, and the step would never end.
+
+    Args:
+        options: The hyper-parameters of each parameter group by name.
+        groups: The parameter groups, with the hyper-parameters at the start of the run.
+        step: Number of the step, for the error message.
 
     Raises:
-        ConfigurationError: An option cannot replace its value at the start of the run; the message names the option.
+        ConfigurationError: A hyper-parameter has another type than at the start of the run, or is not finite.
     """
     for number, (values, group) in enumerate(zip(options, groups, strict=True)):
         for name, first in group.options.items():
             option = list(values[name]) if isinstance(values[name], tuple) else values[name]
             if not _can_replace(option, first):
                 raise ConfigurationError(
-                    f"step {step}: {name}={values[name]} of parameter group {number} was {first} at the start, and the "
-                    "servers accept only finite numbers in its place: check its schedule, or do not change it"
+                    f"step {step}: the servers cannot use {name}={values[name]} of parameter group {number}, which was "
+                    f"{first} at the start, because hyper-parameters can only change to finite numbers: check the "
+                    f"schedule of {name}"
                 )
 
 
 def _can_replace(value: Any, first: Any) -> bool:
-    """Whether an option may replace its first value: numbers for numbers, and lists and objects of the same size."""
+    """Return whether a hyper-parameter may change from its first value to another value.
+
+    Numbers may change to other finite numbers. Lists must keep their length, and dictionaries their keys. Other values
+    must stay equal.
+    """
     if isinstance(first, dict):
         if not isinstance(value, dict) or value.keys() != first.keys():
             return False

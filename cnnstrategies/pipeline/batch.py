@@ -1,4 +1,4 @@
-"""Exchange of the global batch and of the network's outputs among all ranks."""
+"""Send the global batch from the first stage, and the network's outputs from the last stage, to all ranks."""
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
@@ -17,22 +17,22 @@ from cnnstrategies.pipeline.transport import Transport, broadcast_value
 
 HEADER_BYTES = 1024
 WORD = 8  # bytes
-ENDED = (1 << 63) - 1  # sent in place of a header's length by a rank that has no further batch
+ENDED = (1 << 63) - 1  # A rank that has no more batches sends this number in place of a header's length.
 
-Spec = tuple[tuple[int, ...], torch.dtype]  # shape and type of a row of a tensor
+Spec = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a row of a tensor
 
 Images = Tensor | tuple[Tensor, ...]  # a tuple if the network takes several tensors
 
 
 class BatchHeader(NamedTuple):
-    """Description of the part of a batch that a replica of the first stage has.
+    """Description of a batch's samples on one replica of the first stage. The replica sends it to all ranks.
 
     Attributes:
         rows: Number of samples.
-        shapes: Shape of one image, for each tensor of images.
-        dtypes: Type of each tensor of images.
-        specs: Shape and type of a row, for each further tensor of the batch.
-        form: Plain data that travels with the batch.
+        shapes: Shape of one image, for each tensor that the network takes.
+        dtypes: Dtype of each tensor that the network takes.
+        specs: Shape and dtype of a row, for each other tensor of the batch, such as targets.
+        form: Plain data that is sent to all ranks with the batch.
     """
 
     rows: int
@@ -48,10 +48,11 @@ class Batch:
 
     Attributes:
         split: Division of the batch into microbatches.
-        images: In the first stage the rank's own images (n, C, H, W); None in other stages.
+        images: In the first stage, the rank's own images (n, C, H, W); None in other stages.
         image_shapes: Shape of one image, for each tensor that the network takes.
-        image_dtypes: Type of each tensor that the network takes.
-        rest: All further tensors (N, ...) of the global batch, such as targets, in the order of one process.
+        image_dtypes: Dtype of each tensor that the network takes.
+        rest: All other tensors (N, ...) of the global batch, such as targets. Their rows are in the order in which one
+            process alone would load them.
         forms: Plain data from each replica of the first stage; None from a replica without samples.
     """
 
@@ -63,7 +64,7 @@ class Batch:
     forms: tuple[Any, ...]
 
     def rest_of(self, microbatch: int) -> tuple[Tensor, ...]:
-        """Return the rows of the further tensors that belong to a microbatch."""
+        """Return the rows of the tensors in `rest` that belong to a microbatch."""
         return tuple(tensor[self.split.global_rows(microbatch, device=tensor.device)] for tensor in self.rest)
 
 
@@ -74,13 +75,13 @@ def share_batch(
     transport: Transport,
     usual: int | None = None,
 ) -> Batch:
-    """Share the global batch with all ranks; see `Pipeline.share`.
+    """Send each rank what it needs of the global batch; see `Pipeline.share`. All ranks must call this.
 
     Returns:
         The batch; it has 0 samples if no replica has samples.
 
     Raises:
-        ConfigurationError: The replicas' images differ in size or type, or a part of the batch cannot be sent.
+        ConfigurationError: The replicas' images differ in size or dtype, or a part of the batch cannot be sent.
     """
     transport.check_peers()
     local_images = images if transport.place.stage == 0 else None
@@ -96,27 +97,34 @@ def share_batch(
     first = next(header for header in headers if header is not None)
     for quantity, values in (
         ("sizes", {header.shapes for header in headers if header is not None}),
-        ("types", {header.dtypes for header in headers if header is not None}),
+        ("dtypes", {header.dtypes for header in headers if header is not None}),
     ):
         if len(values) > 1:
             texts = sorted(str(value[0] if len(value) == 1 else value) for value in values)
             raise ConfigurationError(
                 f"the replicas of the first stage have images of different {quantity} in one step, "
-                f"[{', '.join(texts)}]: give all replicas equal {quantity} in a step; they may change between steps"
+                f"[{', '.join(texts)}]: give all replicas images of equal {quantity} in a step; the {quantity} may "
+                "change from step to step"
             )
-    all_rows = _bring_everywhere(rest, first.specs, split, transport)
+    all_rows = _send_to_all_ranks(rest, first.specs, split, transport)
     return Batch(split, local_images, first.shapes, first.dtypes, all_rows, forms)
 
 
 def _header(images: Images, rest: Sequence[Tensor], form: Any) -> BatchHeader:
+    """Return the header of this replica's samples.
+
+    Raises:
+        ConfigurationError: A tensor does not have one row per image.
+    """
     image_tensors = tree_leaves(images)
     rows = len(image_tensors[0])
     for tensor in (*image_tensors, *rest):
         if not isinstance(tensor, Tensor) or len(tensor) != rows:
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            has_shape = isinstance(tensor, Tensor)
+            item = f"a tensor of shape {tuple(tensor.shape)}" if has_shape else f"a {type(tensor).__name__}"
             raise ConfigurationError(
-                f"a batch of {rows} images contains {shape}: everything in a batch must be a tensor with one row "
-                "per image"
+                f"a batch of {rows} images contains {item}: everything in a batch must be a tensor with one row per "
+                "image"
             )
     shapes, dtypes = tuple(map(_row_shape, image_tensors)), tuple(tensor.dtype for tensor in image_tensors)
     return BatchHeader(rows, shapes, dtypes, [(_row_shape(tensor), tensor.dtype) for tensor in rest], form)
@@ -131,33 +139,38 @@ def _all_headers(header: BatchHeader | None, transport: Transport) -> list[Batch
     try:
         data = b"" if header is None else to_bytes(header)
     except CodecError as error:
-        raise ConfigurationError(f"a batch is sent to all ranks, and {error}, or leave it out in collate_fn") from error
+        raise ConfigurationError(
+            f"a batch cannot be sent to all ranks: {error}; or remove the value in collate_fn"
+        ) from error
     table = _gather_bytes(len(data).to_bytes(WORD, "little") + data[: HEADER_BYTES - WORD], HEADER_BYTES, transport)
     lengths = [int.from_bytes(entry[:WORD], "little") for entry in table]
     _check_ends(lengths)
     encoded = [entry[WORD : WORD + length] for entry, length in zip(table, lengths, strict=True)]
-    if max(lengths) > HEADER_BYTES - WORD:  # The plain data may hold names of files, for example.
+    if max(lengths) > HEADER_BYTES - WORD:  # A header is long if its plain data contains file names, for example.
         table = _gather_bytes(data, max(lengths), transport)
         encoded = [entry[:length] for entry, length in zip(table, lengths, strict=True)]
     return [_read(encoded[rank]) for rank in transport.placement.ranks(0)]
 
 
 def end_together(transport: Transport) -> None:
-    """Check that no rank shares a further batch; to be called in place of :func:`share_batch`.
+    """Check that all ranks have reached the end of their batches.
+
+    A rank calls this instead of :func:`share_batch` when it has no more batches. All ranks must call one of the two.
 
     Raises:
-        ConfigurationError: A rank shares a further batch. The error is raised on all ranks.
+        ConfigurationError: Another rank called :func:`share_batch`. The error is raised on all ranks.
     """
     table = _gather_bytes(ENDED.to_bytes(WORD, "little"), HEADER_BYTES, transport)
     _check_ends([int.from_bytes(entry[:WORD], "little") for entry in table])
 
 
 def _check_ends(lengths: Sequence[int]) -> None:
+    """Raise an error if some ranks, but not all, sent `ENDED` in place of a header's length."""
     ended = [rank for rank, length in enumerate(lengths) if length == ENDED]
     if 0 < len(ended) < len(lengths):
         others = [rank for rank, length in enumerate(lengths) if length != ENDED]
         raise ConfigurationError(
-            f"{_ranks(ended)} ended an epoch, or training, while {_ranks(others)} continued with a further batch: stop "
+            f"{_ranks(ended)} ended an epoch, or training, while {_ranks(others)} continued with another batch: stop "
             "all ranks at the same step, for example with trainer.should_stop on every rank"
         )
 
@@ -167,7 +180,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _gather_bytes(data: bytes, size: int, transport: Transport) -> list[bytes]:
-    """Return the bytes of every rank, padded with zeros to `size`."""
+    """Return the bytes of every rank, padded with zeros to `size`. All ranks must call this."""
     local = torch.zeros(size, dtype=torch.uint8)
     if data:
         local[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -180,17 +193,26 @@ def _gather_bytes(data: bytes, size: int, transport: Transport) -> list[bytes]:
     return [table[rank * size : (rank + 1) * size] for rank in range(world)]
 
 
-@functools.lru_cache(maxsize=64)  # Headers are mostly equal, on all ranks and in all steps.
+@functools.lru_cache(maxsize=64)  # Most headers are equal, over all ranks and steps.
 def _read(data: bytes) -> BatchHeader | None:
     header: BatchHeader | None = from_bytes(data) if data else None
     return header
 
 
-def _bring_everywhere(
+def _send_to_all_ranks(
     rest: Sequence[Tensor], specs: Sequence[Spec], split: Split, transport: Transport
 ) -> tuple[Tensor, ...]:
-    """Return all rows of each tensor on every rank, in the order of one process; one collective."""
-    # For each tensor and replica the first word, the shape and the type of the replica's rows in the buffer.
+    """Return all rows of each tensor, in the order in which one process alone would load them.
+
+    All ranks must call this. All tensors travel in one buffer, in a single broadcast or all-reduce.
+
+    Args:
+        rest: In the first stage, this replica's tensors; ignored in other stages.
+        specs: Shape and dtype of a row, for each tensor.
+        split: Division of the batch.
+        transport: Transport of this rank.
+    """
+    # For each tensor and each replica: first word in the buffer, shape and dtype of the replica's rows.
     areas: list[list[tuple[int, tuple[int, ...], torch.dtype]]] = [[] for _ in specs]
     words = 0
     for rows in split.rows:
@@ -201,24 +223,31 @@ def _bring_everywhere(
     place = transport.place
     if place.stage == 0 and split.rows[place.replica]:
         for tensor, replica_areas in zip(rest, areas, strict=True):
-            _part(buffer, *replica_areas[place.replica]).copy_(tensor)
+            _section(buffer, *replica_areas[place.replica]).copy_(tensor)
     if transport.placement.world_size > 1 and words:
         if len(split.rows) == 1:
             dist.broadcast(buffer, transport.placement.ranks(0)[0])
         else:
-            dist.all_reduce(buffer)  # Every word is zero on all ranks but one, so the sum is that rank's word.
-    return tuple(split.assemble([_part(buffer, *area) for area in replica_areas]) for replica_areas in areas)
+            dist.all_reduce(buffer)  # Only one rank has a word that is not zero, so the sum is the word of this rank.
+    return tuple(split.assemble([_section(buffer, *area) for area in replica_areas]) for replica_areas in areas)
 
 
-def _part(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a view of a part of a buffer of words, with a shape and type."""
+def _section(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a view of a section of a buffer of words, with another shape and dtype.
+
+    Args:
+        buffer: The buffer.
+        start: Index of the section's first word.
+        shape: Shape of the view.
+        dtype: Dtype of the view.
+    """
     count = torch.Size(shape).numel()
     used = buffer[start : start + -(-count * dtype.itemsize // WORD)]
     return used.view(torch.uint8)[: count * dtype.itemsize].view(dtype).view(shape)
 
 
 class OutputGatherer:
-    """Sends the last stage's outputs to every rank, in the order of the global batch."""
+    """A collector of the last stage's outputs. It returns them on every rank, in the order of the global batch."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -226,18 +255,18 @@ class OutputGatherer:
         self._structures: dict[Hashable, Any] = {}
 
     def gather(self, split: Split, outputs: Mapping[int, Any], kind: Hashable) -> Any:
-        """Return the network's outputs for the whole batch; a collective.
+        """Return the network's outputs for the whole batch. All ranks must call this.
 
         Args:
             split: Division of the batch.
-            outputs: In the last stage the outputs of this rank's microbatches; empty in other stages.
-            kind: Key that determines the structure and the types of the outputs.
+            outputs: In the last stage, the outputs of this rank's microbatches by microbatch; empty in other stages.
+            kind: Key of the outputs' structure. Batches with equal keys have outputs with equal structures and dtypes.
         """
         placement = self.transport.placement
         last = placement.stages - 1
         if kind not in self._structures:
             first = next(microbatch for microbatch, size in enumerate(split.sizes) if size)
-            # Tensors without data, with the shape and type of a row, stand for the tensors of the outputs.
+            # The structure contains, in place of each tensor, a tensor without storage that has the shape of a row.
             structure = tree_map_only(Tensor, _row, outputs.get(first))
             source = placement.rank_of(last, first)
             structure = broadcast_value(structure, source, group=self.transport.control)
@@ -256,7 +285,7 @@ class OutputGatherer:
                     continue
                 rows = split.global_rows(*microbatches, device=self.device)
                 if rank == self.transport.rank:
-                    # `cat` keeps the channels_last layout, but a broadcast sends the memory and not the layout.
+                    # `cat` keeps the memory format channels_last, but the other ranks expect contiguous tensors.
                     piece = torch.cat([parts[m][index] for m in microbatches]).contiguous()
                 else:
                     piece = torch.empty((len(rows), *row.shape), dtype=row.dtype, device=self.device)
@@ -270,4 +299,5 @@ class OutputGatherer:
 
 
 def _row(tensor: Tensor) -> Tensor:
+    """Return a tensor without storage that has the shape and dtype of a row of a tensor."""
     return torch.empty(tensor.shape[1:], dtype=tensor.dtype, device="meta")

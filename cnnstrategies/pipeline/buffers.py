@@ -1,4 +1,4 @@
-"""Buffers that a stage's forwards change: BatchNorm's running statistics, and other buffers."""
+"""Keep buffers equal on all replicas of a stage: the running statistics of BatchNorm, and other buffers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,26 +16,27 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def has_batch_norm(network: nn.Module) -> bool:
-    """Whether a network, in the present modes of its layers, normalises over the samples of a microbatch."""
+    """Whether a network has a BatchNorm layer that currently normalises with the mean and variance of a microbatch."""
     layers = (layer for layer in network.modules() if isinstance(layer, BATCH_NORMS))
     return any(layer.training or not layer.track_running_stats for layer in layers)
 
 
 class StageBuffers:
-    """Keeps the buffers of a stage equal on all of its replicas.
+    """The buffers of a stage, which are kept equal on all replicas of the stage.
 
-    BatchNorm layers normalise each microbatch by itself, as in GPipe. While a step runs, the moments of each microbatch
-    are recorded. At the end of the step the replicas combine the moments, and each replica makes one update by the mean
-    and the unbiased variance of the whole batch, as one full-batch pass does (torchgpipe calls this deferred batch
-    normalization). So momentum keeps its meaning, whatever the number of microbatches.
+    BatchNorm layers normalise each microbatch separately, as in GPipe. During a step, the mean and variance of each
+    microbatch are recorded. At the end of the step the replicas combine them into the mean and the unbiased variance of
+    the whole batch, and each replica updates the running statistics once with these values. The result is that of one
+    forward with the whole batch, so the layer's momentum has the same effect with any number of microbatches.
+    (torchgpipe calls this deferred batch normalization.)
 
-    For other buffers, such as the vectors of a spectral norm, all replicas take over the buffers of the first replica
-    after each step, as under DDP. The first step shows which buffers change; constant buffers are not sent.
+    Other buffers, such as the vectors of a spectral norm, are copied from the first replica to the other replicas after
+    each step, as under DDP. The first step shows which buffers change. Buffers that do not change are not copied.
 
     Args:
         module: The stage.
-        group: Group of the stage's replicas; None for one replica.
-        calls: Number of calls of each module in a forward of the stage, by name.
+        group: Group of the stage's replicas; None if the stage has one replica.
+        calls: Number of times that a forward of the stage calls each module, by the module's name.
 
     Raises:
         ConfigurationError: The stage contains a SyncBatchNorm layer.
@@ -49,34 +50,40 @@ class StageBuffers:
     ) -> None:
         self.group = group
         self._module = module
-        self._records: list[MomentRecorder] = []
+        self._records: list[StatisticsRecorder] = []
         for name, layer in module.named_modules():
             if isinstance(layer, nn.SyncBatchNorm):
                 raise ConfigurationError(
-                    f"{name} is a SyncBatchNorm, with which replicas would wait for each other while they run "
-                    "different microbatches: use BatchNorm2d (trainer.sync_batchnorm: false)"
+                    f"{name} is a SyncBatchNorm layer, so replicas would wait for each other while they run different "
+                    "microbatches: use BatchNorm2d (trainer.sync_batchnorm: false)"
                 )
             if isinstance(layer, BATCH_NORMS) and layer.track_running_stats:
                 count = sum(calls[path] for path in calls if name == path or name.startswith(path + "."))
-                if count:  # A layer without calls is used in evaluation only.
-                    self._records.append(MomentRecorder(name, layer, count))
-        self._training: list[MomentRecorder] = []
-        self._moments: MomentTable | None = None
+                if count:  # Layers that training never calls are only used in evaluation.
+                    self._records.append(StatisticsRecorder(name, layer, count))
+        self._training: list[StatisticsRecorder] = []
+        self._table: StatisticsTable | None = None
         recorded = {id(buffer) for record in self._records for buffer in record.layer.buffers(recurse=False)}
         self._others = [name for name, buffer in module.named_buffers() if id(buffer) not in recorded]
         self._changing: list[str] | None = None
         self._before: list[tuple[int, int]] = []
 
     def begin(self, microbatches: int) -> None:
-        """Record changes of buffers and moments of layers in training mode, until :meth:`finish` or :meth:`abandon`."""
+        """Begin a step: record the statistics of BatchNorm layers in training mode, and the states of other buffers.
+
+        Call :meth:`finish` or :meth:`abandon` at the end of the step.
+
+        Args:
+            microbatches: Number of microbatches of a full step, over all replicas.
+        """
         training = [record for record in self._records if record.layer.training]
         if not training:
-            self._moments = None
-        elif self._moments is None or self._training != training or self._moments.microbatches != microbatches:
-            self._moments = MomentTable(training, microbatches)
+            self._table = None
+        elif self._table is None or self._training != training or self._table.microbatches != microbatches:
+            self._table = StatisticsTable(training, microbatches)
         self._training = training
-        if self._moments is not None:
-            self._moments.clear()
+        if self._table is not None:
+            self._table.clear()
         for record in training:
             record.begin()
         if self.group is not None:
@@ -84,33 +91,42 @@ class StageBuffers:
 
     @contextmanager
     def microbatch(self, microbatch: int, again: bool = False) -> Iterator[None]:
-        """Record the moments of a microbatch's forward, which runs inside the context.
+        """Record the mean and variance of a microbatch in each BatchNorm layer. The forward runs inside this context.
 
         Args:
             microbatch: The microbatch.
-            again: Whether the forward recomputes activations; its moments are then not recorded a second time.
+            again: Whether the forward recomputes activations. Nothing is recorded then, because the first forward of
+                the microbatch was recorded.
         """
         for record in self._training:
             record.counts.clear()
         yield
-        if self._moments is not None and not again:
-            self._moments.record(microbatch)
+        if self._table is not None and not again:
+            self._table.record(microbatch)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Update the running statistics by the step's moments, and share other buffers; a collective of replicas."""
+        """Update the running statistics, and copy other buffers from the first replica.
+
+        All replicas of the stage must call this at the end of a step.
+        """
         self.abandon()
-        if self._moments is not None:
-            self._moments.update(self.group)
+        if self._table is not None:
+            self._table.update(self.group)
         if self.group is not None and self._others:
-            self._share_others()
+            self._copy_others()
 
     def abandon(self) -> None:
-        """Restore the layers' running statistics as they were before the step."""
+        """Restore the running statistics that the BatchNorm layers had before the step."""
         for record in self._records:
             record.restore()
 
-    def _share_others(self) -> None:
+    def _copy_others(self) -> None:
+        """Copy the buffers that changed in the first step from the first replica; BatchNorm's buffers are not copied.
+
+        Raises:
+            ConfigurationError: A buffer has changed that did not change in the first step.
+        """
         changed = [state != before for state, before in zip(self._states(), self._before, strict=True)]
         if self._changing is None:
             device = self._module.get_buffer(self._others[0]).device
@@ -131,23 +147,28 @@ class StageBuffers:
             self._module.get_buffer(name).copy_(values)
 
     def _states(self) -> list[tuple[int, int]]:
-        """Return the identity of each other buffer, and the number of writes to it, which autograd counts."""
+        """Return the id of each buffer except those of BatchNorm, and the number of writes to it.
+
+        A buffer has changed if one of the two numbers has changed. Autograd counts the writes.
+        """
         return [(id(buffer), writes(buffer)) for buffer in map(self._module.get_buffer, self._others)]
 
 
-class MomentRecorder:
-    """Records the moments of one layer during a step; the layer's own kernel computes them.
+class StatisticsRecorder:
+    """A recorder of the means and variances that one BatchNorm layer computes during a step.
 
-    With momentum 1 the kernel writes the moments of a call to the tensors that the layer holds as running statistics.
-    These tensors are the same for all microbatches, because a compiled stage would be compiled again for other tensors.
+    The layer's own kernel computes the means and variances: with momentum 1, it overwrites the running statistics with
+    the mean and variance of the current call. During a step, other tensors take the place of the running statistics, so
+    that these are not lost. All microbatches use the same tensors, because a compiled stage would be compiled again for
+    different tensors.
 
     Attributes:
         name: Name of the layer.
         layer: The layer.
-        calls: Number of calls of the layer in a forward. The number is equal on all replicas, also on a replica without
-            a microbatch in this step.
-        places: For each call the tensors (C,) to which mean and variance are written.
-        counts: For each call so far the number of values per channel.
+        calls: Number of times that a forward of the stage calls the layer. The number is equal on all replicas, even if
+            a replica has no microbatch in a step.
+        places: For each call, the tensors (C,) into which the kernel writes the mean and the variance.
+        counts: Number of values per channel, for each call that the current forward has made.
     """
 
     def __init__(self, name: str, layer: Any, calls: int) -> None:
@@ -158,14 +179,14 @@ class MomentRecorder:
         layer.register_forward_pre_hook(self._before)
 
     def begin(self) -> None:
-        """Set the layer's running statistics aside, and begin to record moments."""
+        """Save the layer's running statistics, and put the tensors for recording in their place."""
         layer = self.layer
         self._saved = (layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum)
         layer.num_batches_tracked, layer.momentum = None, 1.0
         self._put(0)
 
     def restore(self) -> None:
-        """Restore the layer's running statistics."""
+        """Restore the running statistics that the layer had before :meth:`begin`."""
         if self._saved is not None:
             layer = self.layer
             layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum = self._saved
@@ -177,31 +198,32 @@ class MomentRecorder:
         call = len(self.counts)
         if call == self.calls:
             raise ConfigurationError(
-                f"{self.name} normalises several times in one call of the layer that contains it: call it from a "
-                "module that is not a subclass of a torch.nn layer, or call it once"
+                f"{self.name} normalises several times in one call of the layer that contains it: call {self.name} "
+                "only once, or call it from a module that is not a subclass of a torch.nn layer"
             )
         self.counts.append(inputs[0].numel() // self.layer.num_features)
         if self.calls > 1:
             self._put(call)
 
     def _put(self, call: int) -> None:
+        """Let the layer's next call write its mean and variance into the tensors for the given call."""
         for name, place in zip(("running_mean", "running_var"), self.places[call], strict=True):
             put_buffer(self.layer, name, place)
 
 
-class MomentTable:
-    """Means and unbiased variances of each call of each layer in each microbatch, and the update of the statistics.
+class StatisticsTable:
+    """A table of the means and unbiased variances of a step, from which it updates the layers' running statistics.
 
-    All layers are concatenated, with a column for each channel, so that all layers are computed at once, on the device
-    and without reading a value on the host. For each microbatch, call and layer the table counts the values per
-    channel; the count is 0 for a call that did not happen.
+    It has an entry for each microbatch and each call of a layer. The channels of all layers are concatenated, so that a
+    single computation on the device updates all layers, and the host reads no values. The table also counts the values
+    per channel of each entry; the count is 0 if the call was not made.
 
     Args:
         records: Recorders of the layers in training mode.
-        microbatches: Number of microbatches of a step.
+        microbatches: Number of microbatches of a step, over all replicas.
     """
 
-    def __init__(self, records: Sequence[MomentRecorder], microbatches: int) -> None:
+    def __init__(self, records: Sequence[StatisticsRecorder], microbatches: int) -> None:
         self.microbatches = microbatches
         self._records = records
         self._layers = [record.layer for record in records]
@@ -209,57 +231,68 @@ class MomentTable:
         self._widths = [int(layer.num_features) for layer in self._layers]
         like = self._layers[0].running_mean
         self._layer_of = torch.repeat_interleave(torch.arange(len(records)), torch.tensor(self._widths)).to(like.device)
-        self._present = like.new_zeros(self._calls, 2, sum(self._widths))
-        self._moments = like.new_zeros(microbatches, *self._present.shape)
+        # The layers write the means and variances of the current microbatch here: (calls, 2, channels).
+        self._current = like.new_zeros(self._calls, 2, sum(self._widths))
+        self._recorded = like.new_zeros(microbatches, *self._current.shape)
         stop = 0
         for record, width in zip(records, self._widths, strict=True):
             columns = slice(stop, stop := stop + width)
             record.places = [
-                (self._present[call, 0, columns], self._present[call, 1, columns]) for call in range(record.calls)
+                (self._current[call, 0, columns], self._current[call, 1, columns]) for call in range(record.calls)
             ]
         self.clear()
 
     def clear(self) -> None:
-        """Remove all moments."""
-        self._moments.zero_()
+        """Clear the table for a new step."""
+        self._recorded.zero_()
         self._counts: list[tuple[tuple[int, ...], ...]] = [
             ((0,) * len(self._layers),) * self._calls for _ in range(self.microbatches)
         ]
 
     def record(self, microbatch: int) -> None:
-        """Store the moments that the layers have written in a microbatch."""
-        self._moments[microbatch].copy_(self._present)
+        """Store the means and variances that the layers have written in the forward of a microbatch."""
+        self._recorded[microbatch].copy_(self._current)
         self._counts[microbatch] = tuple(
             tuple(record.counts[call] if call < len(record.counts) else 0 for record in self._records)
             for call in range(self._calls)
         )
 
     def update(self, group: dist.ProcessGroup | None) -> None:
-        """Update the running statistics by the union of all microbatches, call after call of each layer."""
-        moments = self._moments.double()  # (microbatches, calls, 2, channels)
-        counts = numbers_on(tuple(self._counts), moments.device)  # (microbatches, calls, layers)
+        """Update the layers' running statistics with the means and variances of the whole batch.
+
+        If a forward calls a layer several times, there is an update for each call, in the order of the calls.
+
+        Args:
+            group: Group of the stage's replicas, which must all call this; None if the stage has one replica.
+        """
+        recorded = self._recorded.double()  # (microbatches, calls, 2, channels)
+        counts = numbers_on(tuple(self._counts), recorded.device)  # (microbatches, calls, layers)
         if group is not None:
-            joined = torch.cat([counts.flatten(), moments.flatten()])
+            joined = torch.cat([counts.flatten(), recorded.flatten()])
             dist.all_reduce(joined, group=group)
             counts = joined[: counts.numel()].view_as(counts)
-            moments = joined[counts.numel() :].view_as(moments)
+            recorded = joined[counts.numel() :].view_as(recorded)
         buffers = [*(layer.running_mean for layer in self._layers), *(layer.running_var for layer in self._layers)]
-        statistics = torch.cat(buffers).view(2, -1).double()
+        running = torch.cat(buffers).view(2, -1).double()
         updates = torch.zeros_like(counts[0, 0], dtype=torch.int64)
-        for moment, reached in zip(_union(counts[..., self._layer_of], moments), counts.sum(0) > 0, strict=True):
+        for batch, reached in zip(_union(counts[..., self._layer_of], recorded), counts.sum(0) > 0, strict=True):
             updates = updates + reached
             weight = self._weight(updates) * reached
-            statistics = statistics.lerp(moment, weight[self._layer_of].expand_as(moment))
-        copy_all(buffers, [part for row in statistics.to(buffers[0].dtype) for part in row.split(self._widths)])
+            running = running.lerp(batch, weight[self._layer_of].expand_as(batch))
+        copy_all(buffers, [part for row in running.to(buffers[0].dtype) for part in row.split(self._widths)])
         add_all([layer.num_batches_tracked for layer in self._layers], updates.unbind())
 
     def _weight(self, updates: Tensor) -> Tensor:
-        """Return the weight of the next moments in each layer's statistics, after `updates` updates in this step."""
+        """Return, for each layer, the weight of the batch's mean and variance in the running statistics.
+
+        Args:
+            updates: Number of updates of each layer in this step, including the current update.
+        """
         momenta = [layer.momentum for layer in self._layers]
         weight = numbers_on(tuple(momentum or 0.0 for momentum in momenta), updates.device)
         if None not in momenta:
             return weight
-        # Without momentum a layer's statistics are the average over all updates so far.
+        # If a layer's momentum is None, its running statistics are the average over all updates.
         averages = numbers_on(tuple(momentum is None for momentum in momenta), updates.device) > 0
         tracked = torch.stack([layer.num_batches_tracked for layer in self._layers])
         return torch.where(averages, 1.0 / (tracked + updates).clamp(min=1).double(), weight)
@@ -268,18 +301,24 @@ class MomentTable:
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def numbers_on(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
-    """Return nested numbers as a tensor, from a cache: the host would wait for each copy to a device."""
+    """Return nested tuples of numbers as a tensor on a device, from a cache.
+
+    The cache avoids copying the numbers to the device again, because the host waits for such a copy.
+    """
     return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
-def _union(counts: Tensor, moments: Tensor) -> Tensor:
-    """Return mean and unbiased variance (K, 2, W) of the union of M sets.
+def _union(counts: Tensor, statistics: Tensor) -> Tensor:
+    """Combine the means and variances of M microbatches into those of the whole batch.
 
     Args:
-        counts: Numbers of values (M, K, W).
-        moments: Means and unbiased variances (M, K, 2, W).
+        counts: Number of values in each microbatch (M, K, W), for K calls and W channels.
+        statistics: Mean and unbiased variance of each microbatch (M, K, 2, W).
+
+    Returns:
+        Mean and unbiased variance of all values (K, 2, W).
     """
-    means, unbiased = moments.unbind(2)
+    means, unbiased = statistics.unbind(2)
     total = counts.sum(0)
     mean = (counts * means).sum(0) / total.clamp(min=1)
     squares = (unbiased * (counts - 1).clamp(min=0) + counts * (means - mean) ** 2).sum(0)

@@ -1,7 +1,7 @@
-"""Messages of one stage: inputs and outputs of its forwards, and gradients of its backwards.
+"""Send and receive the messages of one stage: inputs and outputs of its forwards, and gradients of its backwards.
 
-Values that cross a cut are taken apart into tensors. Each tensor is sent in its own memory layout, and the receiver
-assembles the values again.
+Values that cross a cut can be nested containers. The sender flattens them into tensors, and the receiver builds the
+containers again. Each tensor is sent in its own memory format.
 """
 
 from collections import deque
@@ -18,26 +18,28 @@ from cnnstrategies.pipeline.stage import IMAGES, StageGraph
 from cnnstrategies.pipeline.timetable import Kind, Task
 from cnnstrategies.pipeline.transport import BACKWARD, FORWARD, REACHED, Pending, Transport
 
-GRADIENTS_UNDER_WAY = 2  # microbatches whose gradients may be on their way to one rank
-EVALUATIONS_UNDER_WAY = 4  # evaluated microbatches whose outputs may be on their way
+# Largest number of microbatches whose gradients are being sent to a rank at the same time.
+MOST_GRADIENT_SENDS = 2
+# In evaluation: largest number of microbatches whose outputs are being sent at the same time.
+MOST_EVALUATION_SENDS = 4
 
-# Sort key of a message: turn and kind of the task that sends it, sending rank, receiving rank.
+# Sort key of a message: turn and kind of the task that sends the message, sending rank, receiving rank.
 Order = tuple[int, Kind, int, int]
 
 
 class Channels:
-    """Sends and receives of the rank that runs a stage.
+    """The sends and receives of one rank.
 
-    Messages are begun between the rank's tasks (:meth:`exchange`), so that data travels while the rank computes. A send
-    of activations is waited for when their gradients have come back, which shows that the activations have arrived, so
-    no rank waits for another rank to begin a receive.
+    Transfers begin between the rank's tasks (:meth:`exchange`), so that data travels while the rank computes. The rank
+    waits for the end of a send of activations only when the gradients of these activations have arrived. The send has
+    then already ended, so the rank never has to wait until another rank begins a receive.
 
     Args:
         graph: Graph of the stage.
-        turn: Function from a task to its turn, equal on all ranks; see :func:`.timetable.turns`.
+        turn: Function that returns the turn of a task; see :func:`.timetable.turns`. All ranks use the same function.
         transport: Transport of this rank.
-        ask_for_all: Whether to request the gradients of all floating-point tensors. A forward without autograd that is
-            recomputed later does not know which gradients it will need.
+        ask_for_all: Whether to ask for the gradients of all floating-point outputs. This is needed if a forward runs
+            without autograd and is recomputed later: it does not yet know which outputs require a gradient.
     """
 
     def __init__(
@@ -62,11 +64,12 @@ class Channels:
         self._gradient_sends: dict[int, deque[list[Pending]]] = {}
 
     def plan(self, tasks: Iterable[Task], size: Callable[[int], Hashable]) -> None:
-        """Determine the messages that this rank's tasks need.
+        """Determine which messages this rank will receive for its tasks, and in which order.
 
         Args:
             tasks: Tasks of the rank.
-            size: Function from a microbatch to a key that determines the shapes and types of its values.
+            size: Function that returns the size key of a microbatch. Microbatches with equal keys have values of equal
+                shapes and dtypes.
         """
         awaited = []
         for task in tasks:
@@ -77,40 +80,46 @@ class Channels:
         self._awaited = deque(sorted(awaited, key=itemgetter(0)))
 
     def exchange(self, now: float, until: float) -> None:
-        """Begin the prepared sends, and receives.
+        """Begin the prepared sends, and the receives of the messages that the next tasks need.
 
-        All ranks begin their messages in the same order, the order of the turns of the sending tasks. The first message
-        in this order that is not complete has nothing to wait for. So no rank waits forever, even if a message must be
-        complete before its rank continues: the host of a GPU may have to wait at any moment until everything that was
-        begun on the GPU is complete, for example when a kernel is loaded or memory is released.
+        All ranks begin their transfers in the same order, namely by the turn of the task that sends the message. The
+        first transfer in this order that has not ended does not wait for any other transfer, so it can end. Therefore
+        the ranks never wait for each other forever, even if a rank continues only after all its transfers have ended.
+        This can happen on a GPU: when a kernel is loaded or memory is freed, for example, the host waits until the GPU
+        has completed everything that was started on it.
 
         Args:
             now: Turn of the rank's next task.
-            until: Begin to receive messages that are sent before this turn. Messages that are sent at ``now`` or later
-                are received only if their shapes are known.
+            until: Receives begin for messages that are sent before this turn. If a message is sent at ``now`` or later,
+                its receive only begins if the message's shapes are known.
         """
         while self._awaited and self._awaited[0][0][0] < until:
             order, sender, size = self._awaited[0]
-            if not self._expect(order, sender, size, due=order[0] < now):
+            if not self._prepare_receive(order, sender, size, due=order[0] < now):
                 break
             self._awaited.popleft()
         self.begin()
 
     def begin(self, before: Order | None = None) -> None:
-        """Begin the prepared transfers in order, or only the transfers before a message in this order."""
+        """Begin the prepared transfers, smallest sort key first.
+
+        Args:
+            before: Begin only the transfers with a smaller sort key; None for all transfers.
+        """
         self._prepared.sort(key=itemgetter(0))
         while self._prepared and (before is None or self._prepared[0][0] < before):
             self._prepared.pop(0)[1].begin()
 
     def receive_forward(self, microbatch: int, size: Hashable) -> tuple[dict[str, Any], dict[int, list[Tensor]]]:
-        """Return the inputs of a forward.
+        """Wait for the inputs of a forward, and return them.
 
         Args:
             microbatch: The microbatch.
-            size: Key that determines the shapes and types of the values.
+            size: Size key of the microbatch; see :meth:`plan`.
 
         Returns:
-            The values by name, and for each source stage the tensors whose gradients it needs, as leaves of autograd.
+            The inputs by name. Also, for each stage that sent inputs, the received tensors whose gradients this stage
+            must send back; they are autograd leaves.
         """
         values: dict[str, Any] = {}
         leaves: dict[int, list[Tensor]] = {}
@@ -127,18 +136,20 @@ class Channels:
     def send_forward(
         self, microbatch: int, size: Hashable, values: dict[str, Any], training: bool
     ) -> dict[int, list[Tensor]]:
-        """Prepare to send the outputs of a forward. The first message of a size is sent immediately.
+        """Prepare to send the outputs of a forward. The first message with a size key is sent immediately.
 
         Args:
             microbatch: The microbatch.
-            size: Key that determines the shapes and types of the values.
+            size: Size key of the microbatch; see :meth:`plan`.
             values: The outputs by name.
-            training: Whether gradients will be sent back.
+            training: Whether the receivers will send gradients back.
 
         Returns:
-            For each target stage the tensors whose gradients it will send back in training.
+            For each receiving stage, the sent tensors whose gradients the stage will send back in training.
         """
-        copies: dict[tuple[int, torch.memory_format], Tensor] = {}  # One copy serves all stages that use a tensor.
+        # Tensors in the form in which they are sent, by their id and memory format. If several stages receive a tensor,
+        # the tensor is converted only once.
+        copies: dict[tuple[int, torch.memory_format], Tensor] = {}
         roots: dict[int, list[Tensor]] = {}
         sends = []
         for target in self.graph.names_to:
@@ -147,7 +158,7 @@ class Channels:
             order = self.order(Task("forward", self.stage, microbatch), self.transport.rank, rank)
             content = f"the activations of microbatch {microbatch}"
             known_header = self._sent_headers.setdefault((target, rank, size), header)
-            assert known_header == header, "the header of a size does not change"
+            assert known_header == header, "messages with equal size keys have equal headers"
             wires = []
             for tensor, spec in zip(tensors, known_header.tensors, strict=True):
                 key = (id(tensor), spec.memory_format)
@@ -155,19 +166,24 @@ class Channels:
                     copies[key] = on_the_wire(tensor, spec.memory_format)
                 wires.append(copies[key])
             if known_header is header:
-                # This send is not waited for: its receiver may first wait for messages that this rank sends later.
+                # Do not wait for this send here: its receiver may first need messages that this rank sends later.
                 sends += self.transport.send_object((header, wires), rank, content)
             else:
                 sends += [self._prepare(order, self.transport.send(wire, rank, FORWARD, content)) for wire in wires]
             roots[target] = header.with_gradient(tensors)
         self._sends[microbatch] = sends
-        # In training two ranks could wait for each other here: one for its activations, the other for its gradients.
-        if not training and len(self._sends) > EVALUATIONS_UNDER_WAY:
+        # In evaluation only: in training, two ranks could wait for each other here, because one would wait until the
+        # other receives activations, and the other until the first receives gradients.
+        if not training and len(self._sends) > MOST_EVALUATION_SENDS:
             self._wait_for_sends(next(iter(self._sends)))
         return roots
 
     def roots(self, values: dict[str, Any]) -> dict[int, list[Tensor]]:
-        """Return, for a recomputed forward, the tensors whose gradients each target stage sends back."""
+        """Return what :meth:`send_forward` returns, but for a recomputed forward, whose outputs are not sent again.
+
+        Args:
+            values: The recomputed outputs by name.
+        """
         roots = {}
         for target, names in self.graph.names_to.items():
             header, tensors = pack(tuple(values[name] for name in names), self.ask_for_all)
@@ -175,9 +191,11 @@ class Channels:
         return roots
 
     def receive_backward(self, microbatch: int) -> dict[int, list[Tensor | None]]:
-        """Return for each target stage the gradients of the tensors that :meth:`send_forward` returned.
+        """Wait for the gradients of the outputs that were sent for a microbatch, and return them.
 
-        A tensor that no gradient reaches has None.
+        Returns:
+            For each receiving stage, the gradients of the tensors that :meth:`send_forward` returned for the stage. The
+            gradient is None if the receiving stage has not computed a gradient for the tensor.
         """
         gradients: dict[int, list[Tensor | None]] = {}
         for target in self.graph.names_to:
@@ -186,19 +204,24 @@ class Channels:
             gradients[target] = [
                 tensor if has_gradient else None for tensor, has_gradient in zip(tensors, reached.tolist(), strict=True)
             ]
-        self._wait_for_sends(microbatch)  # The gradients show that the activations have arrived.
+        self._wait_for_sends(microbatch)  # Gradients have arrived, so the sends of the activations have ended.
         return gradients
 
     def send_backward(self, microbatch: int, leaves: dict[int, list[Tensor]]) -> None:
-        """Prepare to send the gradients of a microbatch's inputs back to the stages that sent the inputs."""
+        """Prepare to send the gradients of a microbatch's inputs back to the stages that sent the inputs.
+
+        Args:
+            microbatch: The microbatch.
+            leaves: Tensors that :meth:`receive_forward` returned for each stage that sent inputs.
+        """
         for source, tensors in leaves.items():
             rank = self.transport.placement.rank_of(source, microbatch)
             order = self.order(Task("backward", self.stage, microbatch), self.transport.rank, rank)
             content = f"the gradients of microbatch {microbatch}"
             sends = []
             if tensors:
-                # The receiver learns which gradients do not exist: a gradient of zeros would let weight decay change
-                # parameters that one device would leave alone.
+                # The receiver must know which gradients do not exist. If they were replaced by zeros, weight decay
+                # would change parameters that it does not change when the network runs on one device.
                 reached = torch.tensor([tensor.grad is not None for tensor in tensors])
                 sends.append(self._prepare(order, self.transport.send(reached, rank, REACHED, content)))
             for tensor in tensors:
@@ -207,12 +230,12 @@ class Channels:
                 sends.append(self._prepare(order, self.transport.send(wire, rank, BACKWARD, content)))
             under_way = self._gradient_sends.setdefault(rank, deque())
             under_way.append(sends)
-            while len(under_way) > GRADIENTS_UNDER_WAY:
+            while len(under_way) > MOST_GRADIENT_SENDS:
                 for send in under_way.popleft():
                     send.wait()
 
     def finish(self) -> None:
-        """Wait until all messages have been sent."""
+        """Wait until all sends have ended."""
         for microbatch in list(self._sends):
             self._wait_for_sends(microbatch)
         for under_way in self._gradient_sends.values():
@@ -220,23 +243,43 @@ class Channels:
                 for send in sends:
                     send.wait()
         self._gradient_sends.clear()
-        assert not self._receives, "everything that was expected was also received"
+        assert not self._receives, "the tasks have used all received messages"
 
     def forget_headers(self) -> None:
-        """Let the next message of each kind begin with a header again. Every rank must call this method."""
+        """Forget all headers, so that the next message with each size key contains a header again.
+
+        All ranks must call this.
+        """
         self._received_headers.clear()
         self._sent_headers.clear()
 
     def inputs(self, values: dict[str, Any], images: Any) -> tuple[Any, ...]:
-        """Return the stage's arguments in order."""
+        """Return the arguments of the stage's forward.
+
+        Args:
+            values: Received values by name.
+            images: Images of the microbatch, in stage 0.
+        """
         return tuple(images if name == IMAGES and self.stage == 0 else values[name] for name in self.graph.inputs)
 
     def order(self, sender: Task, source: int, target: int) -> Order:
-        """Return the sort key of a message, in the order in which all ranks begin messages."""
+        """Return the sort key of a message. All ranks begin their transfers in the order of these keys.
+
+        Args:
+            sender: Task that sends the message.
+            source: Sending rank.
+            target: Receiving rank.
+        """
         return self.turn(sender), sender.kind, source, target
 
-    def _expect(self, order: Order, sender: Task, size: Hashable, due: bool) -> bool:
-        """Prepare to receive a task's message if the message is due or its shapes are known.
+    def _prepare_receive(self, order: Order, sender: Task, size: Hashable, due: bool) -> bool:
+        """Prepare the receive of a message, if the message is due or the shapes of its tensors are known.
+
+        Args:
+            order: Sort key of the message.
+            sender: Task that sends the message.
+            size: Size key of the microbatch.
+            due: Whether the sending task has an earlier turn than this rank's next task.
 
         Returns:
             Whether the receive was prepared.
@@ -247,7 +290,7 @@ class Channels:
             content = f"the activations of microbatch {sender.microbatch}"
             if key not in self._received_headers:
                 if due:
-                    self.begin(before=order)  # Other ranks may be waiting for earlier messages.
+                    self.begin(before=order)  # This receive waits, and other ranks may need earlier messages first.
                     self._receives[sender] = self._receive_first(key, content)
                 return due
             specs, tag = self._received_headers[key].tensors, FORWARD
@@ -263,12 +306,17 @@ class Channels:
         for spec in specs:
             tensor = spec.empty(self.device)
             transfer = self.transport.receive(on_the_wire(tensor, spec.memory_format), rank, tag, content)
-            transfer.tensor = tensor  # The tensor that owns the memory; the transfer may use a permuted view of it.
+            transfer.tensor = tensor  # The transfer itself may use a permuted view of this tensor.
             self._receives[sender].append(self._prepare(order, transfer))
         return True
 
     def _receive_first(self, key: tuple[int, int, Hashable], content: str) -> list[Pending | Tensor]:
-        """Receive the first message of a size, whose header describes all later messages of this size."""
+        """Receive the first message with a size key. Its header also describes all later messages with this key.
+
+        Args:
+            key: Sending stage, sending rank and size key.
+            content: Description of the message, for error messages.
+        """
         header, wires = self.transport.receive_object(key[1], content)
         header = self._received_headers[key] = header.on(self.device)
         tensors: list[Pending | Tensor] = []
@@ -296,9 +344,9 @@ class TensorSpec:
 
     Attributes:
         shape: Shape of the tensor.
-        dtype: Type of the tensor.
-        needs_gradient: Whether the tensor's gradient is sent back.
-        memory_format: Memory layout of the tensor and of its gradient.
+        dtype: Dtype of the tensor.
+        needs_gradient: Whether the receiver sends the tensor's gradient back.
+        memory_format: Memory format in which the tensor and its gradient are sent.
     """
 
     shape: torch.Size
@@ -307,19 +355,19 @@ class TensorSpec:
     memory_format: torch.memory_format = field(compare=False)
 
     def empty(self, device: torch.device) -> Tensor:
-        """Return a tensor to receive into."""
+        """Return an uninitialised tensor of this description, for receiving into it."""
         return torch.empty(self.shape, dtype=self.dtype, device=device, memory_format=self.memory_format)
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Structure of a message: its values, with specs in place of tensors.
+    """The values of a message without the contents of their tensors.
 
-    The header is sent once for each size of a microbatch.
+    A header is sent only once for all messages with the same size key.
 
     Attributes:
-        leaves: Leaves of the values: plain data, and a spec for each tensor.
-        tree: Structure of the values, from which the leaves are taken.
+        leaves: Leaves of the nested containers. A tensor is represented by its description; plain data is unchanged.
+        tree: Structure of the nested containers.
     """
 
     leaves: tuple[Any, ...]
@@ -327,20 +375,27 @@ class TensorHeader:
 
     @property
     def tensors(self) -> list[TensorSpec]:
-        """Specs of the message's tensors, in order."""
+        """Descriptions of the message's tensors, in the order of the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
     def with_gradient(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return those of the message's tensors whose gradients are sent back."""
+        """Return the tensors of a message whose gradients the receiver sends back.
+
+        Args:
+            tensors: All tensors of the message.
+        """
         return [tensor for tensor, spec in zip(tensors, self.tensors, strict=True) if spec.needs_gradient]
 
     def on(self, device: torch.device) -> "TensorHeader":
-        """Return the header with the receiver's device in place of devices that the network has read from tensors."""
+        """Return a copy of the header in which all devices are replaced by ``device``.
+
+        A network may read the device of a tensor and pass it on as a value. The receiving stage needs its own device.
+        """
         leaves = tuple(device if isinstance(leaf, torch.device) else leaf for leaf in self.leaves)
         return TensorHeader(leaves, self.tree)
 
     def unpack(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Return the values, assembled from the message's tensors."""
+        """Return the values of a message, with its tensors in place of their descriptions."""
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
         values: tuple[Any, ...] = tree_unflatten(leaves, self.tree)
@@ -348,9 +403,14 @@ class TensorHeader:
 
 
 def pack(values: tuple[Any, ...], ask_for_all: bool) -> tuple[TensorHeader, list[Tensor]]:
-    """Return a header and the tensors of the values that one stage sends to another.
+    """Flatten the values that one stage sends to another, and return their header and their tensors.
 
-    The tensors are still part of their autograd graph.
+    The tensors remain connected to their autograd graph.
+
+    Args:
+        values: The values.
+        ask_for_all: Whether the receiver must send back the gradients of all floating-point tensors, even of tensors
+            that do not require a gradient.
     """
     leaves, tree = tree_flatten(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -372,7 +432,10 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def memory_format_of(tensor: Tensor) -> torch.memory_format:
-    """Return the memory format of a tensor: ``channels_last`` only if the tensor is not contiguous as well."""
+    """Return the memory format of a tensor: contiguous, ``channels_last`` or ``channels_last_3d``.
+
+    A tensor that is stored in both formats, for example because it has one channel, counts as contiguous.
+    """
     last = CHANNELS_LAST.get(tensor.ndim)
     if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
         return torch.contiguous_format
@@ -380,6 +443,9 @@ def memory_format_of(tensor: Tensor) -> torch.memory_format:
 
 
 def on_the_wire(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """Return a contiguous view of a tensor in a memory format, or of a copy if the tensor has another format."""
+    """Return a tensor in the form in which it is sent: contiguous, with its elements in the order of a memory format.
+
+    The result is a view of the tensor. If the tensor has another memory format, the result is a view of a copy.
+    """
     formatted = tensor.detach().contiguous(memory_format=memory_format)
     return formatted if memory_format == torch.contiguous_format else formatted.movedim(1, -1)

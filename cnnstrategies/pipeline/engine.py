@@ -1,4 +1,4 @@
-"""`Pipeline`: one rank of a network that is cut into replicated stages, also usable from a script with plain torch."""
+"""`Pipeline`, which trains one stage of a network on each rank. It can also be used in scripts without Lightning."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -26,22 +26,24 @@ from cnnstrategies.quantities import Duration, as_timedelta
 from cnnstrategies.runtime.allocation import reuse_freed_memory
 
 TIMEOUT = timedelta(minutes=10)
-# Number of turns by which receives are begun early under gloo. It covers all messages that a stage that runs ahead may
-# send. Under gloo a message that has to wait for its receive is expensive: it arrives while the receive holds the lock
-# of the connection, and gloo's thread waits for this lock in a loop, for milliseconds if cores are short. Under NCCL a
-# receive that is begun early would keep the device from becoming idle.
+# Under gloo, receives begin this number of turns before the rank needs their messages. This is enough for all messages
+# that a stage that runs ahead may send. Under gloo, a receive that only begins when its message arrives is slow: the
+# receive holds the lock of the connection, and gloo's thread waits for the lock in a loop, which takes milliseconds if
+# there are too few cores.
+# Under NCCL, receives do not begin early. A receive occupies the device until its message arrives, but the host may
+# have to wait at any moment until the device has completed all its work; see `Channels.exchange`.
 AHEAD = 4
 
 
 class Pipeline:
-    """One rank's stage of a network, with the steps that all ranks run together.
+    """A network that is cut into stages, as seen by one rank. The rank runs its own stage.
 
-    The default process group must exist, with one rank for each replica of each stage. Every rank builds the same
-    network with the same weights. Use the pipeline in a ``with`` statement, or call :meth:`close` at the end:
-    connections that are open when a process ends may abort the process.
+    Create the default process group first, with one rank for each replica of each stage. Every rank must build the same
+    network with the same weights. Use the pipeline in a ``with`` statement, or call :meth:`close` at the end, because a
+    process that ends with open connections may abort.
 
     Args:
-        network: The whole network. This rank's stage shares its parameters.
+        network: The whole network. This rank's stage uses the network's own parameters, not copies.
         cuts: Names of modules after which the network is cut, or positions, as in
             :func:`~cnnstrategies.pipeline.stage.divide`.
         replicas: Number of replicas of each stage.
@@ -49,27 +51,27 @@ class Pipeline:
         schedule: ``1f1b`` or ``gpipe``.
         run_ahead: Whether stages hold one more microbatch than necessary under 1f1b, so that messages travel while the
             stages compute.
-        activation_checkpointing: Microbatches whose activations are recomputed in their backward: none, all but the
-            rank's last, or all.
+        activation_checkpointing: Whether activations are recomputed in the backward: for no microbatch (``never``), for
+            all except the rank's last microbatch (``except_last``), or for all (``always``).
         device: Device of the stage.
         timeout: Longest wait for another rank: seconds, ``minutes:seconds`` or a timedelta.
         bucket_bytes: Size in bytes of the buckets in which gradients are summed over the replicas.
         placement: Numbering of the ranks, stage by stage (``stages``) or pipeline by pipeline (``replicas``); see
             :class:`~cnnstrategies.pipeline.timetable.Placement`.
-        compile_backend: Backend of ``torch.compile`` with which the stage is compiled, once for each size of a
-            microbatch. By default the stage is not compiled.
-        shares: Share of the microbatches for each rank, in proportion to the other replicas of its stage; equal shares
-            by default.
+        compile_backend: Backend of ``torch.compile`` for the stage. The stage is compiled once for each microbatch
+            size. By default it is not compiled.
+        shares: Share of each rank. The replicas of a stage divide the microbatches in proportion to their shares, by
+            default equally.
 
     Attributes:
-        module: This rank's stage, a module with the network's parameter names.
+        module: The module of this rank's stage. Its parameters have the names that they have in the network.
         own_microbatches: Microbatches that this rank runs.
-        shapes: Shape of each of the network's parameters and buffers.
-        loss_sum: In the last stage the contribution of this rank's microbatches to the last step's loss.
-        watchers: Functions that are called with each span of a training step. Without watchers nothing is timed. On a
-            GPU timing synchronises at each task.
-        clocks: Clocks for each kind of span and for ``loss``, which are notified when a span begins and ends. A clock
-            must not wait.
+        shapes: Shapes of all parameters and buffers of the network, by name.
+        loss_sum: In the last stage, the part of the last step's loss that comes from this rank's microbatches.
+        watchers: Functions that are called with each span of a training step. Without watchers no times are measured.
+            On a GPU, measuring synchronises the device at each task.
+        clocks: Clocks by kind of span, and by ``loss`` for the computation of the loss. They are called when a span
+            begins and ends, and must not wait for the device.
 
     Raises:
         ConfigurationError: Cuts, replicas, microbatches and ranks do not fit together, or the network cannot be cut.
@@ -112,7 +114,8 @@ class Pipeline:
         self.activation_checkpointing = activation_checkpointing
         graph = self.blueprint.stages[True][self.place.stage].graph
         calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
-        # No local variable refers to the group, because torch keeps this frame alive until the next garbage collection.
+        # No local variable refers to the group, because torch keeps this frame alive until the next garbage
+        # collection, and the frame would keep the group alive.
         self.reducer = GradientReducer(self._trainable(), self._stage_group(limit), bucket_bytes)
         self.buffers = StageBuffers(self.module, self.reducer.group, calls)
         turn = turns(replicas, microbatches, schedule, run_ahead)
@@ -139,9 +142,9 @@ class Pipeline:
         return self.transport.placement
 
     def deal(self, shares: Sequence[float]) -> None:
-        """Change the ranks' shares of the microbatches, from the next shared batch on.
+        """Change the shares of all ranks, from the next call of :meth:`share` on.
 
-        Every rank must call this method, between two steps.
+        All ranks must call this, with the same shares, between two steps.
         """
         if tuple(shares) != self.placement.shares:
             self.transport.placement = replace(self.placement, shares=tuple(shares))
@@ -150,13 +153,13 @@ class Pipeline:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The stage's trainable parameters, in the order of the gradients."""
+        """The stage's trainable parameters, in the order in which :meth:`train` returns their gradients."""
         return self.reducer.parameters
 
     def refresh(self) -> None:
-        """Update the list of trainable parameters, after parameters were frozen or unfrozen; a collective.
+        """Update the list of trainable parameters after parameters were frozen or unfrozen.
 
-        Every rank must call this method, after the optimizer's step and before the next batch.
+        All ranks must call this, after the optimizer's step and before the next batch.
         """
         self.reducer.abandon()
         trainable = self._trainable()
@@ -168,7 +171,7 @@ class Pipeline:
             self.reducer.close()
             self.reducer = GradientReducer(trainable, self.reducer.group, self.reducer.bucket_bytes)
             for channels in self.channels.values():
-                channels.forget_headers()  # A header tells which values need a gradient.
+                channels.forget_headers()  # A header says which values need a gradient, and this may have changed.
 
     def _trainable(self) -> list[nn.Parameter]:
         return [p for name, p in self.module.named_parameters() if p.requires_grad and name in self.blueprint.used]
@@ -180,38 +183,43 @@ class Pipeline:
         form: Any = None,
         usual: int | None = None,
     ) -> Batch:
-        """Share a global batch with all ranks, before :meth:`train` or :meth:`evaluate`; a collective.
+        """Send each rank what it needs of a global batch. All ranks must call this before each step.
+
+        A step is a call of :meth:`train` or :meth:`evaluate`.
 
         Args:
-            images: In the first stage this replica's part of the batch (n, C, H, W) on ``device``, or a tuple if the
-                network takes several tensors. Ignored in other stages.
-            rest: This replica's targets (n, ...), and further tensors with one row per sample.
-            form: Plain data that travels with the batch.
-            usual: Average number of samples of a replica in a full step, equal on all ranks. A smaller batch fills
-                fewer microbatches, instead of all microbatches with very few samples each.
+            images: In the first stage, this replica's images (n, C, H, W) on ``device``; a tuple of tensors if the
+                network takes several. Ignored in other stages.
+            rest: In the first stage, this replica's targets (n, ...) and other tensors with one row per sample. Ignored
+                in other stages.
+            form: Plain data that is sent to all ranks with the batch.
+            usual: Average number of samples of a replica in a full step, equal on all ranks. If a batch is smaller, it
+                is divided into fewer microbatches instead of very small ones.
         """
         with self.transport.collective("sharing a batch"):
             return share_batch(images, rest, form, self.transport, usual)
 
     def end_together(self) -> None:
-        """Check that no rank shares a further batch, to be called when this rank has no more; a collective.
+        """Check that all ranks have reached the end of their batches.
+
+        A rank calls this instead of :meth:`share` when it has no more batches. All ranks must call one of the two.
 
         Raises:
-            ConfigurationError: A rank shares a further batch. The error is raised on all ranks.
+            ConfigurationError: Another rank called :meth:`share`. The error is raised on all ranks.
         """
         with self.transport.collective("ending an epoch"):
             end_together(self.transport)
 
     def collect(self, value: Any, on_disk: bool = False) -> list[Any] | None:
-        """Collect a value from the first replica of each stage on rank 0; a collective.
+        """Send a value from the first replica of each stage to rank 0. All ranks must call this.
 
         Args:
-            value: This rank's value: nested containers of tensors and plain data. Tensors arrive on the CPU.
-            on_disk: Whether rank 0 holds the tensors of other stages in temporary files, for values that memory may not
-                hold.
+            value: This rank's value: nested containers of tensors and plain data. Rank 0 receives tensors on the CPU.
+            on_disk: Whether rank 0 keeps the tensors of other stages in temporary files, because they may not fit into
+                memory.
 
         Returns:
-            On rank 0 the values in the order of the stages; None on the other ranks.
+            On rank 0, the values in the order of the stages; None on the other ranks.
         """
         content = "the state of a stage"
         if self.rank == 0:
@@ -225,18 +233,18 @@ class Pipeline:
 
     @torch.no_grad()
     def merge(self, copy: tuple[nn.Module, nn.Module] | None = None) -> dict[str, Tensor]:
-        """Return all parameters and buffers of the network, on the CPU of every rank; a collective.
+        """Return all parameters and buffers of the network by name, on the CPU of every rank. All ranks must call this.
 
         Args:
-            copy: This rank's stage and the whole of another network with the same division, such as an average of the
-                weights; by default the network that is trained.
+            copy: A pair of this rank's stage and the whole network, for another network that is divided in the same
+                way, such as an average of the weights. By default, the network that is trained.
         """
         module, network = copy or (self.module, self.blueprint.network)
-        # All names of a tensor are listed, because the first of several names may differ between stage and network.
+        # If a tensor has several names, all names are listed, because stage and network may list different names first.
         stage_tensors = dict(
             (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         )
-        # Only the types of the whole network's tensors are read: tensors of other stages may be without memory.
+        # Only dtypes are read from the whole network's tensors, because tensors of other stages may be without storage.
         network_tensors = dict((*network.named_parameters(), *network.named_buffers()))
         merged = {}
         for stage, names in enumerate(self.blueprint.state):
@@ -257,29 +265,32 @@ class Pipeline:
         scale: float | Tensor = 1.0,
         more: bool = False,
     ) -> tuple[list[Tensor | None], dict[int, Any]]:
-        """Run the forwards and backwards of a batch, and leave ``grad`` of the parameters unchanged.
+        """Run the forwards and backwards of a batch, and return the gradients. All ranks must call this.
+
+        ``grad`` of the parameters does not change.
 
         Args:
             batch: Result of :meth:`share`.
-            loss: Mean loss from the network's outputs and the targets (n, ...), or a loss in parts. The last stage
-                calls it for each microbatch.
-            scale: Factor on the loss.
-            more: Whether another batch follows before the optimizer's step. A stage with several replicas then keeps
-                its gradients and adds them to the next batch's gradients, so that the replicas exchange them once.
+            loss: Function that returns the mean loss from the network's outputs and the targets (n, ...), or a loss in
+                parts. The last stage calls it for each microbatch.
+            scale: Factor by which the loss is multiplied.
+            more: Whether another batch follows before the optimizer's step. If the stage has several replicas, it then
+                keeps the gradients and adds the gradients of the next batch, so that the replicas only sum them once.
 
         Returns:
-            For each of ``parameters`` the gradient of ``scale`` times the loss of the global batch, plus the kept
-            gradients of earlier batches, or None for a parameter without gradient; equal on all replicas of the stage.
-            Also, in the last stage, the outputs of this rank's microbatches.
+            Two values. The first is a list with the gradient of ``scale`` times the loss of the global batch, for each
+            of ``parameters``, or None if the parameter has no gradient. It is equal on all replicas of the stage, and
+            contains kept gradients of earlier batches. The second value is, in the last stage, the outputs of this
+            rank's microbatches by microbatch; in other stages it is empty.
 
         Raises:
             ConfigurationError: Parameters were frozen or unfrozen, and :meth:`refresh` was not called.
         """
         if not _same(self._trainable(), self.parameters):
             raise ConfigurationError(
-                "parameters were frozen or unfrozen in the middle of an epoch: with stages on other devices freeze and "
-                "unfreeze at the beginning of an epoch (on_train_epoch_start); with plain torch call refresh() on "
-                "every rank afterwards"
+                "parameters were frozen or unfrozen in the middle of an epoch: with a pipeline, freeze and unfreeze at "
+                "the beginning of an epoch (on_train_epoch_start); without Lightning, call refresh() on every rank "
+                "afterwards"
             )
         parts = loss if isinstance(loss, PartialLoss) else MeanLoss(loss)
         if self.last:
@@ -290,17 +301,17 @@ class Pipeline:
         return gradients, step.outputs
 
     def evaluate(self, batch: Batch) -> dict[int, Any]:
-        """Run the forwards of a batch, in the present mode of ``module``.
+        """Run the forwards of a batch, in the current mode of ``module``. All ranks must call this.
 
         Returns:
-            In the last stage the outputs of this rank's microbatches.
+            In the last stage, the outputs of this rank's microbatches by microbatch; empty in other stages.
         """
         step = Step(self, batch)
         step.evaluate()
         return step.outputs
 
     def mean_loss(self) -> Tensor:
-        """Return the loss of the last step's batch, summed over the ranks of the last stage; a collective."""
+        """Return the loss of the last step's batch, on every rank. All ranks must call this."""
         loss = self.loss_sum.double()
         if self.placement.world_size > 1:
             with self.transport.collective("adding up the loss"):
@@ -308,31 +319,33 @@ class Pipeline:
         return loss
 
     def gather(self, batch: Batch, outputs: Mapping[int, Any]) -> Any:
-        """Return the network's outputs for the whole batch, on every rank; a collective.
+        """Return the network's outputs for the whole batch, on every rank. All ranks must call this.
 
         Args:
             batch: The batch.
-            outputs: Outputs that :meth:`train` or :meth:`evaluate` returned for the batch.
+            outputs: Outputs that :meth:`train` or :meth:`evaluate` returned for this batch.
         """
         with self.transport.collective("gathering the outputs"):
             return self.gatherer.gather(batch.split, outputs, self._kind(batch))
 
     def step(self, images: Tensor | None, targets: Tensor | None, loss: Loss, more: bool = False) -> Tensor:
-        """Run a batch and add the gradients of the mean loss to ``grad`` of the stage's parameters; a collective.
+        """Run a batch, and add the gradients of the mean loss to ``grad`` of the stage's parameters.
+
+        All ranks must call this.
 
         Args:
-            images: In the first stage this replica's images (n, C, H, W) on ``device``. Ignored in other stages.
-            targets: Targets of the images (n, ...).
-            loss: Mean loss from outputs and targets.
-            more: Whether another call follows before the optimizer's step. A stage with several replicas then sets
-                ``grad`` in the last call only.
+            images: In the first stage, this replica's images (n, C, H, W) on ``device``. Ignored in other stages.
+            targets: In the first stage, the targets of the images (n, ...). Ignored in other stages.
+            loss: Function that returns the mean loss from outputs and targets.
+            more: Whether another call follows before the optimizer's step. If the stage has several replicas, only the
+                last call then sets ``grad``.
 
         Returns:
             The mean loss over the global batch, on every rank.
         """
         batch = self.share(images, *(() if targets is None else (targets,)))
         gradients, _ = self.train(batch, loss, more=more)
-        shared = self.reducer.group is not None  # The next step reuses the memory of the gradients.
+        shared = self.reducer.group is not None  # With several replicas, the next step reuses the gradients' storage.
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
                 if parameter.grad is not None:
@@ -342,16 +355,15 @@ class Pipeline:
         return self.mean_loss()
 
     def close(self) -> None:
-        """Close the connections between the ranks, after the last step; a collective.
+        """Close the connections between the ranks, after the last step. All ranks must call this.
 
-        Afterwards the pipeline does not refer to the default group, so that the group's threads end when it is
-        destroyed.
+        The pipeline also drops its references to the default process group, so that the threads of the group end when
+        the caller destroys the group.
         """
         self.transport.check_peers()
         if self.placement.world_size > 1:
-            dist.barrier(
-                group=self.transport.control
-            )  # Closing a connection would lose messages that are not yet read.
+            # Without the barrier, a rank could close a connection before the other rank has read all its messages.
+            dist.barrier(group=self.transport.control)
         self.reducer.close()
         if self.reducer.group is not None:
             dist.destroy_process_group(self.reducer.group)
@@ -362,18 +374,22 @@ class Pipeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the pipeline, except after an error, when other ranks may have ended."""
+        """Close the pipeline. After an error nothing is closed, because other ranks may have ended."""
         if kind is None:
             self.close()
 
     def _kind(self, batch: Batch) -> Hashable:
-        """Return a key that determines the structure and the types of the outputs."""
+        """Return a key. Batches with equal keys have outputs with equal structures and dtypes."""
         kind = self.device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         return self.module.training, batch.image_shapes, batch.image_dtypes, autocast
 
     def _stage_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
-        """Create the groups of all stages' replicas, in which every rank takes part, and return this stage's group."""
+        """Create a process group for the replicas of each stage, and return this stage's group.
+
+        All ranks must call this, because torch requires every rank to create every group. The result is None if the
+        stage has one replica.
+        """
         stage_group = None
         for stage in range(self.placement.stages):
             ranks = self.placement.ranks(stage)
@@ -383,4 +399,5 @@ class Pipeline:
 
 
 def _same(left: Sequence[nn.Parameter], right: Sequence[nn.Parameter]) -> bool:
+    """Whether two lists contain the same objects in the same order."""
     return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))

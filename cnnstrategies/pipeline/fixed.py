@@ -1,4 +1,8 @@
-"""Checks that a traced graph stays valid: forwards that vary are refused, and the images' shapes are checked."""
+"""Checks that a traced graph stays valid in every step.
+
+A forward that may compute something different in another step is refused. If a forward branches on the shapes of its
+images, the graph checks these shapes.
+"""
 
 import inspect
 import random
@@ -17,34 +21,42 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.errors import ConfigurationError
 
-_PLAIN = (int, float, str, bytes, type(None))  # bool is an int
+_PLAIN = (int, float, str, bytes, type(None))  # bool is a subclass of int
 SHAPE_METHODS = ("size", "dim", "numel", "is_contiguous")
 SHAPE_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "is_cuda")
-SAMPLES = 3  # Numbers are determined with this number of samples and with one sample less, and must be equal.
+# Numbers that follow from shapes are determined twice: with this number of samples, and with one sample less.
+SAMPLES = 3
 
 
 def check_contexts(began: Mapping[str, Any], where: str) -> None:
-    """Refuse an operation in contexts other than those in which tracing ``began``, because a trace loses them.
+    """Refuse an operation if grad mode, inference mode or autocast have changed since the start of the trace.
+
+    The graph does not contain such a change, so the stages would run the operation in the wrong mode. An operation
+    under ``torch.utils.checkpoint`` is refused for the same reason.
+
+    Args:
+        began: Result of :func:`contexts` at the start of the trace.
+        where: Name of the module whose forward contains the operation, for the error message.
 
     Raises:
-        ConfigurationError: A context of `where`, the name of a module, has changed.
+        ConfigurationError: The operation is refused.
     """
-    for name, present in contexts().items():
-        if present != began[name]:
+    for name, state in contexts().items():
+        if state != began[name]:
             raise ConfigurationError(
-                f"{where} computes under {name}, which is lost when the network is cut into stages: use "
+                f"{where} computes under {name}, which has no effect when the network is cut into stages: use "
                 ".detach() on the values, set the precision for the whole run, or use strategy ddp"
             )
     callers = traceback.walk_stack(inspect.currentframe())
     if any(frame.f_code.co_filename == torch.utils.checkpoint.__file__ for frame, _ in callers):
         raise ConfigurationError(
-            f"{where} runs under torch.utils.checkpoint, which is lost when the network is cut into stages: leave it "
-            "out (set_grad_checkpointing(False) in timm) and set the pipeline's activation_checkpointing"
+            f"{where} runs under torch.utils.checkpoint, which has no effect when the network is cut into stages: "
+            "remove it (set_grad_checkpointing(False) in timm) and set the pipeline's activation_checkpointing"
         )
 
 
 def contexts() -> dict[str, Any]:
-    """Return the state of the contexts in which operations run now, by name."""
+    """Return the current state of grad mode, inference mode and autocast, by the names that error messages use."""
     return {
         "torch.no_grad or torch.enable_grad": torch.is_grad_enabled(),
         "torch.inference_mode": torch.is_inference_mode_enabled(),
@@ -59,10 +71,11 @@ def contexts() -> dict[str, Any]:
 
 @contextmanager
 def same_each_time(network: nn.Module) -> Iterator[None]:
-    """Check a network's forward, which runs inside the context: it must not branch at random nor change attributes.
+    """Check that a network's forward runs the same operations in every step. The caller runs it inside this context.
 
     Raises:
-        ConfigurationError: The forward draws random numbers outside of leaf modules, or changes a plain attribute.
+        ConfigurationError: The forward draws random numbers outside of leaf modules, or changes an attribute that is a
+            number, a string or None.
     """
     name = type(network).__name__
     states, attributes = _random_states(), _attributes(network)
@@ -70,37 +83,40 @@ def same_each_time(network: nn.Module) -> Iterator[None]:
     for library, state in _random_states().items():
         if state != states[library]:
             raise ConfigurationError(
-                f"{name}.forward draws random numbers with {library} to choose what it computes: cut into stages, the "
-                "network would make the same choice in every step; draw them with a layer such as nn.Dropout or "
-                "torchvision.ops.StochasticDepth, or use strategy ddp"
+                f"{name}.forward draws random numbers with {library} to choose what it computes: when the network is "
+                "cut into stages, it would make the same choice in every step; draw the numbers in a layer such as "
+                "nn.Dropout or torchvision.ops.StochasticDepth, or use strategy ddp"
             )
     for path, value in _attributes(network).items():
         if attributes.get(path, network) != value:
             raise ConfigurationError(
-                f"{name}.forward changes the attribute {path!r}: cut into stages, the network would keep the present "
-                "value; make it a buffer and change it by a tensor operation, or use strategy ddp"
+                f"{name}.forward changes the attribute {path!r}: when the network is cut into stages, the change would "
+                "have no effect; make the attribute a buffer and change it by a tensor operation, or use strategy ddp"
             )
 
 
 class TracedModule(nn.Module):
-    """Module in place of a module whose own code was traced; the plain attributes are constants of the graph."""
+    """A module that replaces a module whose own code was traced. The graph runs instead of the module's code."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a submodule, a tensor or an internal attribute, and refuse new plain attributes.
+        """Set a submodule, a tensor or an internal attribute; refuse any other new attribute.
+
+        The graph contains the value that the attribute had during the trace, so a new value would have no effect.
 
         Raises:
-            ConfigurationError: The attribute is a plain value, of which the graph has a constant copy.
+            ConfigurationError: The attribute is refused.
         """
         if not name.startswith("_") and not isinstance(value, nn.Module | Tensor) and name not in self.__dict__:
             raise ConfigurationError(
-                f"{name} = {value!r} is set on a part of the network that is cut into stages, whose graph keeps the "
-                "value from the beginning: make it a buffer that is changed in place, or use strategy ddp"
+                f"{name} = {value!r} would have no effect: the network is cut into stages, and a stage keeps the value "
+                "that the attribute had at the start; make the attribute a buffer that is changed in place, or use "
+                "strategy ddp"
             )
         super().__setattr__(name, value)
 
 
 def _random_states() -> dict[str, Any]:
-    """Return the states of the random generators, by the name of the library."""
+    """Return the states of the random number generators on the CPU. Keys are the names of their libraries."""
     numpy: Any = np.random.get_state()
     return {
         "random": random.getstate(),
@@ -110,7 +126,7 @@ def _random_states() -> dict[str, Any]:
 
 
 def _attributes(network: nn.Module) -> dict[str, Any]:
-    """Return the plain attributes of all modules, by path."""
+    """Return the attributes of all modules that are numbers, strings or None. Keys are dotted paths."""
     return {
         f"{path}.{name}".lstrip("."): value
         for path, module in network.named_modules()
@@ -121,11 +137,11 @@ def _attributes(network: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Decided:
-    """Numbers that a forward derives from shapes.
+    """Numbers that a forward derives from the shapes of its images.
 
     Attributes:
         numbers: The numbers, in the order in which the forward needs them.
-        shapes: Shape of a sample of each input for which the numbers are valid.
+        shapes: For each input of the network, the shape of one sample. The numbers are only valid for these shapes.
     """
 
     numbers: tuple[Any, ...]
@@ -133,11 +149,11 @@ class Decided:
 
 
 class UndecidedError(Exception):
-    """The forward needs a number that follows from shapes and is not known.
+    """The forward needs a number that follows from shapes, and the number has not been determined yet.
 
     Attributes:
-        graph: The graph that was traced so far.
-        node: Node of the graph whose value is the number.
+        graph: The graph that was traced before the number was needed.
+        node: Node of the graph that computes the number.
     """
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
@@ -146,12 +162,13 @@ class UndecidedError(Exception):
         self.node = node
 
 
-# Numbers by network, and by mode (True for training). Each rank determines them itself, from images of equal shapes.
+# The numbers of each network and mode (True for training). Each rank determines them itself, from images of equal
+# shapes.
 known: "WeakKeyDictionary[nn.Module, dict[bool, Decided]]" = WeakKeyDictionary()
 
 
 def is_of_shapes(node: fx.Node) -> bool:
-    """Whether a node's value follows from shapes of tensors only."""
+    """Whether a node's value depends only on shapes, dtypes and devices of tensors, and not on their elements."""
     if node.op == "call_method" and node.target in SHAPE_METHODS:
         return True
     if node.op == "call_function" and node.target is getattr:
@@ -160,7 +177,12 @@ def is_of_shapes(node: fx.Node) -> bool:
 
 
 def number(network: nn.Module, undecided: UndecidedError, images: Any) -> Any:
-    """Return a number that a network's forward needs in its present mode, determined with some images.
+    """Determine a number that a network's forward needs in its current mode, by running the graph up to the number.
+
+    Args:
+        network: The network.
+        undecided: Error that names the number.
+        images: Example images as the network takes them, with at least `SAMPLES` samples.
 
     Raises:
         ConfigurationError: The number depends on the number of images.
@@ -183,12 +205,18 @@ def number(network: nn.Module, undecided: UndecidedError, images: Any) -> Any:
 
 
 def sample_shapes(images: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the shape of a sample of each of a network's inputs."""
+    """Return the shape of one sample, for each tensor of images that a network takes."""
     return tuple(tuple(tensor.shape[1:]) for tensor in tree_leaves(images))
 
 
 def hold_to(graph: fx.Graph, decided: Decided, name: str) -> None:
-    """Let a graph refuse images of shapes other than those for which it was traced."""
+    """Insert a check into a graph, which refuses images with shapes for which the graph was not traced.
+
+    Args:
+        graph: The graph.
+        decided: Numbers in the graph, with the shapes for which they are valid.
+        name: Name of the network's class, for the error message.
+    """
     placeholder = next(node for node in graph.nodes if node.op == "placeholder")
     with graph.inserting_after(placeholder):
         checked = graph.call_function(of_shapes, (placeholder, decided.shapes, name))
@@ -196,25 +224,25 @@ def hold_to(graph: fx.Graph, decided: Decided, name: str) -> None:
 
 
 def of_shapes(images: Any, shapes: Sequence[Sequence[int]], name: str) -> Any:
-    """Return the images after checking the shape of a sample of each.
+    """Check the shapes of images, and return the images. The check is a node of the graph; see :func:`hold_to`.
 
     Raises:
-        ConfigurationError: A shape differs.
+        ConfigurationError: An image does not have the expected shape.
     """
     for image_shape, shape in zip(sample_shapes(images), shapes, strict=True):
         if image_shape != tuple(shape):
             raise ConfigurationError(
-                f"images of shape {image_shape}: {name}.forward branches on their shape, and was cut into stages for "
-                f"{tuple(shape)}; use images of one size, or use strategy ddp"
+                f"images of shape {image_shape}: {name}.forward branches on the shape of its images, and it was cut "
+                f"into stages for {tuple(shape)}; use images of one size, or use strategy ddp"
             )
     return images
 
 
 @contextmanager
 def preserved(network: nn.Module) -> Iterator[None]:
-    """Restore a network's buffers and gradients and the random generators after the context.
+    """Restore a network's buffers and gradients, and the state of the random number generators, on exit.
 
-    Parameters must not change inside the context.
+    Parameters must not change inside the context, because they are not restored.
     """
     buffers = [
         (module, name, buffer, buffer.clone())

@@ -1,4 +1,4 @@
-"""Summation of gradients over a stage's replicas, in buckets, while the last microbatch's backward still runs."""
+"""Sum gradients over the replicas of a stage, bucket by bucket, while the last microbatch's backward still runs."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -8,18 +8,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel
+BUCKET_BYTES = 25 * 2**20  # Size of a bucket; DistributedDataParallel also uses this size by default.
 
 
 class Bucket:
     """Gradients that are reduced together, in one flat tensor.
 
     Attributes:
+        parameters: The parameters whose gradients the bucket contains.
         flat: The gradients, one after the other, followed by ``reached``.
-        views: For each parameter a view of its gradient, in the parameter's shape.
-        reached: For each parameter 1 if it has a gradient, else 0. After the reduction, the number of replicas in which
-            the parameter has a gradient.
-        missing: Number of parameters that the last backward has not reached yet.
+        views: For each parameter, its gradient as a view of ``flat`` that has the parameter's shape.
+        reached: Before the reduction, 1 for each parameter with a gradient and 0 for the others. After the reduction,
+            for each parameter, the number of replicas on which it has a gradient.
+        missing: Number of parameters whose gradient the last backward has not computed yet.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -33,17 +34,18 @@ class Bucket:
         offset = 0
         for parameter in parameters:
             part = self.flat[offset : offset + parameter.numel()]
-            # The view has the parameter's memory format, which autograd would also choose.
+            # The view has the memory format of the parameter, as a gradient that autograd allocates would have.
             dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
             strides = parameter.stride() if dense else parameter.contiguous().stride()
             self.views.append(part.as_strided(parameter.shape, strides))
             offset += parameter.numel()
 
     def without_gradient(self, reached: set[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters for which no replica has a gradient, not even a gradient of zeros.
+        """Return the parameters that have no gradient on any replica. A gradient of zeros counts as a gradient.
 
-        The counts are read, which waits for the device, only if a parameter is not in `reached`, the parameters with a
-        gradient on this replica.
+        Args:
+            reached: Parameters that have a gradient on this replica. If they include all parameters of the bucket,
+                nothing is read from the device, because the host would have to wait for it.
         """
         if reached.issuperset(self.parameters):
             return []
@@ -52,15 +54,15 @@ class Bucket:
 
 
 class GradientReducer:
-    """Accumulates the gradients of one or several batches, and sums them over the replicas.
+    """An accumulator for the gradients of one or several batches, which also sums them over the replicas.
 
-    Call :meth:`begin`, then run the backwards of all microbatches, with a call of :meth:`overlap` before the last
-    backward, then call :meth:`finish`. Buckets are reduced in a fixed order, last parameters first, so that all
-    replicas agree. Buckets and hooks are created once, in the first step.
+    First call :meth:`begin`. Then run the backwards of all microbatches, and call :meth:`overlap` before the last
+    backward. At the end call :meth:`finish`. All replicas reduce the buckets in the same order, last parameters first.
+    Buckets and hooks are created in the first step and then kept.
 
     Args:
         parameters: Parameters of the stage.
-        group: Group of the stage's replicas; None for one replica.
+        group: Group of the stage's replicas; None if the stage has one replica.
         bucket_bytes: Size of a bucket in bytes.
     """
 
@@ -78,7 +80,10 @@ class GradientReducer:
         self._keeps = self._overlapping = False
 
     def begin(self) -> None:
-        """Set ``grad`` aside, and start without gradients or from the gradients that :meth:`finish` has kept."""
+        """Save ``grad`` of all parameters, and prepare ``grad`` for the backwards of a batch.
+
+        The backwards add to the gradients that :meth:`finish` kept, if it kept gradients.
+        """
         self._kept = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -97,24 +102,25 @@ class GradientReducer:
         self._keeps = False
 
     def overlap(self) -> None:
-        """Reduce each bucket as soon as the next backward has filled it."""
+        """In the next backward, start the reduction of a bucket as soon as all gradients of the bucket are ready."""
         self._overlapping = True
 
     def finish(self, keep: bool = False) -> list[Tensor | None]:
-        """Wait for the sums over the replicas, and restore ``grad`` as it was at :meth:`begin`.
+        """Reduce the remaining buckets, wait for all sums, and restore ``grad`` as it was before :meth:`begin`.
 
         Args:
-            keep: If there are several replicas, reduce nothing and keep the gradients: the next batch adds to them.
+            keep: Whether to keep the gradients without reducing them, so that the next batch adds to them. Only has an
+                effect if there are several replicas.
 
         Returns:
-            For each of ``parameters`` its gradient, or None if it has no gradient or the gradient was kept. With
-            several replicas the caller may change the returned gradients; the next step overwrites them.
+            For each of ``parameters``, its gradient; None if it has no gradient or if gradients are kept. If there are
+            several replicas, the caller may change the returned gradients, but the next step overwrites them.
         """
         if keep and self.group is not None:
             self.abandon()
             self._keeps = True
             return [None] * len(self.parameters)
-        self._launch(all_of_them=True)
+        self._launch(incomplete=True)
         for work in self._works:
             work.wait()
         unused = {parameter for bucket in self._buckets for parameter in bucket.without_gradient(self._reached)}
@@ -123,7 +129,7 @@ class GradientReducer:
         return gradients
 
     def abandon(self) -> None:
-        """Restore ``grad`` as it was at :meth:`begin`, and discard kept gradients."""
+        """Restore ``grad`` as it was before :meth:`begin`, and discard this batch's and all kept gradients."""
         if self._kept is not None:
             for parameter, kept in zip(self.parameters, self._kept, strict=True):
                 parameter.grad = kept
@@ -139,23 +145,29 @@ class GradientReducer:
         ]
 
     def close(self) -> None:
-        """Remove the hooks, through which the parameters would keep this object alive."""
+        """Remove the hooks from the parameters, because a hook keeps this object alive."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._buckets = [], []
 
     def ready(self, parameter: nn.Parameter, bucket: Bucket) -> None:
-        """Note that a backward has added to a parameter's gradient."""
+        """Hook that autograd calls when a backward has added to a parameter's gradient."""
         if self._kept is not None:
             self._reached.add(parameter)
             if self._overlapping:
                 bucket.missing -= 1
-                self._launch(all_of_them=False)
+                self._launch(incomplete=False)
 
-    def _launch(self, all_of_them: bool) -> None:
+    def _launch(self, incomplete: bool) -> None:
+        """Start the reductions of the next buckets, in order.
+
+        Args:
+            incomplete: Whether to reduce buckets whose gradients are not all computed. If not, the first such bucket
+                and all later buckets are left for the next call.
+        """
         while len(self._works) < len(self._buckets):
             bucket = self._buckets[len(self._works)]
-            if bucket.missing and not all_of_them:
+            if bucket.missing and not incomplete:
                 return
             bucket.reached.fill_(1)
             for index, parameter in enumerate(bucket.parameters):
@@ -166,6 +178,7 @@ class GradientReducer:
             self._works.append(work)
 
     def _grouped(self) -> list[list[nn.Parameter]]:
+        """Return the parameters of each bucket. Parameters of a bucket have the same dtype."""
         groups: list[list[nn.Parameter]] = []
         size = 0
         for parameter in reversed(self.parameters):

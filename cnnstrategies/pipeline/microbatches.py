@@ -1,4 +1,4 @@
-"""Division of a global batch into microbatches, with the order of its rows."""
+"""Divide a global batch into microbatches, and determine the order of the batch's rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,18 +17,21 @@ PER_STAGE_AND_REPLICA = 4
 
 @dataclass(frozen=True)
 class Split:
-    """Division of one global batch into microbatches.
+    """The division of one global batch into microbatches.
 
-    Replica r of the first stage holds ``rows[r]`` samples and cuts them into its microbatches, whose sizes differ by at
-    most one. If there are too few samples, the last microbatches are empty, and the step leaves them out. If a batch is
-    smaller than usual, as the last batch of an epoch may be, only as many microbatches are filled as the samples need
-    at the usual size, because batch normalisation works best with full microbatches.
+    Replica r of the first stage has ``rows[r]`` samples and divides them into its microbatches, whose sizes differ by
+    at most one sample. If it has too few samples, its last microbatches are empty, and the step skips them.
 
-    The rows of the global batch have the order of one process: samplers give samples to the replicas in turn.
+    A batch can be smaller than usual, like the last batch of an epoch. Microbatches then keep about their usual size,
+    and the remaining microbatches are empty, because BatchNorm works better with a few full microbatches than with many
+    small ones.
+
+    The rows of the global batch are in the order in which one process alone would load them. The samplers give the
+    samples in this order to the replicas in turn.
 
     Attributes:
         rows: Number of samples of each replica of the first stage.
-        runs: For each microbatch of a full step the replica of the first stage that runs it.
+        runs: For each microbatch of a full step, the replica of the first stage that runs it.
         usual: Average number of samples of a replica in a full step; None if this step counts as full.
     """
 
@@ -48,7 +51,7 @@ class Split:
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """For each microbatch the first row and the row after the last, counted in its replica's samples."""
+        """For each microbatch, its first row and the row after its last row, as indices into the replica's samples."""
         sizes = []
         for replica, rows in enumerate(self.rows):
             filled = self._filled(rows, self.runs.count(replica) or 1)
@@ -63,7 +66,7 @@ class Split:
         return tuple(bounds)
 
     def _filled(self, rows: int, microbatches: int) -> int:
-        """Return the number of microbatches over which a replica's samples are spread.
+        """Return the number of microbatches that get samples of a replica.
 
         Args:
             rows: Number of the replica's samples.
@@ -75,7 +78,7 @@ class Split:
         size = -(-full_batch // self.microbatches)
         filled = -(-rows // size)
         if size > 1 and filled and rows // filled == 1:
-            filled -= 1  # Batch normalisation refuses a single sample: another microbatch takes the sample instead.
+            filled -= 1  # BatchNorm refuses a microbatch of one sample, so another microbatch takes the sample.
         return min(microbatches, max(1, filled))
 
     @cached_property
@@ -85,15 +88,19 @@ class Split:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Row in the global batch of each sample (N,), with the samples ordered replica by replica."""
+        """Row of each sample in the global batch (N,): first the samples of replica 0, then those of replica 1, etc."""
         return torch.tensor(list(chain(*turns(self.rows))), dtype=torch.int64)
 
     def global_rows(self, *microbatches: int, device: torch.device = CPU) -> Tensor:
-        """Return the rows of the global batch that belong to microbatches (n,), microbatch after microbatch."""
+        """Return the indices (n,) of the microbatches' rows in the global batch, one microbatch after the other."""
         return rows_on(self, microbatches, device)
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the rows of the global batch (N, ...), assembled from the rows of each replica (n, ...)."""
+        """Return the rows of the global batch (N, ...), in the order of the global batch.
+
+        Args:
+            parts: The rows (n, ...) of each replica of the first stage.
+        """
         if len(self.rows) == 1:
             return parts[0]
         joined = torch.cat(list(parts))
@@ -106,7 +113,10 @@ class Split:
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def rows_on(split: Split, microbatches: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the rows of :meth:`Split.global_rows`, from a cache: the host would wait for each copy to a device."""
+    """Return the result of :meth:`Split.global_rows` from a cache.
+
+    The cache avoids copying the indices to the device again, because the host waits for such a copy.
+    """
     rows = []
     for microbatch in microbatches:
         offset = sum(split.rows[: split.runs[microbatch]])
@@ -118,18 +128,19 @@ def rows_on(split: Split, microbatches: tuple[int, ...], device: torch.device) -
 def default_microbatches(replicas: Sequence[int], samples: int | None = None) -> int:
     """Return the default number of microbatches of a step.
 
-    The default is 4 for each stage and each replica of the widest stage. With batch normalisation the number is lower
-    if necessary, so that each microbatch has at least 8 samples, as long as every replica has a microbatch.
+    The default is 4 times the number of stages times the largest number of replicas of a stage. If the network has
+    BatchNorm, the number is reduced so that each microbatch has at least 8 samples, but every replica keeps at least
+    one microbatch.
 
     Args:
         replicas: Number of replicas of each stage.
-        samples: Samples of a batch in each replica of the first stage; None if the number is not known, or if the
-            network has no batch normalisation.
+        samples: Number of samples of a batch on each replica of the first stage; None if this number is not known, or
+            if the network does not have BatchNorm.
     """
     widest = max(replicas)
     microbatches = PER_STAGE_AND_REPLICA * len(replicas) * widest
     if samples is not None:
         microbatches = min(microbatches, replicas[0] * (samples // NORMALISED_TOGETHER))
-        # Round down to a multiple of the widest stage's replicas, so that they run equally many.
+        # With a multiple of the widest stage's replicas, all its replicas run equal numbers of microbatches.
         microbatches = max(widest, microbatches // widest * widest)
     return microbatches

@@ -1,4 +1,4 @@
-"""Division of a traced network into stages that keep the network's own parameter names."""
+"""Divide a traced network into stages. A stage has the parameters of its layers, under the network's own names."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,18 +17,19 @@ IMAGES = "images"
 
 @dataclass(frozen=True)
 class StageGraph:
-    """One stage's part of the network's graph.
+    """The graph of one stage, and the values that the stage receives and sends.
 
-    A value that crosses a cut is the result of a node and has the node's name. It is usually a tensor, and may be a
-    tuple or a number. Each stage that uses the value receives it directly from the stage that produces it. The
-    network's input is named ``images``, and stage 0 has it.
+    A value that crosses a cut is the result of a node, and has the node's name. It is usually a tensor, but it can also
+    be a tuple or a number. Each stage that uses the value receives it directly from the stage that computes it. The
+    network's input has the name ``images`` and exists in stage 0.
 
     Attributes:
-        graph: Graph from ``inputs`` to a tuple of ``outputs``; in the last stage to the network's result.
-        inputs: Names of the values that the stage receives; ``images`` for stage 0.
+        graph: Graph that takes ``inputs`` and returns a tuple of ``outputs``; in the last stage it returns the
+            network's result.
+        inputs: Names of the values that the stage receives; ``images`` in stage 0.
         outputs: Names of the values that the stage sends.
-        names_from: For each sending stage the names of the values that this stage receives from it.
-        names_to: For each receiving stage the names of the values that this stage sends to it.
+        names_from: Names of the values that the stage receives, by the stage that sends them.
+        names_to: Names of the values that the stage sends, by the stage that receives them.
     """
 
     graph: fx.Graph
@@ -40,13 +41,13 @@ class StageGraph:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """Division of a network into stages, for training and for evaluation.
+    """The division of a network into stages, for training and for evaluation.
 
     Attributes:
         network: The network.
-        stages: Stages for training (True) and for evaluation (False). They are the same objects unless the network's
-            own code depends on the mode.
-        state: For each stage the names of its parameters and buffers in the network.
+        stages: Graphs of the stages for training (True) and for evaluation (False). Both are the same objects unless
+            the network's own code depends on the mode.
+        state: For each stage, the names of its parameters and buffers in the network.
         used: Names of the parameters and buffers that the network uses in training.
     """
 
@@ -56,7 +57,7 @@ class Blueprint:
     used: frozenset[str]
 
     def of(self, network: nn.Module) -> "Blueprint":
-        """Return the same division of another network with the same structure."""
+        """Return this division for another network that has the same structure."""
         return replace(self, network=network)
 
     def build(self, stage: int) -> "StageModule":
@@ -65,10 +66,11 @@ class Blueprint:
 
 
 class StageModule(TracedModule):
-    """One stage of a network, with the stage's parameters and buffers only, under the network's names.
+    """A module that is one stage of a network. It only has the stage's parameters and buffers, under their own names.
 
-    ``forward`` takes the stage's inputs in order and returns the tuple of its outputs; in the last stage it returns the
-    network's result. It runs the graph for the module's mode, training or evaluation.
+    ``forward`` takes the values in `StageGraph.inputs` as arguments, and returns a tuple of the values in
+    `StageGraph.outputs`; in the last stage it returns the network's result. It runs the graph of the module's current
+    mode, training or evaluation.
     """
 
     def __init__(self, blueprint: Blueprint, stage: int) -> None:
@@ -78,25 +80,26 @@ class StageModule(TracedModule):
         for graph in graphs.values():
             for node in graph.nodes:
                 if node.op == "call_module":
-                    _put(self, str(node.target), network.get_submodule(str(node.target)))
+                    _put_module(self, str(node.target), network.get_submodule(str(node.target)))
         names = set(blueprint.state[stage])
         for graph in graphs.values():
             names |= {str(node.target) for node in graph.nodes if node.op == "get_attr"}
         present = {name for name, _ in (*self.named_parameters(), *self.named_buffers())}
         for name in sorted(names - present):
             _put_attribute(self, network, name)
-        # The generated code reads all modules from `self`, so both modes share one set of modules.
+        # The generated code of both graphs reads the modules from `self`, so both modes use the same modules.
         self._run = {training: type(fx.GraphModule(self, graph)).forward for training, graph in graphs.items()}
-        self.training = network.training  # The submodules keep their own modes.
+        # Only this module's own mode is set. Its submodules are those of the network, so they have the right modes.
+        self.training = network.training
 
     def forward(self, *inputs: Any) -> Any:
-        """Run the stage."""
+        """Run the stage's graph on its inputs."""
         return self._run[self.training](self, *inputs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the code of both modes, with the arguments of ``torch.compile``.
+        """Compile the graphs of both modes. The arguments are passed to ``torch.compile``.
 
-        torch compiles a function for at most eight shapes and runs it without compilation for further shapes.
+        torch compiles a function for at most eight input shapes; for other shapes the function runs uncompiled.
         """
         self._run = {mode: torch.compile(run, *args, **kwargs) for mode, run in self._run.items()}
 
@@ -106,13 +109,13 @@ def divide(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
 
     Args:
         network: The whole network.
-        cuts: For each stage except the first, in ascending order, the name of the module after which the stage begins,
-            or the index of its first node. An index counts the
-            :func:`~cnnstrategies.pipeline.tracing.ordered_nodes` of the graph that is traced for training, and must be
-            one of its :func:`~cnnstrategies.pipeline.tracing.cut_positions`.
+        cuts: For each stage except stage 0, in ascending order, the name of the module after which the stage begins, or
+            the index of the stage's first node. An index refers to the
+            :func:`~cnnstrategies.pipeline.tracing.ordered_nodes` of the graph for training, and must be one of this
+            graph's :func:`~cnnstrategies.pipeline.tracing.cut_positions`.
 
     Raises:
-        ConfigurationError: The network cannot be traced, or cannot be cut at these places.
+        ConfigurationError: The network cannot be traced, or a cut is not possible.
     """
     stages = len(cuts) + 1
     training = trace(network, True)
@@ -131,7 +134,7 @@ def divide(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
         second = first
     else:
         second = _divide_graph(evaluation, _stages_by_state(evaluation, owner), stages)
-    # Stage 0 keeps all tensors that no node uses, so that the union of the stages is the whole network.
+    # Stage 0 also gets the parameters and buffers that no node uses, so that the stages together have all of them.
     names = [name for name, _ in (*network.named_parameters(), *network.named_buffers())]
     state: list[list[str]] = [[] for _ in range(stages)]
     for name in names:
@@ -140,9 +143,17 @@ def divide(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
 
 
 def _stages_by_state(traced: fx.GraphModule, owner: dict[str, int]) -> dict[fx.Node, int]:
-    """Return the stage of each node of the evaluation graph, determined by the stages that own the parameters.
+    """Return the stage of each node of the evaluation graph.
 
-    Parameters and buffers that only this graph uses are added to ``owner``.
+    A node with parameters or buffers belongs to the stage that owns them. Any other node belongs to the same stage as
+    the node before it.
+
+    Args:
+        traced: The graph for evaluation.
+        owner: Stage of each parameter and buffer by name. Parameters and buffers that only this graph uses are added.
+
+    Raises:
+        ConfigurationError: A parameter or buffer would be needed in two stages.
     """
     stage_of = {}
     current = 0
@@ -151,8 +162,8 @@ def _stages_by_state(traced: fx.GraphModule, owner: dict[str, int]) -> dict[fx.N
         owners = {owner[name] for name in names if name in owner}
         if owners and (len(owners) > 1 or min(owners) < current):
             raise ConfigurationError(
-                f"the network uses {names[0]!r} on another side of a cut in evaluation than in training: choose other "
-                "cuts or fewer stages"
+                f"in evaluation the network uses {names[0]!r} in a different stage than in training: choose other cuts "
+                "or fewer stages"
             )
         current = max(owners, default=current)
         stage_of[node] = current
@@ -161,10 +172,11 @@ def _stages_by_state(traced: fx.GraphModule, owner: dict[str, int]) -> dict[fx.N
 
 
 def _divide_graph(traced: fx.GraphModule, stage_of: dict[fx.Node, int], stages: int) -> tuple[StageGraph, ...]:
+    """Return the graphs of all stages, given the stage of each node."""
     placeholder = next(node for node in traced.graph.nodes if node.op == "placeholder")
     output = next(node for node in traced.graph.nodes if node.op == "output")
     place = {placeholder: 0, **stage_of, output: stages - 1}
-    # For each node, in the order of computation, the other stages that use its result.
+    # Stages that use the result of each node, except the node's own stage. The nodes are in the order of computation.
     users = {node: {place[user] for user in node.users if user in place} - {place[node]} for node in place}
     return tuple(_stage_graph(traced, place, users, stage) for stage in range(stages))
 
@@ -184,7 +196,7 @@ def _stage_graph(
     changed = {origin for node in stage_nodes for origin in _origins(traced, changed_in_place(traced, node))}
     for name, argument in [(name, graph.placeholder(name)) for name in inputs]:
         node = by_name[name]
-        # A received tensor is a leaf of autograd, which cannot be changed in place.
+        # Received tensors are autograd leaves. Leaves cannot be changed in place, so such a change is made to a copy.
         copies[node] = graph.call_function(copy_value, (argument,)) if node in changed else argument
 
     def copied(node: fx.Node) -> fx.Node:
@@ -208,20 +220,20 @@ def _stage_graph(
 
 
 def check_backend(backend: str | None) -> None:
-    """Refuse a ``torch.compile`` backend with which stages cannot run.
+    """Refuse backends of ``torch.compile`` that do not work for stages.
 
     Raises:
         ConfigurationError: The backend is refused.
     """
     if backend == "cudagraphs":
         raise ConfigurationError(
-            "compile_backend='cudagraphs': a CUDA graph may overwrite the results of its previous run, and a stage "
-            "holds the results of several microbatches; use inductor, or strategy ddp"
+            "compile_backend='cudagraphs': a run of a CUDA graph may overwrite the results of the previous run, but a "
+            "stage must hold the results of several microbatches; use inductor, or strategy ddp"
         )
 
 
 def copy_value(value: Any) -> Any:
-    """Return a value with copies of its tensors."""
+    """Return a value in which all tensors are replaced by copies."""
     return tree_map(lambda leaf: torch.clone(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
@@ -230,9 +242,10 @@ def _name(node: fx.Node) -> str:
 
 
 def _origins(traced: fx.GraphModule, node: fx.Node | None) -> Iterator[fx.Node]:
-    """Yield a node and all nodes whose memory its result may share.
+    """Yield a node, and the nodes whose results may share storage with the node's result.
 
-    The search follows first arguments and ends at a module with parameters, whose result has memory of its own.
+    The result of a node may be a view of the node's first argument, so the search goes from first argument to first
+    argument. It ends at a module with parameters, because such a module returns a new tensor.
     """
     while node is not None:
         yield node
@@ -242,16 +255,20 @@ def _origins(traced: fx.GraphModule, node: fx.Node | None) -> Iterator[fx.Node]:
         node = first if isinstance(first, fx.Node) else None
 
 
-def _put(root: nn.Module, path: str, module: nn.Module) -> None:
+def _put_module(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Add a module to a stage under a dotted path."""
     *parents, name = path.split(".")
-    _holder(root, parents).add_module(name, module)
+    _submodule(root, parents).add_module(name, module)
 
 
 def _put_attribute(root: nn.Module, network: nn.Module, path: str) -> None:
-    """Share a parameter, a buffer with its persistence, or another attribute with the network."""
+    """Give a stage the parameter, buffer or other attribute that the network has at a dotted path.
+
+    The stage gets the same object, not a copy. A buffer stays persistent or non-persistent.
+    """
     *parents, name = path.split(".")
     owner = network.get_submodule(".".join(parents))
-    holder = _holder(root, parents)
+    holder = _submodule(root, parents)
     value = getattr(owner, name)
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         holder.register_buffer(name, value, persistent=path in network.state_dict(keep_vars=True))
@@ -259,7 +276,8 @@ def _put_attribute(root: nn.Module, network: nn.Module, path: str) -> None:
         nn.Module.__setattr__(holder, name, value)
 
 
-def _holder(root: nn.Module, parents: Sequence[str]) -> nn.Module:
+def _submodule(root: nn.Module, parents: Sequence[str]) -> nn.Module:
+    """Return the submodule with the given path, and create the missing modules on the path."""
     for name in parents:
         if not hasattr(root, name):
             root.add_module(name, TracedModule())

@@ -1,4 +1,4 @@
-"""Run of one batch on a rank: the rank's tasks, and the state between forward and backward of a microbatch."""
+"""Run one batch on a rank: run the rank's tasks, and hold what each microbatch needs until its backward."""
 
 import math
 import time
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RandomState:
-    """State of the random generators that a stage on a device uses, taken when the object is created."""
+    """The state of the random number generators of the CPU and of a device, at the time when the object is created."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -32,7 +32,7 @@ class RandomState:
         self.accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def restore(self) -> None:
-        """Restore the state."""
+        """Set the random number generators to this state."""
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:
             torch.cuda.set_rng_state(self.accelerator, self.device)
@@ -40,14 +40,15 @@ class RandomState:
 
 @dataclass
 class Held:
-    """State of a microbatch between its forward and its backward on a rank.
+    """The data of a microbatch that a rank holds between the microbatch's forward and backward.
 
     Attributes:
-        leaves: For each source stage the inputs whose gradients the source stage needs.
-        roots: For each target stage the points at which the received gradients enter the graph, None for a value that
-            needs no gradient; in the last stage the point of the loss, under the key None. The outputs are not held.
-        arguments: Arguments of the stage, if the forward runs again.
-        random: State of the random generators before the forward, if the forward runs again.
+        leaves: For each stage that sent inputs, the inputs whose gradients must be sent back.
+        roots: For each stage that received outputs, the edges of the autograd graph at which the gradients of the
+            outputs enter; None for an output that requires no gradient. In the last stage, the edge of the loss, under
+            the key None. The outputs themselves are not held, so that their memory is free.
+        arguments: Arguments of the stage, if activations are recomputed; otherwise None.
+        random: State of the random number generators before the forward, if activations are recomputed; otherwise None.
     """
 
     leaves: dict[int, list[Tensor]]
@@ -57,17 +58,17 @@ class Held:
 
 
 class Step:
-    """Run of one batch on a rank, for training or evaluation.
+    """The run of one batch on a rank, for training or evaluation.
 
     Args:
         pipeline: The rank's pipeline.
         batch: The batch.
-        loss: Loss of the batch in parts; None for evaluation.
-        scale: Factor on the loss.
+        loss: Loss that can be computed for each microbatch; None for evaluation.
+        scale: Factor by which the loss is multiplied.
 
     Attributes:
-        outputs: In the last stage the network's outputs for each of the rank's microbatches.
-        loss_sum: In the last stage the sum of the loss's parts so far.
+        outputs: In the last stage, the network's outputs by microbatch, for the rank's own microbatches.
+        loss_sum: In the last stage, the loss of the microbatches that have run so far.
     """
 
     def __init__(
@@ -85,12 +86,16 @@ class Step:
         self.outputs: dict[int, Any] = {}
         self.loss_sum = torch.zeros((), device=pipeline.device)
         self._held: dict[int, Held] = {}
-        self._last: int | None = None  # microbatch of the last backward
+        self._last: int | None = None  # The microbatch whose backward is this rank's last backward.
 
     def train(self, more: bool) -> list[Tensor | None]:
-        """Run forwards and backwards, and return the gradients as :meth:`GradientReducer.finish` does.
+        """Run all forwards and backwards.
 
-        The gradients are those of the loss multiplied by the scale.
+        Args:
+            more: Whether another batch follows before the optimizer's step.
+
+        Returns:
+            The gradients of the scaled loss; see :meth:`GradientReducer.finish`.
         """
         pipeline = self.pipeline
         tasks = [task for task in pipeline.tasks if self.batch.split.sizes[task.microbatch]]
@@ -121,13 +126,13 @@ class Step:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Run forwards only."""
+        """Run the forwards of the rank's microbatches without autograd."""
         microbatches = [m for m in self.pipeline.own_microbatches if self.batch.split.sizes[m]]
         self._run([Task("forward", self.pipeline.place.stage, m) for m in microbatches], self._infer)
         self.channels.finish()
 
     def _run(self, tasks: Sequence[Task], run: Callable[[Task], None]) -> None:
-        """Run tasks, and begin messages before and between the tasks."""
+        """Run tasks in order, and begin sends and receives before the first task and after each task."""
         channels, ahead, transport = self.channels, self.pipeline.ahead, self.pipeline.transport
         channels.plan(tasks, self._size)
         times = [*map(channels.turn, tasks), *[math.inf] * (ahead + 1)]
@@ -162,7 +167,8 @@ class Step:
         if again:
             held.arguments, held.random = arguments, RandomState(pipeline.device)
         tracked = self.tracks(again)
-        # The second run must not use autocast's cached copies of the weights that were made without autograd.
+        # Autocast caches converted weights. Those that are converted without autograd must not be cached, because the
+        # recomputation would use them and the weights would get no gradients.
         enabled, dtype = self._autocast
         with (
             torch.set_grad_enabled(tracked),
@@ -187,7 +193,7 @@ class Step:
         held = self._held[microbatch]
         with self.timed("backward", microbatch):
             if held.arguments is not None:
-                self._run_again(microbatch, held)
+                self._recompute(microbatch, held)
             self._backpropagate(held, gradients)
         self.channels.send_backward(microbatch, held.leaves)
         del self._held[microbatch]
@@ -205,7 +211,7 @@ class Step:
             with torch.autocast(self.pipeline.device.type, enabled=False):
                 torch.autograd.backward(roots, starts)
 
-    def _run_again(self, microbatch: int, held: Held) -> None:
+    def _recompute(self, microbatch: int, held: Held) -> None:
         assert held.arguments is not None
         assert held.random is not None
         present = RandomState(self.pipeline.device)
@@ -220,27 +226,35 @@ class Step:
         present.restore()
 
     def tracks(self, again: bool) -> bool:
-        """Whether a forward runs with autograd; `again` tells whether the forward is recomputed for the backward.
+        """Whether a forward runs with autograd.
 
-        A compiled stage always runs with autograd: compiled without autograd it would be different code, which may draw
-        other random numbers than the recomputation.
+        The forward of a compiled stage always runs with autograd. Without autograd, torch would compile different code
+        for the forward and for the recomputation of the forward, and the two might draw different random numbers.
+
+        Args:
+            again: Whether the forward will be recomputed for the backward.
         """
         return self.pipeline.compiled or not again
 
     def overlaps(self, microbatch: int) -> bool:
-        """Whether the replicas may sum their gradients during this rank's last backward, of the given microbatch.
+        """Whether the replicas of the stage may sum their gradients while their last backwards run.
 
-        The replicas must not do so if they end one after the other: the last replica may need a message that the first
-        replica sends after its last backward.
+        They may if all replicas run their last backwards at about the same time. Otherwise an early replica could wait
+        in its last backward for a late replica that has not begun its last backward. The late replica may in turn need
+        a message that the early replica sends only after its last backward, and both would wait forever.
+
+        Args:
+            microbatch: The microbatch of this rank's last backward.
         """
         placement, stage = self.pipeline.placement, self.pipeline.place.stage
         runs, sizes = placement.runs[stage], self.batch.split.sizes
         later = [replica for replica, size in zip(runs[microbatch + 1 :], sizes[microbatch + 1 :], strict=True) if size]
-        # Nor if another replica still has two microbatches: it sends gradients of the first before its last backward.
+        # No other replica may have two backwards left: it would have to send the gradients of the first of them before
+        # it begins its last backward and takes part in the sum.
         return len(set(later)) == len(later) and not any(sizes[microbatch + placement.replicas[stage] :])
 
     def part_of_loss(self, outputs: Any, microbatch: int) -> Tensor:
-        """Return the microbatch's contribution to the loss of the global batch, multiplied by the scale."""
+        """Return a microbatch's part of the loss of the global batch, multiplied by the scale."""
         assert self.loss is not None
         with self.clocked("loss"):
             part = self.loss.part(outputs, microbatch)
@@ -257,7 +271,7 @@ class Step:
         return self.batch.image_shapes, self.batch.image_dtypes, self._autocast, torch.is_grad_enabled()
 
     def _size(self, microbatch: int) -> Hashable:
-        """Return a key that determines the shapes and types of a microbatch's values."""
+        """Return the size key of a microbatch: microbatches with equal keys have values of equal shapes and dtypes."""
         return self.batch.split.sizes[microbatch], *self._kind
 
     def _images(self, microbatch: int) -> Images | None:
@@ -272,7 +286,11 @@ class Step:
 
     @contextmanager
     def clocked(self, kind: str) -> Iterator[None]:
-        """Notify the clocks of the begin and the end of a span, or of a part of a span."""
+        """Notify the clocks of a kind when the context begins and ends.
+
+        Args:
+            kind: Kind of the span, or ``loss``.
+        """
         clocks = self.pipeline.clocks.get(kind, []) if self.loss is not None else []
         for clock in clocks:
             clock.begin()
@@ -282,7 +300,10 @@ class Step:
 
     @contextmanager
     def timed(self, kind: str, microbatch: int | None) -> Iterator[None]:
-        """Notify the watchers and the clocks of a span of a training step. Without watchers nothing is timed."""
+        """Report the code inside the context to the watchers and the clocks, as a span of a training step.
+
+        Without watchers the times are not measured.
+        """
         pipeline = self.pipeline
         watchers = pipeline.watchers if self.loss is not None else []
         start = self._now() if watchers else 0.0
@@ -297,22 +318,22 @@ class Step:
     def _now(self) -> float:
         if self.pipeline.device.type == "cuda":
             torch.cuda.synchronize(self.pipeline.device)
-        return time.time()  # All ranks of a machine share this clock.
+        return time.time()  # The clock is the same for all ranks on a machine.
 
 
 def check_rows(outputs: Any, samples: int) -> None:
-    """Refuse outputs of a microbatch without one row per sample.
+    """Check that every tensor in the outputs of a microbatch has one row per sample.
 
     Raises:
-        ConfigurationError: A tensor has another number of rows than the microbatch has samples.
+        ConfigurationError: A tensor has a different number of rows.
     """
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, Tensor) and (leaf.ndim == 0 or len(leaf) != samples):
             raise ConfigurationError(
                 f"the network returns a tensor of shape {tuple(leaf.shape)} for {samples} samples: a network that is "
                 "cut into stages runs on parts of the batch, so all tensors that it returns must have one row per "
-                "sample (compute means in the module's loss; for an ensemble that returns a row for each of its "
-                "members use strategy ddp)"
+                "sample (compute means in the module's loss; if the network is an ensemble that returns a row for each "
+                "member, use strategy ddp)"
             )
 
 
@@ -321,5 +342,9 @@ def _detached(leaf: Any) -> Any:
 
 
 def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
-    """Return the points at which gradients of tensors enter the graph; the tensors' memory is not held."""
+    """Return the edges of the autograd graph at which the gradients of tensors enter.
+
+    An edge does not hold its tensor, so the tensor's memory can be freed. The edge is None if the tensor requires no
+    gradient.
+    """
     return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Pictures of a pipeline step, predicted or measured."""
+"""Draw a picture of a predicted or measured pipeline step, which shows what each rank does at each time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ COLOURS = {
     "receive": "#3AA6A6",
 }
 IDLE = "#F1F1F1"
-TRANSFERS = ("send", "receive", "reduce")  # overlap with computation, so they are drawn below it
+TRANSFERS = ("send", "receive", "reduce")  # These spans overlap with computations, so they are drawn below them.
 
 
 @dataclass(frozen=True)
 class Span:
-    """Period of time in which a rank performed an action.
+    """A period of time in which a rank performs one action.
 
     Attributes:
         rank: The rank.
         kind: The action: forward, backward, reduce, send, receive or update.
         stage: Stage of the rank.
-        microbatch: The microbatch, or None if the action concerns the whole step.
+        microbatch: The microbatch; None if the action belongs to the whole step.
         start: Start in seconds, on a clock that all ranks share.
-        end: End in seconds on the same clock.
+        end: End in seconds, on this clock.
     """
 
     rank: int
@@ -39,27 +39,27 @@ class Span:
 
 
 class Clock(Protocol):
-    """Measures the time of spans of one kind without waiting for a device."""
+    """An object that measures the total time of all spans of one kind, without waiting for a device."""
 
     def begin(self) -> None:
-        """Note that a span begins."""
+        """Record the start of a span."""
 
     def end(self) -> None:
-        """Note that the span ends."""
+        """Record the end of the span."""
 
 
 def draw_timeline(
     spans: Sequence[Span], path: str | Path, title: str, rank_names: Mapping[int, str] | None = None
 ) -> None:
-    """Draw one row per rank with time in milliseconds, and write it as PNG.
+    """Draw spans as one row per rank, with the time in milliseconds, and write the picture as a PNG file.
 
     Args:
-        spans: Spans of all ranks; time starts with the earliest span.
-        path: File to write.
+        spans: Spans of all ranks. The time axis begins with the earliest span.
+        path: Path of the file.
         title: Heading of the picture.
-        rank_names: Names of the rows, for example ``{0: "stage 0.0"}``; by default "rank 0" and so on.
+        rank_names: Labels of the rows by rank, for example ``{0: "stage 0.0"}``; by default "rank 0" and so on.
     """
-    # Imported here, because programs that only record spans need not wait for this import.
+    # The import is here because it takes long, and programs that only record spans do not need it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -80,7 +80,7 @@ def draw_timeline(
         left, width = (span.start - origin) * 1e3, (span.end - span.start) * 1e3
         colour = COLOURS[span.kind]
         axes.broken_barh([(left, width)], (bottom, height), facecolor=colour, edgecolor="white", linewidth=0.6)
-        # A number needs about 1 % of the width per digit.
+        # The microbatch is only written if the span is wide enough: a digit needs about 1 % of the picture's width.
         if not thin and span.microbatch is not None and width > 0.01e3 * length * len(str(span.microbatch)):
             axes.text(
                 left + width / 2,

@@ -1,4 +1,4 @@
-"""Layouts of a network on ranks: number and numbering of the ranks, and the order of their computations in a step."""
+"""Layouts of a network on ranks: stages, replicas, the numbering of the ranks, and the order of each rank's tasks."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,17 +16,18 @@ Schedule = Literal["gpipe", "1f1b"]
 SCHEDULES = ("gpipe", "1f1b")
 Order = Literal["stages", "replicas"]
 ORDERS = ("stages", "replicas")
-Checkpointing = Literal["never", "except_last", "always"]  # microbatches of a rank whose activations are recomputed
+# Whether activations are recomputed: for no microbatch, for all except the rank's last microbatch, or for all.
+Checkpointing = Literal["never", "except_last", "always"]
 CHECKPOINTING = ("never", "except_last", "always")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Cuts of the network and the number of replicas of each stage.
+    """Cuts of the network, and the number of replicas of each stage.
 
     Attributes:
-        cuts: Index of the first node of each stage but the first, ascending.
-        replicas: Replicas of each stage.
+        cuts: Index of the first node of each stage except stage 0, ascending.
+        replicas: Number of replicas of each stage.
     """
 
     cuts: tuple[int, ...]
@@ -38,15 +39,15 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Number of devices in use."""
+        """Number of devices that the layout needs."""
         return sum(self.replicas)
 
 
 def even_replicas(devices: int, stages: int) -> tuple[int, ...]:
-    """Return the numbers of replicas that divide the devices evenly among the stages.
+    """Return the number of replicas of each stage if the devices are divided evenly among the stages.
 
     Raises:
-        ConfigurationError: The devices cannot be divided evenly.
+        ConfigurationError: The number of devices is not a multiple of the number of stages.
     """
     if devices % stages:
         raise ConfigurationError(
@@ -67,18 +68,18 @@ def check_layout(cuts: int, placement: "Placement", ranks: int) -> None:
         raise ConfigurationError(f"replicas={list(replicas)}: every stage needs at least 1 replica")
     if len(replicas) != cuts + 1:
         raise ConfigurationError(
-            f"replicas={list(replicas)} are for {len(replicas)} stages, but {cuts} cuts make {cuts + 1}: give one "
-            "number per stage"
+            f"replicas={list(replicas)} are for {len(replicas)} stages, but {cuts} cuts make {cuts + 1} stages: give "
+            "one number per stage"
         )
     if sum(replicas) != ranks:
         raise ConfigurationError(
-            f"replicas={list(replicas)} need {sum(replicas)} devices, but there are {ranks}: change replicas or the "
-            "number of devices"
+            f"replicas={list(replicas)} need {sum(replicas)} devices, but there are {ranks} devices: change replicas "
+            "or the number of devices"
         )
     if microbatches < max(replicas):
         raise ConfigurationError(
             f"microbatches={microbatches} are fewer than the {max(replicas)} replicas of a stage, so some replicas "
-            f"would have nothing to do: use at least {max(replicas)}, better {4 * max(replicas)}"
+            f"would have nothing to do: use at least {max(replicas)} microbatches, better {4 * max(replicas)}"
         )
     if not placement.shares:
         return
@@ -94,10 +95,11 @@ def check_layout(cuts: int, placement: "Placement", ranks: int) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """Forward or backward of a microbatch in a stage.
+    """The forward or the backward of a microbatch in a stage.
 
-    A task determines its messages: a forward needs the same microbatch's forward in the stages that produce its
-    inputs, and a backward needs the same microbatch's backward in the stages that use the outputs.
+    The messages of a task follow from the task: a forward needs the results of this microbatch's forward in the stages
+    that produce its inputs. A backward needs the gradients from this microbatch's backward in the stages that use the
+    outputs.
     """
 
     kind: Kind
@@ -107,7 +109,7 @@ class Task:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Stage of a rank, and index of the rank among the replicas of the stage."""
+    """The stage of a rank, and the rank's index among the replicas of the stage."""
 
     stage: int
     replica: int
@@ -121,13 +123,13 @@ class Placement:
 
     Attributes:
         replicas: Number of replicas of each stage.
-        order: ``stages`` numbers all replicas of stage 0 first, then all of stage 1, and so on, so that the replicas of
-            a stage are neighbours. ``replicas`` numbers the first replica of each stage first, then the second
-            replicas, and so on, so that ranks that send each other activations are neighbours. This holds for all such
-            ranks if the numbers of replicas are multiples of each other.
+        order: ``stages`` numbers all replicas of stage 0 first, then all replicas of stage 1, and so on, so that the
+            replicas of a stage are neighbours. ``replicas`` numbers the first replica of each stage first, then the
+            second replica of each stage, and so on, so that ranks that send each other activations are neighbours. It
+            only achieves this for all such ranks if the numbers of replicas are multiples of each other.
         microbatches: Number of microbatches in a step.
-        shares: Share of the microbatches for each rank, in proportion to the other replicas of its stage. Without
-            shares the replicas take turns.
+        shares: Share of each rank. The replicas of a stage divide the microbatches in proportion to their shares.
+            Without shares the replicas take turns.
     """
 
     replicas: tuple[int, ...]
@@ -142,7 +144,7 @@ class Placement:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks, over all stages."""
         return len(self._places)
 
     def ranks(self, stage: int) -> Sequence[int]:
@@ -150,7 +152,7 @@ class Placement:
         return self._ranks[stage]
 
     def place(self, rank: int) -> RankPlace:
-        """Return stage and replica of a rank."""
+        """Return the stage and the replica of a rank."""
         return self._places[rank]
 
     def rank_of(self, stage: int, microbatch: int) -> int:
@@ -159,7 +161,7 @@ class Placement:
 
     @cached_property
     def runs(self) -> list[tuple[int, ...]]:
-        """For each stage the replica that runs each microbatch."""
+        """For each stage, the replica that runs each microbatch."""
         return [rotation(self.shares_of(stage), self.microbatches) for stage in range(self.stages)]
 
     def shares_of(self, stage: int) -> tuple[float, ...]:
@@ -168,10 +170,10 @@ class Placement:
 
     @property
     def loads(self) -> tuple[float, ...]:
-        """Shares by which the samples are divided among the replicas of the first stage.
+        """Relative numbers of samples for the replicas of the first stage.
 
-        With unequal shares these are the replicas' numbers of microbatches, so that the sizes of all microbatches
-        differ by at most one sample.
+        If the configured shares are unequal, a replica's value is its number of microbatches. The sizes of all
+        microbatches then differ by at most one sample.
         """
         return tuple(map(self.runs[0].count, range(self.replicas[0]))) if self.shares else self.shares_of(0)
 
@@ -181,14 +183,14 @@ class Placement:
         return [microbatch for microbatch, replica in enumerate(self.runs[place.stage]) if replica == place.replica]
 
     def describe(self, rank: int) -> str:
-        """Return a description of a rank, for messages."""
+        """Return a text that names a rank with its stage and replica, for error messages."""
         return self._descriptions[rank]
 
     @cached_property
     def _places(self) -> list[RankPlace]:
         places = [RankPlace(stage, replica) for stage, count in enumerate(self.replicas) for replica in range(count)]
         if self.order == "replicas":
-            # With equal shares a microbatch runs, in all stages, on replicas that are equal modulo this number.
+            # With equal shares, the replicas that run a microbatch have equal indices modulo this number in all stages.
             divisor = math.gcd(*self.replicas)
             places.sort(key=lambda place: (place.replica % divisor, place.replica // divisor, place.stage))
         return places
@@ -208,29 +210,32 @@ class Placement:
 
 
 def turns(replicas: Sequence[int], microbatches: int, schedule: str, run_ahead: bool = False) -> Callable[[Task], int]:
-    """Return a function from a task to its turn: the time at which the task would run if all tasks took equally long.
+    """Return a function that maps each task to its turn, a whole number. A rank runs its tasks in order of their turns.
 
-    All ranks use the same turns. A task has a later turn than the tasks whose messages it needs, and no two tasks of a
-    rank have the same turn. A rank runs its tasks in the order of their turns.
+    The turn is the time at which the task would run if all tasks took equally long. All ranks use the same turns. A
+    task has a later turn than the tasks whose messages it needs, and no two tasks of a rank have the same turn.
 
-    Under 1f1b a replica then holds at once the activations of n microbatches, where n is the number of ranks from its
-    stage to the last, divided by the replicas of its stage and rounded up (PipeDream's NOAM, Narayanan et al. 2019, for
-    each stage). With fewer microbatches later ranks would be idle, or, if a stage has more replicas than the stage
-    before it, ranks would wait for each other forever. With ``run_ahead`` a replica holds one microbatch more if
-    rounding up has added nothing, so that a message may travel for a while before a rank waits for it. This does not
-    apply to the last stage, whose backward needs no message.
+    Under 1f1b, these turns bound the number of microbatches whose activations a replica holds at once. The bound is the
+    number of ranks from its stage to the last stage, divided by the number of replicas of its stage and rounded up.
+    (This is PipeDream's NOAM, applied to each stage; Narayanan et al. 2019.) With a smaller bound, ranks of later
+    stages would be idle; and if a stage had more replicas than the stage before it, ranks would wait for each other
+    forever.
 
-    The arguments are those of :func:`timetable`.
+    With ``run_ahead`` a replica holds one more microbatch, unless rounding up has already added one. A message can then
+    travel for a while before a rank has to wait for it. The last stage never runs ahead, because its backward does not
+    wait for a message.
+
+    The arguments are the same as those of :func:`timetable`.
 
     Raises:
         ConfigurationError: The schedule is not known.
     """
     if schedule not in SCHEDULES:
-        raise ConfigurationError(f"schedule={schedule!r}: accepted are {' and '.join(SCHEDULES)}")
+        raise ConfigurationError(f"schedule={schedule!r} is not known; use {' or '.join(SCHEDULES)}")
     last = len(replicas) - 1
     first_turns = [stage + (run_ahead and stage == last) for stage in range(len(replicas))]
-    ranks = [*accumulate(reversed(replicas))][::-1]  # for each stage the ranks from this stage to the last
-    # For each stage the turns from a microbatch's forward to its backward.
+    ranks = [*accumulate(reversed(replicas))][::-1]  # for each stage, the number of ranks from this stage to the last
+    # For each stage, the number of turns from the forward of a microbatch to its backward.
     delays = [2 * count - 1 + 2 * (run_ahead and stage < last) for stage, count in enumerate(ranks)]
     if schedule == "gpipe":
         delays = [delay + 2 * microbatches for delay in delays]
@@ -243,7 +248,7 @@ def turns(replicas: Sequence[int], microbatches: int, schedule: str, run_ahead: 
 
 
 def tasks_of(placement: Placement, rank: int, schedule: str = "1f1b", run_ahead: bool = False) -> list[Task]:
-    """Return the tasks of one rank in order; see :func:`timetable`."""
+    """Return the tasks of one rank, in the order in which the rank runs them; see :func:`timetable`."""
     stage, microbatches = placement.place(rank).stage, placement.microbatches_of(rank)
     tasks = [Task(kind, stage, microbatch) for kind in KINDS for microbatch in microbatches]
     return sorted(tasks, key=turns(placement.replicas, placement.microbatches, schedule, run_ahead))
@@ -256,18 +261,18 @@ def timetable(
     run_ahead: bool = False,
     shares: Sequence[float] = (),
 ) -> list[list[Task]]:
-    """Return the tasks of each rank in order, for ranks that are numbered stage by stage.
+    """Return the tasks of each rank, in the order in which the rank runs them. Ranks are numbered stage by stage.
 
-    ``gpipe`` runs all forwards, then all backwards (Huang et al., "GPipe", 2019). ``1f1b`` starts a microbatch's
-    backward as soon as possible, which bounds the activations that are held (Narayanan et al., "PipeDream", 2019, and
-    Fan et al., "DAPPLE", 2021, for the synchronous form).
+    ``gpipe`` runs all forwards, then all backwards (Huang et al., "GPipe", 2019). ``1f1b`` runs the backward of a
+    microbatch as soon as possible, so that a rank holds the activations of few microbatches (Narayanan et al.,
+    "PipeDream", 2019; Fan et al., "DAPPLE", 2021, for the synchronous form).
 
     Args:
         replicas: Number of replicas of each stage.
         microbatches: Number of microbatches in a step.
         schedule: ``1f1b`` or ``gpipe``.
         run_ahead: Whether replicas hold one more microbatch under 1f1b; see :func:`turns`.
-        shares: Share of each rank, in the order of the result; without shares the replicas take turns.
+        shares: Share of each rank, with ranks numbered stage by stage; without shares the replicas take turns.
 
     Raises:
         ConfigurationError: The schedule is not known.

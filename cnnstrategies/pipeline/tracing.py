@@ -1,4 +1,4 @@
-"""Tracing of a network into a torch.fx graph, and the places where the graph can be cut."""
+"""Trace a network into a torch.fx graph, and find the positions at which the graph can be cut."""
 
 import inspect
 import linecache
@@ -33,11 +33,11 @@ IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
 
 
 class DependsOnValuesError(Exception):
-    """A network's code branches on values of tensors, so each microbatch would take its own branch."""
+    """A network's code branches on values of tensors, so different microbatches might take different branches."""
 
 
 class TracedValue(fx.Proxy):
-    """Placeholder for a value while a network's code is traced; it can provide numbers that follow from shapes."""
+    """A placeholder for a value while a network is traced. ``int()`` and ``float()`` work if it follows from shapes."""
 
     tracer: "LeafTracer"
 
@@ -51,18 +51,19 @@ class TracedValue(fx.Proxy):
 
 
 class LeafTracer(fx.Tracer):
-    """Tracer in whose graph each module of torch.nn, and each module of a subclass, is one node.
+    """A tracer that makes one node of each torch.nn layer, without tracing into the layer.
 
-    A module of a subclass, such as timm's ``BatchNormAct2d``, is not opened, because its code may depend on
-    ``self.training``, which tracing would fix.
+    The same applies to layers whose class is derived from a torch.nn layer, such as timm's ``BatchNormAct2d``. Their
+    code may depend on ``self.training``, and tracing would fix its value.
 
     Args:
-        whole: Further modules that become one node each.
+        whole: Other modules that also become one node each.
         numbers: Known numbers that the network's own forward needs, in the order in which it needs them.
     """
 
     def __init__(self, whole: Collection[nn.Module], numbers: Sequence[Any]) -> None:
-        # Functions of einops check the types of their arguments, and a placeholder does not have the type of a tensor.
+        # Functions of einops become one node each. They could not be traced, because they check that their arguments
+        # are tensors, and placeholders are not.
         super().__init__(autowrap_modules=(math, *([sys.modules["einops"]] if "einops" in sys.modules else [])))
         self._contexts = contexts()
         self._whole = whole
@@ -71,7 +72,7 @@ class LeafTracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """Create one placeholder for all tensors that the network takes. Arguments with defaults keep the defaults."""
+        """Create one placeholder for all tensors that the network takes. Other arguments have their default values."""
         assert isinstance(self.root, nn.Module)
         names = network_inputs(self.root)
         if len(names) == 1:
@@ -80,7 +81,7 @@ class LeafTracer(fx.Tracer):
         return root_fn, [self.root, *(inputs[index] for index in range(len(names)))]
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Create a node of the graph, and check that it runs in the contexts in which the trace began."""
+        """Create a node, and check that grad mode, inference mode and autocast are as at the start of the trace."""
         paths = [path for path, _ in self.module_stack.values()]
         check_contexts(self._contexts, paths[-1] if paths else "the network's forward")
         return super().create_node(*args, **kwargs)
@@ -90,7 +91,7 @@ class LeafTracer(fx.Tracer):
         return TracedValue(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Return the condition of a branch."""
+        """Return the value of a condition on which the network's code branches."""
         return bool(self.number(obj))
 
     def number(self, value: fx.Proxy) -> Any:
@@ -98,7 +99,8 @@ class LeafTracer(fx.Tracer):
 
         Raises:
             DependsOnValuesError: The number does not follow from shapes.
-            UndecidedError: The number follows from shapes and is not known. Inside of a module it is never known.
+            UndecidedError: The number follows from shapes, but it is not known. Only numbers that the network's own
+                forward needs are ever known, not those that the code of a submodule needs.
         """
         if not is_of_shapes(value.node):
             raise DependsOnValuesError(f"it branches on a value ({value.node.name})")
@@ -107,7 +109,7 @@ class LeafTracer(fx.Tracer):
         raise UndecidedError(self.graph, value.node)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module becomes one node."""
+        """Whether a module becomes one node, so that its code is not traced."""
         if m in self._whole:
             return True
         if isinstance(m, CONTAINERS):
@@ -117,11 +119,15 @@ class LeafTracer(fx.Tracer):
 
 
 def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
-    """Trace a network into a graph module that shares the network's parameters and buffers, under their names.
+    """Trace a network into a graph module that has the network's own parameters and buffers, under their own names.
 
-    Branches of the network's own code on ``self.training`` are fixed for the given mode. Leaf modules, such as Dropout
-    and BatchNorm, still follow their mode when they run. A module whose own code cannot be traced, for example because
-    it branches on shapes or computes without gradients, becomes a leaf as well.
+    If the network's own code depends on ``self.training``, the graph contains the code for the given mode. Leaf
+    modules, such as Dropout and BatchNorm, still depend on their current mode when they run. A submodule that cannot be
+    traced, for example because it branches on shapes or computes under ``torch.no_grad``, also becomes a leaf.
+
+    Args:
+        network: The network.
+        training: Whether to trace the network in training mode; otherwise in evaluation mode.
 
     Raises:
         ConfigurationError: The network cannot be traced.
@@ -131,7 +137,7 @@ def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
         graph = _trace(network, training, decided.numbers if decided else ())
     except UndecidedError as error:
         raise ConfigurationError(
-            f"torch.fx cannot trace {_where(network, error)[1]}: {error}. Set self.example_input_array in the module, "
+            f"torch.fx cannot trace {_where(network, error)[1]}: {error}; set self.example_input_array in the module, "
             "or image_shape (C, H, W) in the data module"
         ) from error
     if decided:
@@ -141,15 +147,17 @@ def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
 
 
 def decide_by_shapes(network: nn.Module, example: Callable[[int], Any]) -> bool:
-    """Determine the numbers that a network's own forward derives from its images' shapes, for :func:`trace`.
+    """Determine the numbers that a network's own forward derives from the shapes of its images.
+
+    Call this before :func:`trace`, which needs the numbers, for example to follow a branch on a shape.
 
     Args:
         network: The network.
-        example: Function from a number of samples to example images as the network takes them, or to None if no images
-            are known. It is called only if the forward needs a number.
+        example: Function that returns example images for a number of samples, as the network takes them; None if no
+            example images are available. It is only called if the forward needs a number.
 
     Returns:
-        Whether all numbers are known; False if the forward needs a number and no images are known.
+        Whether all numbers are known; False if the forward needs a number and there are no example images.
     """
     known.pop(network, None)
     images: Any = None
@@ -167,7 +175,11 @@ def decide_by_shapes(network: nn.Module, example: Callable[[int], Any]) -> bool:
 
 
 def _undecided(network: nn.Module, training: bool, numbers: Sequence[Any]) -> UndecidedError | None:
-    """Return the error for the first number that the forward needs beyond the known numbers, or None."""
+    """Trace a network with the known numbers.
+
+    Returns:
+        The error for the next number that the forward needs; None if the numbers suffice.
+    """
     try:
         _trace(network, training, numbers)
     except UndecidedError as error:
@@ -189,17 +201,19 @@ def _trace(network: nn.Module, training: bool, numbers: Sequence[Any]) -> fx.Gra
                     raise
                 else:
                     raise ConfigurationError(
-                        f"torch.fx cannot trace {place}: {str(error).splitlines()[0] if str(error) else error!r}. A "
+                        f"torch.fx cannot trace {place}: {str(error).splitlines()[0] if str(error) else error!r}; a "
                         "network that is cut into stages must not branch on values of tensors: rewrite this code, or "
                         "use strategy ddp"
                     ) from error
 
 
 def network_inputs(network: nn.Module) -> list[str]:
-    """Return the names of the tensors that a network takes: its arguments without defaults, or else the first argument.
+    """Return the names of the tensors that a network's forward takes.
+
+    They are the arguments without a default. If all arguments have a default, it is the first argument.
 
     Raises:
-        ConfigurationError: An argument without default can be passed by keyword only.
+        ConfigurationError: An argument without a default is keyword-only.
     """
     arguments = list(inspect.signature(network.forward).parameters.values())
     needed = [
@@ -210,13 +224,13 @@ def network_inputs(network: nn.Module) -> list[str]:
     if any(argument.kind is argument.KEYWORD_ONLY for argument in needed):
         raise ConfigurationError(
             f"{type(network).__name__}.forward takes the argument {needed[-1].name!r} by keyword only: a network that "
-            "is cut into stages takes its tensors in order; leave out the * before the argument"
+            "is cut into stages takes its tensors by position; remove the * before the argument"
         )
     return [argument.name for argument in needed] or [argument.name for argument in arguments[:1]] or ["images"]
 
 
 def _where(network: nn.Module, error: Exception) -> tuple[nn.Module, str]:
-    """Return the innermost module whose own code could not be traced, and a text with its name and line."""
+    """Return the innermost module whose code raised an error, and a text with its name and the line of code."""
     names = {module: name for name, module in network.named_modules()}
     culprit, place = network, type(network).__name__
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -230,15 +244,20 @@ def _where(network: nn.Module, error: Exception) -> tuple[nn.Module, str]:
 
 
 def ordered_nodes(traced: fx.GraphModule) -> list[fx.Node]:
-    """Return the nodes that compute, in topological order: all except placeholders, attributes and the output."""
+    """Return the nodes that compute something, in topological order.
+
+    These are all nodes except placeholders, nodes that read an attribute, and the output node.
+    """
     return [node for node in traced.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
 
 
 def cut_positions(traced: fx.GraphModule) -> list[int]:
-    """Return the possible cuts: for each the index of the first node after the cut in :func:`ordered_nodes`, ascending.
+    """Return the positions at which the network can be cut, ascending.
 
-    A cut is not possible between two uses of the same parameters or buffers, which must belong to one stage, nor
-    between a value and its change in place if the value is used again after the change.
+    A position is the index of the first node after the cut in :func:`ordered_nodes`. A cut is not possible between two
+    nodes that use the same parameter or buffer, because a parameter belongs to one stage. It is also not possible
+    between a node and a later node that changes the first node's result in place, if the result is used again after the
+    change.
     """
     nodes = ordered_nodes(traced)
     position = {node: index for index, node in enumerate(nodes)}
@@ -253,10 +272,14 @@ def cut_positions(traced: fx.GraphModule) -> list[int]:
 
 
 def find_cut(traced: fx.GraphModule, name: str) -> int:
-    """Return the position of the cut after the last node of a module, such as ``layer2.0``, or after a node.
+    """Return the position of the cut after a module or a node.
+
+    Args:
+        traced: The traced network.
+        name: Name of a module, such as ``layer2.0``, or of a node. The cut is after the module's last node.
 
     Raises:
-        ConfigurationError: The network runs no such module or node, or cannot be cut after it.
+        ConfigurationError: The network does not run a module or node with this name, or a cut is not possible there.
     """
     nodes = ordered_nodes(traced)
     inside = [
@@ -268,13 +291,13 @@ def find_cut(traced: fx.GraphModule, name: str) -> int:
         modules = [path for path, _ in traced.named_modules() if path]
         close = [path for path in modules if path.split(".")[0] == name.split(".")[0]] or modules
         raise ConfigurationError(
-            f"cuts: the network runs no module or node {name!r}; use one such as {', '.join(close[:8])}"
+            f"cuts: the network does not run a module or node {name!r}; use a name such as {', '.join(close[:8])}"
         )
     cut = inside[-1] + 1
     possible = cut_positions(traced)
     if cut not in possible:
         near = min(possible, key=lambda index: abs(index - cut), default=None)
-        advice = "the network cannot be cut anywhere" if near is None else f"the nearest cut: {nodes[near - 1].name!r}"
+        advice = "it cannot be cut anywhere" if near is None else f"the nearest cut is after {nodes[near - 1].name!r}"
         raise ConfigurationError(
             f"cuts: the network cannot be cut after {name!r} (the network ends there, or uses the same parameters "
             f"again later); {advice}"
@@ -283,13 +306,13 @@ def find_cut(traced: fx.GraphModule, name: str) -> int:
 
 
 def module_paths(node: fx.Node) -> list[str]:
-    """Return the names of the modules that a node belongs to, from the outermost to the innermost."""
+    """Return the names of the modules that contain a node, from the outermost to the innermost."""
     stack = node.meta.get("nn_module_stack") or {}
     return [str(path) for path, _ in stack.values()] + ([str(node.target)] if node.op == "call_module" else [])
 
 
 def changed_in_place(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """Return the node whose value ``node`` overwrites, or None if it overwrites none."""
+    """Return the node whose result ``node`` changes in place; None if ``node`` does not change anything in place."""
     first = node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
         return None
@@ -306,7 +329,7 @@ def changed_in_place(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
 
 
 def state_names(traced: fx.GraphModule, node: fx.Node) -> Iterator[str]:
-    """Yield the names of the parameters and buffers that a node uses, as in the network's state dict."""
+    """Yield the names of the parameters and buffers that a node uses, in the form of a state dict's keys."""
     if node.op == "call_module":
         prefix = str(node.target)
         module = traced.get_submodule(prefix)
@@ -319,7 +342,7 @@ def state_names(traced: fx.GraphModule, node: fx.Node) -> Iterator[str]:
 
 @contextmanager
 def mode(network: nn.Module, training: bool) -> Iterator[None]:
-    """Set a network to training or evaluation mode inside the context, and restore each module's mode afterwards."""
+    """Set a network to training or evaluation mode, and restore the mode of each module on exit."""
     modes = [(module, module.training) for module in network.modules()]
     network.train(training)
     try:
@@ -330,7 +353,7 @@ def mode(network: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _uses_of_state(traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[int, list[int]]:
-    """Return the positions at which each parameter or buffer is used, by the tensor's id."""
+    """Return the indices of the nodes that use each parameter or buffer. Keys are the ids of the tensors."""
     uses: dict[int, list[int]] = {}
     for index, node in enumerate(nodes):
         for name in state_names(traced, node):

@@ -1,4 +1,4 @@
-"""Messages between ranks: tensors and objects, sent in the background, with errors that name a lost peer."""
+"""Send tensors and objects between ranks in the background. If a rank is lost, the errors name it."""
 
 import os
 import sys
@@ -12,8 +12,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-# Functions of this module refer to the default group of the moment of its import. torch imports the module in the first
-# step of an optimizer; the group's threads would then run until the interpreter ends, which can abort the process.
+# This import must run before a default group exists, because functions of the imported module keep a reference to the
+# default group that exists at the time of the import. Otherwise torch imports the module in an optimizer's first step,
+# and the group's threads then run until the interpreter ends, which can abort the process.
 import torch.distributed.nn.functional
 from torch import Tensor
 
@@ -22,14 +23,16 @@ from cnnstrategies.codec import decode, encode, from_bytes, to_bytes
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.timetable import Placement
 
-FORWARD, BACKWARD, OBJECT, REACHED = 1, 2, 3, 4  # tags; REACHED marks flags that tell which values have a gradient
-ENDS_WELL = -1  # sent in place of a lost rank's number
-FOREVER = timedelta(days=365)  # gloo closes a group in which a wait has timed out
-NAMING = 2.0  # seconds in which all ranks learn which rank is lost
+# Tags of messages. A message with the tag REACHED says which values have a gradient.
+FORWARD, BACKWARD, OBJECT, REACHED = 1, 2, 3, 4
+ENDS_WELL = -1  # A rank that ends without an error sends this number in place of the number of a lost rank.
+# Time-out of the group in which `RankWatch` waits during the whole run. After a time-out, gloo would close the group.
+FOREVER = timedelta(days=365)
+NAMING = 2.0  # Seconds to wait for the name of a lost rank. All ranks learn it within this time.
 
 
 def new_group(ranks: Iterable[int], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup | None:
-    """Create a group of some ranks, in which every rank of the world takes part.
+    """Create a process group of some ranks. All ranks of the default group must call this.
 
     Returns:
         The group; None on ranks that do not belong to it.
@@ -40,9 +43,10 @@ def new_group(ranks: Iterable[int], timeout: timedelta, backend: str | None = No
 
 @contextmanager
 def cpu_group(timeout: timedelta) -> Iterator[dist.ProcessGroup | None]:
-    """Provide a group of all ranks for tensors on the CPU.
+    """Provide a process group of all ranks for tensors on the CPU. All ranks must call this.
 
-    This is the default group if its backend is gloo, else a temporary group.
+    If the backend of the default group is gloo, the default group is used. Otherwise a group is created, and destroyed
+    on exit.
     """
     if dist.get_backend() == "gloo":
         yield dist.group.WORLD
@@ -53,16 +57,19 @@ def cpu_group(timeout: timedelta) -> Iterator[dist.ProcessGroup | None]:
 
 
 def broadcast_value(value: Any, source: int, device: torch.device = CPU, group: dist.ProcessGroup | None = None) -> Any:
-    """Return the value of one rank on all ranks of a group; a collective. Nothing is pickled.
+    """Send a value from one rank to all ranks of a group, without pickle. All ranks of the group must call this.
 
     Args:
-        value: On the source rank a value that the codec can encode; ignored on other ranks.
-        source: The source rank.
-        device: Device of the group's tensors.
+        value: On the source rank, a value that the codec can encode; ignored on other ranks.
+        source: Rank that has the value.
+        device: Device for the tensors that are sent.
         group: The group; by default all ranks.
 
+    Returns:
+        The value of the source rank.
+
     Raises:
-        CodecError: The value cannot be encoded. The error is raised on the source rank only.
+        CodecError: The value cannot be encoded. Only the source rank raises this error.
     """
     is_source = dist.get_rank() == source
     message = _bytes_as_tensor(to_bytes(value)) if is_source else torch.empty(0, dtype=torch.uint8)
@@ -74,18 +81,18 @@ def broadcast_value(value: Any, source: int, device: torch.device = CPU, group: 
 
 
 def _bytes_as_tensor(data: Any) -> Tensor:
-    """Return bytes as a tensor, which shares the memory of a writable buffer."""
+    """Return bytes as a uint8 tensor. The tensor shares the memory of the data if the data is a writable buffer."""
     if isinstance(data, bytes):
         data = bytearray(data)
     return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
 
 
 class PeerError(RuntimeError):
-    """A rank did not answer, or its connection broke. The message names both ranks and the expected message."""
+    """A rank did not answer, or its connection broke. The text names both ranks and what was sent or received."""
 
 
 class Pending:
-    """A transfer of a tensor that has not begun or is in progress. Errors of the transfer name both ranks."""
+    """A send or receive of a tensor, which begins with :meth:`begin`. If it fails, the error names both ranks."""
 
     def __init__(
         self,
@@ -99,14 +106,17 @@ class Pending:
         self._work: dist.Work | None = None
 
     def begin(self) -> Self:
-        """Begin the transfer."""
+        """Begin the transfer, and return this object."""
         with self._naming():
             self._work = self._transfer()
         assert self._work is not None
         return self
 
     def wait(self) -> Tensor:
-        """Wait for the end of a transfer that was begun, and return the tensor. On a GPU the current stream waits."""
+        """Wait until the transfer has ended, if it has begun, and return the tensor.
+
+        On a GPU only the current stream waits, not the host.
+        """
         if self._work is not None:
             with self._naming():
                 self._work.wait()
@@ -115,20 +125,20 @@ class Pending:
 
 
 class Transport:
-    """Point-to-point messages of one rank.
+    """The point-to-point messages of one rank.
 
-    Under gloo, the messages of two ranks are matched by tag. NCCL has no tags and runs the messages of a group in the
-    order in which they were begun, so activations and gradients have separate groups under NCCL: in one group they
-    would wait for each other. If the default group knows its device, as under Lightning, each group is one
-    communicator, however many peers a rank has. All other messages travel over gloo, between CPUs.
+    Under gloo, sends and receives are matched by tag. NCCL has no tags, and it processes the transfers of a group one
+    after the other. Under NCCL, activations and gradients therefore have separate groups, because they would wait for
+    each other in one group. If the default group was created with a device, as under Lightning, each group needs only
+    one communicator for all peers. All other messages are sent between CPUs with gloo.
 
     Attributes:
         placement: Numbering of the ranks.
         device: Device of this rank's stage.
         rank: This rank.
         place: Stage and replica of this rank.
-        has_tags: Whether the backend matches messages by tag.
-        control: Group of all ranks over gloo.
+        has_tags: Whether the backend matches sends and receives by tag.
+        control: Group of all ranks with the backend gloo; None after :meth:`close`.
     """
 
     def __init__(self, placement: Placement, timeout: timedelta, device: torch.device = CPU) -> None:
@@ -138,10 +148,10 @@ class Transport:
         self.place = placement.place(self.rank)
         self.has_tags = dist.get_backend() == "gloo"
         self.control: dist.ProcessGroup | None = dist.group.WORLD
-        self._groups: dict[int, dist.ProcessGroup | None] = {}  # by tag
+        self._groups: dict[int, dist.ProcessGroup | None] = {}  # Groups by tag; for other tags `control` is used.
         self._watch: RankWatch | None = None
         if not self.has_tags:
-            # torch warns once that a group sends all messages one after the other, which is intended here.
+            # Suppresses a warning of torch that a group sends its messages one after the other. This is intended here.
             os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
             ranks = range(placement.world_size)
             self.control = new_group(ranks, timeout, backend="gloo")
@@ -150,15 +160,29 @@ class Transport:
             self._watch = RankWatch(watched, placement.describe) if watched is not None else None
 
     def send(self, tensor: Tensor, target: int, tag: int, content: str) -> Pending:
-        """Return the transfer that sends a contiguous tensor; it has not begun. `content` describes it in errors."""
+        """Prepare to send a contiguous tensor. The transfer begins when the caller calls :meth:`Pending.begin`.
+
+        Args:
+            tensor: The tensor.
+            target: Receiving rank.
+            tag: Tag of the message.
+            content: Description of the tensor, for error messages.
+        """
         return self._transfer(dist.isend, tensor, target, tag, f"sending {content} to")
 
     def receive(self, tensor: Tensor, source: int, tag: int, content: str) -> Pending:
-        """Return the transfer that receives into a contiguous tensor; it has not begun. See :meth:`send`."""
+        """Prepare to receive into a contiguous tensor. The transfer begins with :meth:`Pending.begin`.
+
+        Args:
+            tensor: Tensor that is overwritten.
+            source: Sending rank.
+            tag: Tag of the message.
+            content: Description of the tensor, for error messages.
+        """
         return self._transfer(dist.irecv, tensor, source, tag, f"waiting for {content} from")
 
     def check_peers(self) -> None:
-        """Check that no rank is known to be lost.
+        """Raise an error if this rank already knows that another rank is lost.
 
         Raises:
             PeerError: A rank is lost.
@@ -168,18 +192,26 @@ class Transport:
             raise PeerError(f"{self.me}: {lost} has ended")
 
     def send_object(self, value: Any, target: int, content: str) -> list[Pending]:
-        """Begin to send nested containers of tensors and plain data. Tensors are sent without a copy if possible."""
+        """Begin to send nested containers of tensors and plain data, and return the transfers.
+
+        Tensors are sent without a copy if possible, so the caller must not change them before the transfers have ended.
+
+        Args:
+            value: The containers.
+            target: Receiving rank.
+            content: Description of the value, for error messages.
+        """
         frames = [_bytes_as_tensor(frame) for frame in encode(value)]
         parts = (torch.tensor([len(frames)]), torch.tensor([len(frame) for frame in frames]), *frames)
         return [self.send(part, target, OBJECT, content).begin() for part in parts if part.numel()]
 
     def receive_object(self, source: int, content: str, allocate: Callable[[int], Tensor] | None = None) -> Any:
-        """Receive an object that :func:`send_object` sends. Tensors arrive on the CPU.
+        """Receive what another rank sends with :meth:`send_object`. Tensors are received on the CPU.
 
         Args:
             source: Sending rank.
-            content: Description of the object, for errors.
-            allocate: Function from a number of bytes to a uint8 tensor for them; by default ordinary memory.
+            content: Description of the value, for error messages.
+            allocate: Function that allocates a uint8 tensor with a number of bytes; by default in memory.
         """
         allocate = allocate or partial(torch.empty, dtype=torch.uint8)
 
@@ -193,12 +225,22 @@ class Transport:
 
     @contextmanager
     def collective(self, action: str) -> Iterator[None]:
-        """Let errors of a collective inside this context name this rank and the action of the ranks."""
-        with self._naming(f"{self.me}, {action} with the other ranks", "; one of them is gone or silent"):
+        """Return a context for a collective operation. If it fails, the error names this rank and the action.
+
+        Args:
+            action: What the ranks do, for example "sharing a batch".
+        """
+        with self._naming(f"{self.me}, {action} with the other ranks", "; a rank has ended or does not answer"):
             yield
 
     @contextmanager
     def _naming(self, action: str, guess: str = "") -> Iterator[None]:
+        """Turn errors of torch.distributed inside the context into a `PeerError`.
+
+        Args:
+            action: What this rank does, with the names of the ranks, for the error message.
+            guess: Text for the end of the error message if no rank is known to be lost.
+        """
         try:
             yield
         except (RuntimeError, ValueError) as error:  # torch raises a ValueError after all groups were aborted.
@@ -209,7 +251,7 @@ class Transport:
             raise PeerError(f"{action}: {reason}") from error
 
     def close(self) -> None:
-        """Close the connections, when no rank waits for a message."""
+        """Close the connections. All ranks must call this, after all transfers have ended."""
         if self._watch is not None:
             self._watch.close()
         groups = [*self._groups.values(), *([] if self.control is dist.group.WORLD else [self.control])]
@@ -219,7 +261,7 @@ class Transport:
 
     @property
     def me(self) -> str:
-        """Description of this rank, for messages."""
+        """Text that names this rank with its stage and replica, for error messages."""
         return self.placement.describe(self.rank)
 
     def _transfer(
@@ -230,15 +272,16 @@ class Transport:
 
 
 class RankWatch:
-    """Thread that detects the end of the next rank's process, by a connection over gloo, which then breaks.
+    """A thread that notices when the process of the next rank ends.
 
-    The thread tells the previous rank, which passes the news on, and aborts all NCCL operations of this process,
-    because the host may be waiting for them. A host that is cut off from the network or stopped is not detected, since
-    its connections stay open.
+    The thread waits for a message from the next rank with gloo. If the next rank's process ends, the connection breaks.
+    The thread then tells the previous rank, so that the information travels from rank to rank. It also aborts all NCCL
+    operations of this process, because the host may be waiting for them. A host that is stopped or cut off from the
+    network is not noticed, because its connections stay open.
 
     Args:
-        group: Group of all ranks for this watch alone, with the time-out :data:`FOREVER`.
-        describe: Function from a rank to its description.
+        group: Group of all ranks with the time-out :data:`FOREVER`, which only this class uses.
+        describe: Function that returns a text that names a rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, describe: Callable[[int], str]) -> None:
@@ -252,12 +295,19 @@ class RankWatch:
         self._thread.start()
 
     def lost(self, seconds: float = 0.0) -> str | None:
-        """Return a description of the lost rank, or None if no lost rank is known after some seconds."""
+        """Return a text that names the lost rank.
+
+        Args:
+            seconds: Longest time to wait until a lost rank is known.
+
+        Returns:
+            The text; None if no rank is known to be lost.
+        """
         self._known.wait(seconds)
         return None if self._lost is None else self._describe(self._lost)
 
     def close(self) -> None:
-        """End the watch; a collective."""
+        """End the thread. All ranks must call this."""
         self.tell(ENDS_WELL)
         self._thread.join()
         dist.destroy_process_group(self._group)
@@ -280,5 +330,9 @@ class RankWatch:
         abort_all_groups()
 
     def tell(self, news: int) -> None:
-        """Send the previous rank the number of the lost rank, or :data:`ENDS_WELL` if this rank ends regularly."""
+        """Send a number to the previous rank.
+
+        Args:
+            news: Number of the lost rank; :data:`ENDS_WELL` if this rank ends without an error.
+        """
         dist.send(torch.tensor([news]), self._before, group=self._group)

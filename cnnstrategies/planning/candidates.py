@@ -1,4 +1,4 @@
-"""The input of a plan (:class:`Job`) and the strategies that a plan compares (:class:`Candidate`)."""
+"""The input of a plan (:class:`Job`), and the strategies that a plan compares (:class:`Candidate`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from cnnstrategies.planning.costs import GraphCosts, Profile
 from cnnstrategies.shares import NORMALISED_TOGETHER, deal, proposal
 
 Bottleneck = Literal["compute", "nic", "link", "server", "fill"]
-# Repeats the type of `pipeline.timetable`, so that this module needs no import of the engine.
+# This is the same type as in `pipeline.timetable`. It is repeated so that this module does not import the engine.
 Checkpointing = Literal["never", "except_last", "always"]
 
 
@@ -20,22 +20,24 @@ Checkpointing = Literal["never", "except_last", "always"]
 class Job:
     """A network, a cluster and a global batch, for which a strategy is planned.
 
-    The planner chooses each setting of a hybrid pipeline that is None.
+    If a setting of the hybrid pipeline is None, the planner chooses it.
 
     Attributes:
-        cluster: Cluster whose devices are the ranks, in order.
-        samples: Samples of a step, over all devices.
+        profile: Costs of the network.
+        cluster: Cluster. Each device is used by the rank with the same number.
+        samples: Number of samples in a step, over all devices.
         microbatches: Number of microbatches of a step.
         stages: Number of stages.
-        replicas: Replicas of each stage.
-        shares: Share of each device in the microbatches, in proportion to the other replicas of its stage.
+        replicas: Number of replicas of each stage.
+        shares: Share of each device. The replicas of a stage divide the microbatches in proportion to their shares.
         cuts: First node of each stage except the first stage.
+        schedule: Schedule of the pipeline: ``gpipe`` or ``1f1b``.
         activation_checkpointing: Microbatches for which a stage keeps only its inputs and runs its forward again before
             the backward: none, all except the last, or all.
         run_ahead: Whether stages hold one additional microbatch, so that messages travel while the stages compute. If
-            None, stages run ahead where that saves time and fits into memory.
-        state_copies: Copies of the parameters that training holds: parameters, gradients, optimizer state.
-        memory_limit: Bytes that a device may hold, as an additional limit to that of the cluster.
+            None, stages run ahead if that saves time and fits into memory.
+        state_copies: Training state (parameters, gradients and optimizer state) as a multiple of the parameters' size.
+        memory_limit: Bytes that a device may hold. The memory of the cluster's devices is a limit as well.
     """
 
     profile: Profile
@@ -63,26 +65,26 @@ class Job:
 
     @property
     def network(self) -> Bottleneck:
-        """Bottleneck for the connection between the devices: ``nic`` with several machines, ``link`` with one."""
+        """Name of the bottleneck if the network limits a step: ``nic`` with several machines, ``link`` with one."""
         return "nic" if len(self.cluster.hosts) > 1 else "link"
 
     def equal(self, batches: int = 1) -> tuple[int, ...]:
-        """Return the largest number of samples that each device holds at once, with equal shares.
+        """Return the number of samples of each device in the largest batch, with equal shares.
 
         Args:
-            batches: Number of batches into which a step is split.
+            batches: Number of batches into which a step is divided by gradient accumulation.
         """
         return deal(-(-self.samples // batches), [1] * self.cluster.devices)
 
     def dealt(self, step: Callable[[Sequence[int]], float], state: int) -> tuple[int, ...]:
-        """Return the samples of each device in the balanced shares that training would reach.
+        """Return the number of samples of each device after training has balanced the shares.
 
-        Training rebalances by the devices' measured times; this method repeats that with predicted times. The counts
-        are equal if other shares would gain too little.
+        Training rebalances according to the measured times of the devices. This method does the same with predicted
+        times. The numbers stay equal if other shares would gain too little.
 
         Args:
-            step: Returns the seconds of a step from the samples of each device.
-            state: Bytes that a device holds besides the activations of its samples.
+            step: Returns the seconds of a step. Its argument is the number of samples of each device.
+            state: Bytes that a device holds in addition to the activations of its samples.
         """
         counts, most, whole = self.equal(), inf, self.profile.costs
         if self.memory is not None:
@@ -97,18 +99,23 @@ class Job:
             counts = new_counts
 
     def slowest(self, counts: Sequence[int]) -> tuple[GraphCosts, float]:
-        """Return the costs and the speed of the device that takes longest for its samples."""
+        """Return the costs and the speed of the device that takes longest to compute its samples.
+
+        Args:
+            counts: Number of samples of each device.
+        """
         seconds = self._seconds(counts)
         device = seconds.index(max(seconds))
         return self.profile.at(counts[device]), self.cluster.speeds[device]
 
     def _seconds(self, counts: Sequence[int]) -> list[float]:
+        """Return the seconds in which each device computes its samples."""
         times = {count: self.profile.at(count).time for count in set(counts)}
         return [times[count] / speed for count, speed in zip(counts, self.cluster.speeds, strict=True)]
 
 
 class Effect(IntEnum):
-    """Effect of a choice on the training result, compared with DDP and the same global batch."""
+    """Effect of a setting on the training result, compared with DDP and the same global batch."""
 
     NONE = 0
     ROUNDING = 1
@@ -121,11 +128,13 @@ class Candidate:
 
     Attributes:
         family: Registered name of the strategy, or ``hybrid`` for a pipeline.
+        options: Options of the strategy.
         effect: Effect on the training result.
-        step: Seconds of a step; for asynchronous modes, seconds in which a global batch of samples is processed.
-        sent_bytes: Bytes that all devices together send for a step.
-        memory: Bytes that the fullest device holds.
-        bottleneck: Resource that limits a step most.
+        step: Seconds of a step. With an asynchronous strategy: seconds in which all devices together process as many
+            samples as a global batch has.
+        sent_bytes: Bytes that all devices together send in a step.
+        memory: Bytes that the device with the fullest memory holds.
+        bottleneck: Resource that limits the speed most.
     """
 
     family: str

@@ -1,4 +1,4 @@
-"""The machines that a plan is made for: their devices in order, and the connections between the devices."""
+"""The cluster for which a plan is made: machines, their devices in order, and the connections between devices."""
 
 import difflib
 import functools
@@ -16,8 +16,8 @@ from cnnstrategies.old_names import HOST, is_now, renamed
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.quantities import size_in_bytes
 
-SERVER_RATE = 1e9  # Bytes of gradients per second that a server adds up and applies, on a processor core of about 2020.
-SERVER_MESSAGE = 5e-5  # Processor seconds for one message of a parameter server, independent of its size.
+SERVER_RATE = 1e9  # Bytes of gradients per second that a server adds up and applies, on a CPU core from about 2020.
+SERVER_MESSAGE = 5e-5  # CPU seconds for one message of a parameter server, independent of its size.
 GBIT = 1e9 / 8  # bytes per second
 DEFAULT_US = {"inside": 10.0, "interconnect": 50.0}  # Latency in microseconds.
 
@@ -27,11 +27,11 @@ class Host:
     """One machine.
 
     Attributes:
-        devices: Number of its devices.
-        interconnect: Connection to the other machines, which all devices of the machine share.
+        devices: Number of devices of the machine.
+        interconnect: Connection to other machines, which all devices of the machine share.
         inside: Connection between two devices of the machine.
         speed: Speed of a device, as a multiple of the speed of the device on which the profile was measured.
-        memory: Bytes of memory of a device; None if unlimited.
+        memory: Bytes of memory of each device; None if unlimited.
         price: Price of the whole machine for an hour.
     """
 
@@ -45,11 +45,12 @@ class Host:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines in the order in which their devices are numbered.
+    """A group of machines. The devices are numbered machine by machine.
 
     Attributes:
+        hosts: The machines, in the order of their devices' numbers.
         server_rate: Bytes of gradients per second that a parameter server adds up and applies.
-        server_message: Processor seconds that each message of a parameter server costs its sender and its receiver.
+        server_message: CPU seconds that the sender and the receiver each spend on a message of a parameter server.
     """
 
     hosts: tuple[Host, ...]
@@ -58,7 +59,7 @@ class Cluster:
 
     @staticmethod
     def flat(devices: int, link: Link) -> "Cluster":
-        """Return a cluster of equal devices with the same connection between any two, each on a machine of its own."""
+        """Return a cluster of machines with one device each, and with equal connections between all machines."""
         return Cluster((Host(1, link, link),) * devices)
 
     @cached_property
@@ -78,7 +79,7 @@ class Cluster:
 
     @cached_property
     def memory(self) -> int | None:
-        """Bytes of memory of the device that has least; None if all are unlimited."""
+        """Bytes of memory of the device with the least memory; None if the memory of all devices is unlimited."""
         return min((host.memory for host in self.hosts if host.memory is not None), default=None)
 
     def link(self, device: int, peer: int) -> Link:
@@ -89,13 +90,18 @@ class Cluster:
         return slower(first.interconnect, second.interconnect)
 
     def ring(self, first: int, count: int) -> Link:
-        """Return the slowest connection between neighbours among ``count`` consecutive devices, at least two."""
+        """Return the slowest connection between neighbours in a row of devices.
+
+        Args:
+            first: First device of the row.
+            count: Number of devices, at least 2.
+        """
         return slower(*(self.link(device, peer) for device, peer in itertools.pairwise(range(first, first + count))))
 
 
 @functools.lru_cache(maxsize=1024)
 def slower(*links: Link) -> Link:
-    """Return a connection with the least bandwidth, the greatest latency and the greatest work of some connections."""
+    """Return a connection with the smallest bandwidth, the largest latency and the largest work of all ``links``."""
     return Link(
         min(link.bandwidth for link in links), max(link.latency for link in links), max(link.work for link in links)
     )
@@ -106,10 +112,10 @@ def read_cluster(file: Path, devices: int | None = None) -> Cluster:
 
     Args:
         file: File with the list ``nodes`` and, optionally, the mapping ``server``.
-        devices: Number of devices that the cluster must have; None if the configuration does not give a number.
+        devices: Number of devices that the cluster must have; None if any number is accepted.
 
     Raises:
-        ConfigurationError: The file cannot be read, or a value in it is not accepted.
+        ConfigurationError: The file cannot be read, or it contains a value that is not accepted.
     """
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -128,12 +134,13 @@ def read_cluster(file: Path, devices: int | None = None) -> Cluster:
         _refuse(
             f"{file}: nodes: ",
             f"the machines have {cluster.devices} devices, but trainer.devices x trainer.num_nodes is {devices}; "
-            "make both numbers the same",
+            "change one of the two so that they are equal",
         )
     return cluster
 
 
-# Reads and checks a value. Its arguments are the value's place in the file, for messages, and the value.
+# A function that checks and converts a value of the file. Its first argument begins every error message: it names the
+# file and the value's key. Its second argument is the value.
 Read = Callable[[str, Any], Any]
 
 
@@ -233,6 +240,6 @@ def _count(where: str, value: Any) -> int:
 
 
 def _size(where: str, value: Any) -> int:
-    """Return a size in bytes."""
+    """Return a size with a unit, such as 16 GiB, as a number of bytes."""
     size: int = size_in_bytes(value, where.removesuffix(": "))
     return size

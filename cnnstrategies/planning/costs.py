@@ -1,4 +1,4 @@
-"""Costs of a network's nodes and of the links between devices: the planner's only input."""
+"""Costs of a network's nodes and of the connections between devices, which the planner uses for all predictions."""
 
 import functools
 from collections.abc import Sequence
@@ -8,13 +8,15 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class NodeCost:
-    """The cost of one node of the traced network for one microbatch; times are in seconds.
+    """The cost of one node of the traced network for one microbatch.
 
     Attributes:
+        name: Name of the node.
         forward: Seconds of the forward.
-        backward: Seconds of the backward, including the addition to the parameters' gradients.
-        saved_bytes: Bytes of the tensors that the node makes and that are kept until the backward, by the node itself
-            or by the nodes that use them.
+        backward: Seconds of the backward, including the accumulation of the parameters' gradients.
+        parameter_bytes: Bytes of the node's parameters.
+        saved_bytes: Bytes of the tensors that the node makes and that autograd keeps until a backward: that of this
+            node or that of a node that uses the tensors.
     """
 
     name: str
@@ -48,8 +50,7 @@ class Link:
     Attributes:
         bandwidth: Bytes per second.
         latency: Seconds from the start of a message to the arrival of its first byte.
-        work: Seconds that a message takes from the computation of its sender and of its receiver, independent of the
-            message's size.
+        work: Seconds that the sender and the receiver each spend on a message, of any size, instead of computing.
     """
 
     bandwidth: float
@@ -57,13 +58,13 @@ class Link:
     work: float = 0.0
 
     def time(self, size: float) -> float:
-        """Return the seconds in which ``size`` bytes arrive; 0 bytes cost nothing, since nothing is sent."""
+        """Return the seconds until a message of ``size`` bytes has arrived; 0 for 0 bytes, which are not sent."""
         return self.latency + size / self.bandwidth if size else 0.0
 
     def all_reduce_time(self, size: float, members: int) -> float:
         """Return the seconds of a ring all-reduce of ``size`` bytes among ``members`` devices.
 
-        With n members the ring takes 2 (n - 1) steps, in each of which every member sends and receives size / n bytes.
+        With n members the ring takes 2 (n - 1) steps. In each step every member sends and receives size / n bytes.
 
         Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (2009).
         """
@@ -80,7 +81,8 @@ class GraphCosts:
         nodes: Costs of the nodes. A cut at position c separates nodes ``[0, c)`` from ``[c, len(nodes))``.
         values: Values that pass between nodes.
         cut_positions: Positions at which a cut is possible, ascending, each in ``[1, len(nodes) - 1]``.
-        microbatch_size: Samples for which the costs hold; a mean if the sizes of microbatches differ by one sample.
+        microbatch_size: Number of samples for which the costs hold. It is a mean, and not always a whole number, if
+            microbatches differ by one sample.
         input_bytes: Bytes of the network's inputs.
     """
 
@@ -92,12 +94,12 @@ class GraphCosts:
 
     @cached_property
     def sent_bytes(self) -> tuple[int, ...]:
-        """Bytes of the values that are made before each position and used at or after that position."""
+        """For each position, the bytes of the values that a cut at the position would send to later stages."""
         return self._crossing([value.bytes for value in self.values])
 
     @cached_property
     def sent_gradient_bytes(self) -> tuple[int, ...]:
-        """Bytes of the gradients that flow back over each position."""
+        """For each position, the bytes of the gradients that a cut at the position would send to earlier stages."""
         return self._crossing([value.gradient_bytes for value in self.values])
 
     @cached_property
@@ -116,6 +118,7 @@ class GraphCosts:
         return sum(node.parameter_bytes for node in self.nodes)
 
     def _crossing(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return, for each position, the sum of the sizes of the values that pass the position."""
         change = [0] * (len(self.nodes) + 1)
         for value, size in zip(self.values, sizes, strict=True):
             change[value.producer + 1] += size
@@ -133,10 +136,11 @@ class Profile:
 
     Attributes:
         costs: Costs for the largest number of samples that was measured.
-        fixed: Seconds of each node's forward and backward that do not depend on the number of samples. The tuple is
-            empty if only one batch size was measured; times are then taken as proportional to the number of samples.
-        batch_norm: Whether the training result depends on the division of the batch.
-        nodes_have_names: Whether ``fit`` knows the nodes by the profile's names.
+        fixed: For each node, the seconds of the forward and of the backward that do not depend on the number of
+            samples. If only one batch size was measured, the tuple is empty, and times are assumed to be proportional
+            to the number of samples.
+        batch_norm: Whether the network has BatchNorm, so that its training result depends on how a batch is divided.
+        nodes_have_names: Whether the nodes have the names that ``fit`` gives them.
     """
 
     costs: GraphCosts
@@ -171,10 +175,15 @@ def _scaled(profile: Profile, samples: float) -> GraphCosts:
 
 
 def from_two_sizes(large: GraphCosts, small: GraphCosts, batch_norm: bool) -> Profile:
-    """Return a profile from two measurements of the same network, with time = a + c * samples for every node.
+    """Return a profile from measurements of the same network with two batch sizes.
 
-    If noise made one of the measurements too slow or too fast for such a line, a is limited to the range from 0 to the
-    time of the large batch.
+    The time of every node is modelled by the line a + c * samples. The measured times are noisy, so a is limited to the
+    range from 0 to the time of the large batch.
+
+    Args:
+        large: Costs for the large batch.
+        small: Costs for the small batch.
+        batch_norm: Whether the network has BatchNorm.
     """
     ratio = small.microbatch_size / large.microbatch_size
     if ratio == 1:
@@ -198,7 +207,7 @@ def digits(value: float, count: int = 3) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Return a size with a unit, such as 1.5 MiB, in at most 8 characters for sizes up to a terabyte."""
+    """Return a size with a unit, such as 1.5 MiB. The text has at most 8 characters for sizes up to a terabyte."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1000:
             return f"{size:.1f} {unit}" if size < 10 and unit != "B" else f"{size:.0f} {unit}"

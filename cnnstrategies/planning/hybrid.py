@@ -1,4 +1,4 @@
-"""Candidates of the strategy hybrid_pipeline: stages with replicas, and numbers of microbatches."""
+"""Find the best layouts of a hybrid pipeline, one for each of several numbers of microbatches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,17 +8,19 @@ from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.stage_costs import sent_in_a_step
 
-SEARCHES = 2  # Further numbers of microbatches are only tried with the layouts that the first two searches return.
-SHOWN = 64  # Up to this number of devices the best pipeline is shown even if data parallelism is faster.
-SMALLEST_SHARE = 8  # A microbatch has at least 1/8 of the measured batch if only one batch size was measured.
+# Number of searches for a layout, each with a different number of microbatches. All other numbers of microbatches are
+# only tried with the layouts that these searches returned.
+SEARCHES = 2
+SHOWN = 64  # With at most this number of devices, the best pipeline is shown even if data parallelism is faster.
+SMALLEST_SHARE = 8  # If only one batch size was measured, microbatches have at least 1/8 of this batch's samples.
 
 
 @dataclass(frozen=True)
 class Hybrid(Candidate):
-    """A pipeline as a candidate.
+    """A candidate that uses the hybrid pipeline.
 
     Attributes:
-        layout: Cuts and replicas of its stages.
+        layout: Cuts and replicas of the stages.
         predictor: Predictor that chose the layout.
     """
 
@@ -27,22 +29,24 @@ class Hybrid(Candidate):
 
 
 def hybrids(job: Job) -> Iterator[Hybrid]:
-    """Yield the best layout for each number of microbatches.
+    """Yield a candidate with the best layout for each number of microbatches.
 
-    More likely numbers come first. A number is left out if no layout with it can be the fastest.
+    The most promising numbers of microbatches come first. A number is skipped if even an ideal layout with it would not
+    be faster than the best candidate.
     """
     best = float("inf")
     known: list[Layout] = []
     for microbatches in _microbatches(job):
         costs = job.profile.at(job.samples / microbatches)
-        # A lower bound: the step time if all devices computed all the time.
+        # No layout can have a shorter step time than this, because all devices would compute all the time.
         least = microbatches * costs.time / sum(job.cluster.speeds)
         if least > 1.03 * best:
             continue
         predictor = Predictor(replace(job, microbatches=microbatches))
         layout = predictor.fixed_layout() or _best(predictor, known)
         if layout is not None and len(layout.replicas) == 1 and job.stages is None and job.cluster.devices <= SHOWN:
-            # A single stage is best. For comparison the best layout with two stages is shown.
+            # The best layout has one stage, so it is data parallelism. For comparison, the best layout with two stages
+            # is shown.
             predictor = Predictor(replace(job, microbatches=microbatches, stages=2))
             layout = _best(predictor, known)
         if layout is None or len(layout.replicas) == 1:
@@ -58,18 +62,24 @@ def _microbatches(job: Job) -> list[int]:
         return [job.microbatches]
     devices, most = job.cluster.devices, job.samples
     if not job.profile.fixed:
-        # With one measured batch size the time per sample of much smaller batches is unknown.
+        # If only one batch size was measured, the time per sample of much smaller batches is unknown.
         most = min(most, max(devices, round(SMALLEST_SHARE * most / job.profile.costs.microbatch_size)))
-    # A first stage with all devices except one has this number of replicas, which should divide the microbatches.
+    # With two stages, the first stage has at most this number of replicas. If the number of microbatches is a multiple
+    # of it, the replicas have equal numbers of microbatches.
     most_replicas = devices - 1
     wanted = [4 * devices, 2 * most_replicas, 4 * most_replicas, 2 * devices, devices, most_replicas]
     return [count for count in dict.fromkeys(wanted) if 2 <= count <= most] or [min(devices, job.samples)]
 
 
 def _best(predictor: Predictor, known: list[Layout]) -> Layout | None:
-    """Return the best layout, or None if no layout fits into memory.
+    """Return the best layout; None if no layout fits into memory.
 
-    The first calls search. Later calls choose from the layouts that earlier searches returned, which is faster.
+    The first `SEARCHES` calls search among all layouts. Later calls only choose among the layouts that were found,
+    which is faster.
+
+    Args:
+        predictor: Predictor for a number of microbatches.
+        known: Layouts that were found. A search adds its result.
     """
     fitting = [
         candidate
@@ -101,7 +111,7 @@ def _candidate(predictor: Predictor, layout: Layout, microbatches: int) -> Hybri
 
 
 def _bottleneck(predictor: Predictor, layout: Layout, step: float) -> Bottleneck:
-    """Return the largest part of the step: the slowest stage's work, its waits, or filling and draining."""
+    """Return what limits the step: computation, filling and draining the pipeline, or the network."""
     problem = predictor.problem
     work, first = 0.0, 0
     for start, end, count in problem.stages(layout):

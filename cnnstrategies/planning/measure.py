@@ -1,4 +1,4 @@
-"""Measure a traced network node by node in the precision of training, and the size of its optimizer's state."""
+"""Measure the costs of a traced network's nodes in the precision of training, and the size of an optimizer's state."""
 
 import contextlib
 import gc
@@ -25,8 +25,9 @@ from cnnstrategies.pipeline.tracing import changed_in_place, cut_positions, mode
 from cnnstrategies.planning.costs import GraphCosts, NodeCost, Profile, Value, from_two_sizes
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-SMALLER = 4  # The second measured batch is a fourth of the first, since microbatches are between the two sizes.
-USUAL_STATES = 2  # Copies of the parameters that Adam holds.
+# The second measured batch is smaller by this factor, so that most microbatches have a size between the two batches.
+SMALLER = 4
+USUAL_STATES = 2  # Adam's state has this multiple of the parameters' size.
 
 
 def profile(
@@ -37,33 +38,34 @@ def profile(
     budget: float = 20.0,
     apart_on: torch.device | None = None,
 ) -> GraphCosts:
-    """Measure forward and backward time, activation and parameter bytes of every node.
+    """Measure the forward time, backward time, activation bytes and parameter bytes of every node.
 
-    Each sweep runs the nodes forward in order and then backward in reverse order. Every node has an autograd graph of
-    its own, as if the network were cut at every node, so that memory and caches are as in training. Between the sweeps
-    the network runs as a whole, and the nodes' medians are scaled to the median of the whole, since a node that is
-    measured alone also pays for the measurement. The network is measured in training mode. Its buffers, gradients and
-    modes, and the random numbers, are restored afterwards.
+    A sweep runs the forwards of all nodes in order, and then the backwards in reverse order, so that memory and caches
+    are used as in training. Every node has its own autograd graph, as if the network were cut at every node. The whole
+    network also runs without cuts after each sweep. The medians of the nodes' times are scaled so that their sum is the
+    median time of the whole network, because the measurement itself adds time to each node.
 
-    A network that does not fit on its device stays on the host, where its bytes are counted. One node at a time moves
-    to the device and runs forward and immediately backward. The times are not scaled then, because the network cannot
-    run as a whole.
+    The network is measured in training mode. The network's buffers, gradients and modes, and the state of the random
+    number generators, are restored afterwards.
+
+    A network that does not fit on its device stays on the host. One node at a time is then moved to the device, and
+    runs its forward and immediately its backward. The times are not scaled, because the whole network cannot run.
 
     Args:
         traced: The traced network.
         microbatch: Input (n, C, H, W) on the network's device; several inputs if the network takes several.
-        warm_up: Sweeps that are not measured.
-        repeats: Measured sweeps.
-        budget: Seconds after which no further sweep begins, provided that at least one sweep was measured.
-        apart_on: Device on which the network does not fit; None if the network fits.
+        warm_up: Number of sweeps that are not measured.
+        repeats: Number of measured sweeps.
+        budget: Seconds after which no more sweeps begin, if at least one sweep was measured.
+        apart_on: Device to which single nodes are moved because the whole network does not fit; None if it fits.
 
     Returns:
         The costs of all nodes for the microbatch.
     """
     order = ordered_nodes(traced)
-    with preserved(traced), mode(traced, training=True), _same_random_numbers(apart_on):
+    with preserved(traced), mode(traced, training=True), _preserved_generator(apart_on):
         for parameter in traced.parameters():
-            # With gradients of zeros a backward adds to them, as from the second microbatch of a step on.
+            # If gradients exist, a backward adds to them, as it does for all microbatches of a step except the first.
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         counted = _sweep(traced, order, microbatch, count=True)
         sweeps: list[_Sweep] = []
@@ -98,7 +100,7 @@ def profile(
     values = []
     input_bytes = sum(tensor.nbytes for tensor in tree_leaves(microbatch))
     for image in (node for node in traced.graph.nodes if node.op == "placeholder"):
-        # The first node's stage holds the images and sends them to later stages that also use them.
+        # The first stage has the input images, and sends them to other stages that use them.
         later = tuple(sorted(position[user] for user in image.users if position.get(user, 0) > 0))
         if later:
             values.append(Value(0, later, input_bytes, 0))
@@ -111,7 +113,7 @@ def profile(
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Run a function until the device has finished; return the seconds that this takes and the function's result."""
+    """Run a function and wait for the device; return the seconds that both took, and the function's result."""
     _synchronize(device)
     start = time.perf_counter()
     result = function()
@@ -126,8 +128,8 @@ class _Sweep:
     Attributes:
         forward: Seconds of each node's forward.
         backward: Seconds of each node's backward.
-        saved_bytes: Bytes that each node makes and that autograd saves.
-        sizes: Bytes of each node's outputs, and of those outputs that need a gradient.
+        saved_bytes: Bytes of the tensors that each node makes and that autograd saves.
+        sizes: Bytes of all outputs of each node, and bytes of the outputs that require a gradient.
     """
 
     forward: dict[fx.Node, float] = field(default_factory=dict)
@@ -143,12 +145,15 @@ def _sweep(
     count: bool = False,
     apart_on: torch.device | None = None,
 ) -> _Sweep:
-    """Run the nodes forward, then backward.
+    """Run the forwards of all nodes in order, then the backwards in reverse order, and measure them.
 
     Args:
-        count: Whether to record the saved bytes, which takes additional time.
-        apart_on: Device to which each node moves alone for its forward and backward; None to run the whole network
-            where it is.
+        traced: The traced network.
+        order: Nodes in the order of the forward.
+        microbatch: Input of the network.
+        count: Whether to record the saved bytes, which makes the sweep slower.
+        apart_on: Device to which one node at a time is moved for its forward and its backward, one directly after the
+            other; None to run the nodes on the device of the network.
     """
     sweep = _Sweep()
     device = apart_on or tree_leaves(microbatch)[0].device
@@ -159,8 +164,8 @@ def _sweep(
             environment[node] = microbatch
         elif node.op == "get_attr":
             environment[node] = interpreter.fetch_attr(str(node.target))
-    # The node that made each storage, by address. All storages of the sweep live until its end, so that no address is
-    # used twice. Parameters, buffers and inputs exist without the sweep and belong to no node.
+    # Node that made each storage, by the storage's address; None for parameters, buffers and inputs. All storages are
+    # kept until the sweep ends, so that no address is used twice.
     owner: dict[int, fx.Node | None] = {
         _address(tensor): None for tensor in (*traced.parameters(), *traced.buffers(), *tree_leaves(microbatch))
     }
@@ -173,10 +178,10 @@ def _sweep(
         sweep.backward[node] = timed(backward, device)[0] if roots else 0.0
 
     for node in order:
-        # Autograd does not allow an in-place change of a leaf. In training the input is another node's output, which
-        # may be changed, so this node gets a copy.
-        cut = partial(_cut, device=apart_on, copied=changed_in_place(traced, node) is not None)
-        with _brought(traced, node, apart_on), _recording(saved) if count else nullcontext():
+        # In a sweep, the inputs of each node are autograd leaves, and autograd does not allow in-place changes of
+        # leaves. A node that changes an input in place therefore gets a copy of the input.
+        cut = partial(_as_received, device=apart_on, copied=changed_in_place(traced, node) is not None)
+        with _module_on(traced, node, apart_on), _recording(saved) if count else nullcontext():
             inputs = {
                 source: environment[source]
                 if source.op == "get_attr" and apart_on is None
@@ -190,7 +195,7 @@ def _sweep(
             sweep.sizes[node] = (sum(t.nbytes for t in tensors), sum(t.nbytes for t in outputs[node]))
             if apart_on is not None:
                 run_backward(node)
-        environment[node] = tree_map(partial(_cut, device=None if apart_on is None else CPU), result)
+        environment[node] = tree_map(partial(_as_received, device=None if apart_on is None else CPU), result)
         for address in (*map(_address, tensors), *saved):
             owner.setdefault(address, node)
     sweep.saved_bytes = dict.fromkeys(order, 0)
@@ -203,8 +208,11 @@ def _sweep(
 
 
 @contextmanager
-def _brought(traced: fx.GraphModule, node: fx.Node, device: torch.device | None) -> Iterator[None]:
-    """Move the module of a node, if the node calls one, to a device and back afterwards."""
+def _module_on(traced: fx.GraphModule, node: fx.Node, device: torch.device | None) -> Iterator[None]:
+    """Move the module that a node calls to a device, and move it back on exit.
+
+    Nothing is moved if the node does not call a module, or if ``device`` is None.
+    """
     if device is None or node.op != "call_module":
         yield
         return
@@ -216,7 +224,7 @@ def _brought(traced: fx.GraphModule, node: fx.Node, device: torch.device | None)
 
 
 def _run_whole(traced: fx.GraphModule, microbatch: Images) -> tuple[float, float]:
-    """Return the seconds of the whole network's forward and of its backward."""
+    """Run the whole network; return the seconds of its forward and the seconds of its backward."""
     device = tree_leaves(microbatch)[0].device
     forward, result = timed(partial(traced, microbatch), device)
     roots = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -227,7 +235,11 @@ def _run_whole(traced: fx.GraphModule, microbatch: Images) -> tuple[float, float
 
 @contextmanager
 def _recording(saved: dict[int, int]) -> Iterator[None]:
-    """Record address and size of the storages that autograd saves."""
+    """Record the storages that autograd saves while the context is active.
+
+    Args:
+        saved: Dictionary to which the sizes of the storages in bytes are added. Keys are the storages' addresses.
+    """
 
     def pack(tensor: Tensor) -> Tensor:
         saved[_address(tensor)] = tensor.untyped_storage().nbytes()
@@ -237,18 +249,28 @@ def _recording(saved: dict[int, int]) -> Iterator[None]:
         yield
 
 
-def _cut(value: Any, device: torch.device | None = None, copied: bool = False) -> Any:
-    """Return a value as a separate stage receives it: as a leaf that requires a gradient, or a copy of the leaf."""
+def _as_received(value: Any, device: torch.device | None = None, copied: bool = False) -> Any:
+    """Return a value in the form in which a separate stage would receive it.
+
+    A tensor is detached from the autograd graph, so that it becomes a leaf. It requires a gradient if the original
+    does.
+
+    Args:
+        value: A tensor. Any other value is returned unchanged.
+        device: Device to which the tensor is moved; None to leave it where it is.
+        copied: Whether to return a clone of the leaf, which may be changed in place.
+    """
     if not isinstance(value, Tensor):
         return value
     leaf = value.detach().to(device).requires_grad_(value.requires_grad)
     return leaf.clone() if copied else leaf
 
 
-def _same_random_numbers(device: torch.device | None) -> AbstractContextManager[None]:
-    """Return a context that restores the random numbers of an accelerator.
+def _preserved_generator(device: torch.device | None) -> AbstractContextManager[None]:
+    """Return a context that restores the state of an accelerator's random number generator on exit.
 
-    :func:`preserved` only restores the random numbers of the device on which the network is.
+    This is needed in addition to :func:`preserved`, which only restores the generators of the CPU and of the network's
+    device.
     """
     if device is None or device.type == "cpu":
         return nullcontext()
@@ -256,7 +278,7 @@ def _same_random_numbers(device: torch.device | None) -> AbstractContextManager[
 
 
 def _parameter_bytes(traced: fx.GraphModule, order: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """Return the bytes of each node's parameters; a parameter of several nodes counts for the first node."""
+    """Return the bytes of each node's parameters. If several nodes share a parameter, it counts for the first node."""
     parameters = dict(traced.named_parameters(remove_duplicate=False))
     seen: set[nn.Parameter] = set()
     owned: dict[fx.Node, int] = {}
@@ -268,6 +290,7 @@ def _parameter_bytes(traced: fx.GraphModule, order: Sequence[fx.Node]) -> dict[f
 
 
 def _address(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -279,15 +302,15 @@ def _synchronize(device: torch.device) -> None:
 def measure_profile(
     traced: fx.GraphModule, images: Images, size: int, device: torch.device, precision: str, channels_last: bool
 ) -> Profile:
-    """Measure a network with a device's share of a step's batch and with a fourth of that share.
+    """Measure a network with two batch sizes: the samples of one device in a step, and a fourth of them.
 
-    A network that does not fit on the device is measured there one node at a time.
+    If the network does not fit on the device, one node at a time is moved to the device and measured.
 
     Args:
-        traced: The traced network. It returns to its present device afterwards.
-        images: Inputs from which both batches are made, by repetition if there are too few.
-        size: Samples of the device's share.
-        device: Device to measure on.
+        traced: The traced network. It is moved back to its current device afterwards.
+        images: Inputs from which the batches are made. They are repeated if there are too few.
+        size: Number of samples that one device has in a step.
+        device: Device on which to measure.
         precision: Precision of the trainer, such as ``bf16-mixed``.
         channels_last: Whether images are stored in the memory format channels_last.
     """
@@ -307,7 +330,8 @@ def measure_profile(
 
     def measured(place: torch.device, apart_on: torch.device | None = None) -> Profile:
         traced.to(place)
-        sizes = size, max(min(2, size), size // SMALLER)  # Batch normalisation refuses a batch of one sample.
+        # The small batch has at least two samples if possible, because BatchNorm does not accept a batch of one sample.
+        sizes = size, max(min(2, size), size // SMALLER)
         large, small = (profile(traced, batch_of(count, place), apart_on=apart_on) for count in sizes)
         return from_two_sizes(large, small, has_batch_norm(traced))
 
@@ -317,15 +341,15 @@ def measure_profile(
             stack.enter_context(torch.autocast(kind, dtype))
         with contextlib.suppress(torch.OutOfMemoryError):
             return measured(device)
-        gc.collect()  # The exception's traceback held tensors, which have to leave the device as well.
+        gc.collect()  # Tensors that the exception's traceback held must also be freed on the device.
         return measured(CPU, apart_on=device)
 
 
 def states_of(optimizer: Optimizer) -> int:
-    """Return the number of copies of the parameters that an optimizer's state holds.
+    """Return the size of an optimizer's state as a multiple of the parameters' size, rounded up.
 
-    A new optimizer of the same class and options makes one step with a small parameter. If that fails, the number is
-    Adam's.
+    It is measured: a new optimizer with the same class and options makes one step with a small parameter. If this step
+    fails, the result is the value for Adam.
     """
     parameter = torch.nn.Parameter(torch.zeros(8, 8))
     parameter.grad = torch.ones_like(parameter)

@@ -1,4 +1,4 @@
-"""Measure the connection between two processes."""
+"""Measure the latency and the bandwidth of the connection between two processes."""
 
 import os
 import tempfile
@@ -13,25 +13,27 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link
 
+# Sizes of messages are in bytes.
 SMALL = 1024
 LARGE = 8 * 2**20
 WARM_UP = 4
 ROUNDS = 12
-# A run may have a slow network, so the measurement at its start uses smaller messages and fewer rounds.
+# A training run measures its links with smaller messages and fewer rounds, because its network may be slow.
 MEDIUM = 2**20
 FEW_ROUNDS = 4
-LEAST = 0.01  # Smaller differences, as a part of the large message's time, cannot be distinguished from noise.
+# The large message is assumed to take longer than the small one by at least this fraction of its own time, because a
+# smaller difference cannot be distinguished from noise.
+LEAST = 0.01
 
 
 def measure_local_link(device: torch.device, backend: str) -> Link:
-    """Measure latency and bandwidth between two processes of this machine by the round trips of messages.
+    """Measure latency and bandwidth between two processes on this machine.
+
+    The link is computed from the times of the fastest of 12 round trips with 1 KiB, and of 12 round trips with 8 MiB.
 
     Args:
-        device: Device of the kind that training will use. With several GPUs the two processes take the first two.
+        device: Device of the type that training will use. If it is a GPU, the two processes use the first two GPUs.
         backend: Backend of torch.distributed.
-
-    Returns:
-        The link, computed from the fastest of 12 round trips of 1 KiB and of 8 MiB.
 
     Raises:
         RuntimeError: One of the processes failed, for example because the backend is not available.
@@ -55,7 +57,8 @@ def measure_local_link(device: torch.device, backend: str) -> Link:
 
 def _ping_pong(rank: int, folder: str, device: torch.device, backend: str) -> None:
     torch.set_num_threads(1)
-    os.environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")  # This process ends with it.
+    # The processes use the loopback interface. The variables stay changed, because this process ends afterwards.
+    os.environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
     if device.type == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
@@ -69,15 +72,17 @@ def _ping_pong(rank: int, folder: str, device: torch.device, backend: str) -> No
 
 
 def measure_cluster(nodes: int, device: torch.device) -> Cluster:
-    """Measure the links between the ranks of the default process group; all ranks call this function together.
+    """Measure the links between the ranks of the default process group. All ranks must call this.
+
+    Rank 0 measures the link to the next rank, and the link to the first rank of the next machine. All other links are
+    assumed to be equal to these two.
 
     Args:
         nodes: Number of machines.
         device: This rank's device.
 
     Returns:
-        The cluster of all ranks. On rank 0 its links are measured, to the next rank and to the next machine. The links
-        on other ranks are meaningless.
+        The cluster of all ranks. Only rank 0 may use it; on the other ranks its links have meaningless values.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     inside = _between(rank, 1, device)
@@ -89,6 +94,7 @@ def measure_cluster(nodes: int, device: torch.device) -> Cluster:
 
 
 def _between(rank: int, peer: int, device: torch.device) -> Link:
+    """Measure the link between rank 0 and another rank; on all other ranks, return a meaningless link."""
     if rank not in (0, peer):
         return Link(1.0, 0.0)
     small, large = round_trips(rank == 0, peer if rank == 0 else 0, (SMALL, MEDIUM), device, FEW_ROUNDS)
@@ -96,21 +102,28 @@ def _between(rank: int, peer: int, device: torch.device) -> Link:
 
 
 def _link(small: float, large: float, size: int) -> Link:
-    """Return a link from the seconds of a round trip of ``SMALL`` and of ``size`` bytes; one way takes half of that."""
+    """Return the link, computed from round trips. A message takes half the time of a round trip.
+
+    Args:
+        small: Seconds of a round trip with `SMALL` bytes.
+        large: Seconds of a round trip with `size` bytes.
+        size: Size of the large message in bytes.
+    """
     return Link(bandwidth=(size - SMALL) / (max(large - small, LEAST * large) / 2), latency=small / 2)
 
 
 def round_trips(first: bool, peer: int, sizes: tuple[int, ...], device: torch.device, rounds: int) -> list[float]:
-    """Return the seconds of the fastest round trip of each size, since slower trips include other work of the machine.
+    """Return the seconds of the fastest round trip with each message size.
 
-    The sizes take turns, so that a busy period of the machine slows all sizes.
+    Slower round trips are left out because other work on the machine delays them. The sizes take turns, so that a busy
+    period of the machine affects all sizes.
 
     Args:
         first: Whether this rank sends first.
-        peer: The other rank.
-        sizes: Sizes of the messages, in bytes.
-        device: Device of the messages.
-        rounds: Round trips of each size.
+        peer: Rank of the other process.
+        sizes: Sizes of the messages in bytes.
+        device: Device that holds the messages.
+        rounds: Number of measured round trips with each size.
     """
     buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
     times: list[list[float]] = [[] for _ in sizes]

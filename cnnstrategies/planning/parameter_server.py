@@ -1,6 +1,7 @@
-"""Predictions for the parameter server.
+"""Predict step times of the parameter server.
 
-Synchronous steps are computed by a recurrence over the layers, asynchronous steps by a closed network of queues.
+Synchronous steps are simulated layer by layer: when a layer is computed, sent and updated. For asynchronous steps,
+workers and servers are modelled as a closed network of queues.
 """
 
 import heapq
@@ -11,14 +12,14 @@ from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job
 from cnnstrategies.planning.cluster import slower
 from cnnstrategies.planning.costs import GraphCosts
 
-PART = 2**22  # Bytes of a layer in one message.
-STALENESS = 2  # The staleness of the recipe parameter_server_ssp.
+PART = 2**22  # Largest number of bytes of a layer that one message holds.
+STALENESS = 2  # The staleness in the recipe parameter_server_ssp.
 
 
 class ParameterServer:
-    """A parameter server with workers on all devices and one server process on each machine.
+    """A parameter server with a worker on each device and a server process on each machine.
 
-    The workers and the server of a machine share its connection to the other machines.
+    The workers and the server of a machine share the machine's connection to other machines.
     """
 
     def __init__(self, job: Job) -> None:
@@ -27,21 +28,24 @@ class ParameterServer:
         self.workers = cluster.devices
         self.servers = len(cluster.hosts)
         self.most = max(host.devices for host in cluster.hosts)
-        # Pushes of the workers and answers of the server leave a machine through the same connection.
+        # With several machines, the workers' pushes and the server's replies leave a machine through one connection.
         self.one_port = self.servers > 1
         self.link = slower(*(host.interconnect for host in cluster.hosts)) if self.one_port else cluster.hosts[0].inside
-        # The part of a worker's pushes that leaves its machine: pushes to the server on the same machine do not.
+        # Fraction of a worker's pushes that goes to servers on other machines.
         self.leaving = (self.servers - 1) / self.servers if self.one_port else 1.0
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield candidates of the three modes; a step of an asynchronous mode has as many updates as workers."""
+        """Yield candidates of the modes sync, async and ssp.
+
+        A step of an asynchronous mode is the time in which as many updates are made as there are workers.
+        """
         job = self.job
         if not 2 <= self.workers <= job.samples:
             return
         equal = job.equal()
         mean = job.profile.at(job.samples / self.workers)
         free, waits = self._asynchronous(mean)
-        # No worker is far ahead of the slowest worker, so that in the long run all advance at the slowest one's rate.
+        # With ssp, no worker can be far ahead of the slowest worker, so in the long run all are as slow as that worker.
         bounded = max(free, mean.time / min(job.cluster.speeds))
         dealt = job.dealt(lambda counts: self._synchronous(counts)[0], 2 * mean.parameter_bytes)
         rows: list[tuple[str, dict[str, Any], Sequence[int], float, Bottleneck]] = [
@@ -63,9 +67,13 @@ class ParameterServer:
             )
 
     def _synchronous(self, counts: Sequence[int]) -> tuple[float, Bottleneck]:
-        """Return the seconds between two synchronous steps, and their bottleneck.
+        """Return the seconds of a synchronous step, and the bottleneck.
 
-        The forward of each layer waits for the layer's own weights, and each push leaves during the backward.
+        The forward of a layer waits only for the new weights of this layer. The gradients of a layer are pushed while
+        the backward of the next layers runs.
+
+        Args:
+            counts: Number of samples of each worker.
         """
         costs, speed = self.job.slowest(counts)
         arrived = [0.0] * len(costs.nodes)
@@ -73,75 +81,82 @@ class ParameterServer:
         now = 0.0
         for _ in range(3):
             for index, node in enumerate(costs.nodes):
-                now = max(now, arrived[index]) + node.forward / speed + self._messages(node.parameter_bytes)
+                now = max(now, arrived[index]) + node.forward / speed + self._message_time(node.parameter_bytes)
             pushes: list[tuple[float, int]] = []
             for index in range(len(costs.nodes) - 1, -1, -1):
                 node = costs.nodes[index]
-                now += node.backward / speed + self._messages(node.parameter_bytes)
-                # A large layer is sent in parts: the first ones are applied and sent back while others still arrive.
+                now += node.backward / speed + self._message_time(node.parameter_bytes)
+                # A large layer is sent in several messages. While the last messages still arrive, the server applies
+                # the first ones and sends the new weights back.
                 pushes += [(now, index)] * parts_of(node.parameter_bytes)
-            arrived = self._arrivals(costs, pushes)
+            arrived = self._arrival_times(costs, pushes)
             ends.append(now)
         step = ends[-1] - ends[-2]
         moved, applied = (
             sum(map(seconds_of, (n.parameter_bytes for n in costs.nodes)))
-            for seconds_of in (self._moving, self._applying)
+            for seconds_of in (self._transfer_time, self._server_time)
         )
         if step < 1.5 * costs.time / speed:
             return step, "compute"
         return step, "server" if applied > moved else self.job.network
 
-    def _arrivals(self, costs: GraphCosts, pushes: Sequence[tuple[float, int]]) -> list[float]:
-        """Return the time at which each layer's new values arrive.
+    def _arrival_times(self, costs: GraphCosts, pushes: Sequence[tuple[float, int]]) -> list[float]:
+        """Return the time at which the new weights of each layer have arrived at the workers.
 
         Args:
             costs: Costs of the network.
-            pushes: Time at which each part of a layer is ready to be sent, with the index of the layer, in order.
+            pushes: For each message, the time at which it is ready to be sent, and the index of its layer; in order of
+                time.
         """
         arrived = [0.0] * len(costs.nodes)
         pushed = server = free = 0.0
-        # Parts that wait to be sent, in order of time: gradients through the workers' port, new values through the
-        # servers' port.
+        # Messages that wait to be sent, in order of time: (time, whether the message goes back to workers, layer).
+        # Workers send gradients through the port of the workers, servers send new weights through that of the servers.
         waiting = [(ready, False, index) for ready, index in pushes]
         heapq.heapify(waiting)
         while waiting:
             ready, is_back, index = heapq.heappop(waiting)
             size = costs.nodes[index].parameter_bytes
             parts = parts_of(size)
-            moving = self._moving(size) / parts
+            moving = self._transfer_time(size) / parts
             if is_back:
                 free = max(free, ready) + moving
                 arrived[index] = max(arrived[index], free + self.link.latency)
                 pushed = free if self.one_port else pushed
             else:
                 pushed = max(pushed, ready) + moving
-                server = max(server, pushed + self.link.latency) + self._applying(size) / parts
+                server = max(server, pushed + self.link.latency) + self._server_time(size) / parts
                 heapq.heappush(waiting, (server, True, index))
                 free = pushed if self.one_port else free
         return arrived
 
-    def _moving(self, size: int) -> float:
-        """Return the seconds in which all workers of a machine send a layer, or its server receives the layer."""
+    def _transfer_time(self, size: int) -> float:
+        """Return the seconds for which all pushes or all pulls of a layer occupy the connection of a machine."""
         return size * self.most * self.leaving / self.link.bandwidth
 
-    def _applying(self, size: int) -> float:
-        """Return the seconds in which a server processes its part of a layer from all workers."""
-        return (size / self.job.cluster.server_rate + self._messages(size)) * self.workers / self.servers
+    def _server_time(self, size: int) -> float:
+        """Return the seconds in which a server applies the gradients of all workers to its part of a layer."""
+        return (size / self.job.cluster.server_rate + self._message_time(size)) * self.workers / self.servers
 
-    def _messages(self, size: int) -> float:
-        """Return the processor seconds in which a layer's messages are sent or received."""
+    def _message_time(self, size: int) -> float:
+        """Return the CPU seconds in which the messages of a layer are sent or received."""
         return parts_of(size) * self.job.cluster.server_message
 
     def _asynchronous(self, costs: GraphCosts) -> tuple[float, Bottleneck]:
-        """Return the seconds in which the workers together make one update each, and the bottleneck.
+        """Return the seconds in which each worker makes one update on average, and the bottleneck.
 
-        Source: mean value analysis (Reiser and Lavenberg, 1980). A worker that computes is outside of the queues. Its
-        update and its new weights pass through the machines' connections and the servers, with an equal part of them
-        through each machine at the same time.
+        The workers are the customers of a closed network of queues. A worker that computes is outside of the queues.
+        Its gradients and its new weights then pass through the connections of the machines and through the servers. All
+        machines carry an equal part of them at the same time, so one queue of each kind stands for all machines.
+
+        Source: mean value analysis (Reiser and Lavenberg, 1980).
+
+        Args:
+            costs: Costs of the network for the mean number of samples of a worker.
         """
         speeds = self.job.cluster.speeds
         size = costs.parameter_bytes
-        messages = sum(self._messages(node.parameter_bytes) for node in costs.nodes)
+        messages = sum(self._message_time(node.parameter_bytes) for node in costs.nodes)
         away = costs.time / (sum(speeds) / len(speeds)) + 2 * messages
         moving = size * self.leaving / self.servers / self.link.bandwidth + self.link.latency
         server = (size / self.job.cluster.server_rate + messages) / self.servers
@@ -162,8 +177,8 @@ def mean_value_analysis(away: float, demands: Sequence[float], customers: int) -
 
     Args:
         away: Seconds that a customer spends outside of the queues in each round.
-        demands: Seconds of service that a customer needs at each queue in a round.
-        customers: Number of customers.
+        demands: For each queue, the seconds for which a customer is served in each round.
+        customers: Number of customers in the network.
     """
     queues = [0.0] * len(demands)
     rate = 0.0

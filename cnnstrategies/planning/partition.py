@@ -1,8 +1,8 @@
-"""Choose where to cut a network and how often to replicate each stage, from the costs of its nodes.
+"""Choose the layout of a pipeline, that is its cuts and the replicas of each stage, from the costs of the nodes.
 
-If only a few layouts are possible, all of them are considered. Otherwise a local search by the closed model of the
-step time begins at layouts whose cuts are far apart. The simulator ranks the layouts at which this search ends, and a
-second local search by simulated times begins at the best of them.
+If only a few layouts are possible, all of them are considered. Otherwise local searches begin at many layouts that
+differ much. They compare layouts by the formula of `problem.py`, here called the model. The simulator then ranks the
+results of these searches. Finally, local searches that compare layouts by simulated times begin at the best results.
 """
 
 import bisect
@@ -17,63 +17,67 @@ from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.problem import Problem
 
-ALL = 800  # Up to this number of layouts all are considered.
-STARTS = 6400  # Largest number of sets of cuts at which the search by the model can begin, over all numbers of stages.
-STAGES = 16  # Largest number of stages if the user gives none.
-PROPOSALS = 24  # Layouts that the simulator ranks.
-VARIED = 12  # Dissimilar ranked layouts at which a local search begins.
-TOGETHER = 3  # Largest number of cuts that a local search moves at once.
+ALL_LAYOUTS = 800  # If at most this number of layouts is possible, all layouts are considered.
+# Largest number of sets of cuts that the model compares to choose starting layouts. Each number of stages that is tried
+# gets an equal part of it.
+MOST_STARTS = 6400
+STAGES = 16  # Largest number of stages that is tried if the user does not set the number.
+PROPOSALS = 24  # Number of layouts that are passed to the simulator because they are the best by the model.
+SEARCHES = 12  # Number of layouts at which local searches by the model begin.
+MOST_MOVED_CUTS = 3  # Largest number of cuts that a local search moves at once.
 STEPS = 50  # Largest number of steps of a local search.
-SMALL = 8  # Up to this number of devices every layout that may be the best is simulated.
-LIKELY = 12  # Layouts that are simulated out of one set, for a larger cluster.
-MOST = 60  # Simulations in total, for a larger cluster.
-# For a larger cluster a layout is simulated if the model's time is at most this multiple of the best simulated time.
-# The tolerance is needed because the model is less exact than the simulator.
+SMALL = 8  # With at most this number of devices, every layout that may be the best is simulated.
+SIMULATED_PER_STEP = 12  # On a larger cluster: largest number of layouts that one step of a local search simulates.
+MOST_SIMULATED = 60  # On a larger cluster: largest number of simulations in total.
+# On a larger cluster, a layout is only simulated if its time by the model is at most this multiple of the best
+# simulated time. The factor is larger than 1 because the model is less accurate than the simulator.
 SLACK = 1.2
-# Distances by which a local search moves cuts, in positions at which a cut is possible.
+# Distances by which a local search moves cuts, as differences of indices into the cut positions.
 MOVES = (-8, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 8)
 
-# Cost of a layout: bytes beyond the memory limit, then seconds of a step.
+# Cost of a layout: first the bytes beyond the memory limit, then the seconds of a step.
 Cost = tuple[float, float]
 
 
 def best_layout(problem: Problem, cost: Callable[[Layout], Cost], model: Callable[[Layout], Cost]) -> Layout | None:
-    """Return the layout with the least cost that the search visits.
+    """Search for the layout with the least cost.
 
     Args:
         problem: Network, cluster and constraints.
         cost: Returns the simulated cost of a layout.
-        model: Returns the cost of a layout by the closed model.
+        model: Returns the cost of a layout by the model.
 
     Returns:
-        The layout; None if the network has too few positions at which a cut is possible.
+        The best layout that the search visited; None if the network has too few cut positions.
     """
     search = _Search(problem, cost, functools.cache(model))
-    if not search.is_large and _number_of_layouts(problem) <= ALL:
+    if not search.is_large and _number_of_layouts(problem) <= ALL_LAYOUTS:
         layouts = list(_layouts(problem))
-        search.look_at(search.likeliest(layouts, PROPOSALS))
-        search.look_at(layouts)
+        search.simulate_promising(search.best_by_model(layouts, PROPOSALS))
+        search.simulate_promising(layouts)
     else:
         free = problem.job.replicas is None
-        starts = search.varied(search.likeliest(_starts(problem), STARTS), VARIED // 2 if free else VARIED)
+        starts = search.dissimilar(
+            search.best_by_model(_starts(problem), MOST_STARTS), SEARCHES // 2 if free else SEARCHES
+        )
         if free:
-            # The model underestimates the cost of a stage on parts of two machines, so the search also begins at
-            # layouts whose stages fill whole machines.
-            starts += search.varied(search.likeliest(_on_whole_machines(problem), STARTS), VARIED // 2)
-        ends = [search.descend(start, search.by_model) for start in starts]
-        search.look_at(search.likeliest({*starts, *ends}, PROPOSALS))
-        for start in search.varied(sorted(search.costs, key=search.costs.__getitem__), VARIED // 2):
-            search.descend(start, search.by_simulation)
+            # The model underestimates the cost of a stage that occupies parts of two machines. Therefore searches also
+            # begin at layouts whose stages fill whole machines.
+            starts += search.dissimilar(search.best_by_model(_filling_machines(problem), MOST_STARTS), SEARCHES // 2)
+        ends = [search.local_search(start, search.by_model) for start in starts]
+        search.simulate_promising(search.best_by_model({*starts, *ends}, PROPOSALS))
+        for start in search.dissimilar(sorted(search.costs, key=search.costs.__getitem__), SEARCHES // 2):
+            search.local_search(start, search.by_simulation)
     return min(search.costs, key=search.costs.__getitem__, default=None)
 
 
 class _Search:
-    """The layouts that have been simulated, and the choice of further layouts to simulate.
+    """A search among layouts, with the costs of the layouts that have been simulated.
 
     Attributes:
-        is_large: Whether the cluster is too large to simulate every layout that may be the best.
-        costs: Simulated costs.
-        least: Least simulated cost.
+        is_large: Whether the cluster has so many devices that not every promising layout can be simulated.
+        costs: Costs of the simulated layouts.
+        least: Least cost of the simulated layouts.
     """
 
     def __init__(self, problem: Problem, cost: Callable[[Layout], Cost], model: Callable[[Layout], Cost]) -> None:
@@ -84,18 +88,19 @@ class _Search:
         self.costs: dict[Layout, Cost] = {}
         self.least: Cost = (math.inf, math.inf)
 
-    def likeliest(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
+    def best_by_model(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
         """Return the ``count`` layouts with the least cost by the model."""
         ranked = heapq.nsmallest(
             count, ((self.model(layout), layout.cuts, layout.replicas, layout) for layout in layouts)
         )
         return [layout for *_, layout in ranked]
 
-    def varied(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
-        """Return the first ``count`` dissimilar layouts, in order.
+    def dissimilar(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
+        """Return the first ``count`` layouts that differ much from each other, in the order of ``layouts``.
 
-        A layout is left out if an earlier chosen layout has equal replicas and each of its cuts within the largest
-        move, since a local search from the earlier layout reaches it.
+        A layout is skipped if it is close to a layout that was chosen before it, because a local search from the chosen
+        layout can reach it. Two layouts are close if they have equal replicas and if no cut differs by more than the
+        largest move.
         """
         positions_by_replicas: dict[tuple[int, ...], list[list[int]]] = {}
         chosen: list[Layout] = []
@@ -111,34 +116,41 @@ class _Search:
                     break
         return chosen
 
-    def look_at(self, layouts: Iterable[Layout]) -> None:
-        """Simulate the layouts in order of their lower bounds, except layouts that cannot be better than the best."""
+    def simulate_promising(self, layouts: Iterable[Layout]) -> None:
+        """Simulate the layouts that may be better than the best simulated layout, smallest lower bound first."""
         new = {layout for layout in layouts if layout not in self.costs}
         if self.is_large:
-            # A simulation takes long, so only the layouts with the least costs by the model are simulated.
+            # On a large cluster a simulation takes long, so only the best layouts by the model are simulated.
             excess, time = self.least
-            new = {layout for layout in self.likeliest(new, LIKELY) if self.model(layout) < (excess, SLACK * time)}
+            new = {
+                layout
+                for layout in self.best_by_model(new, SIMULATED_PER_STEP)
+                if self.model(layout) < (excess, SLACK * time)
+            }
         for bound, layout in sorted(((self.problem.bound(layout), layout) for layout in new), key=lambda pair: pair[0]):
-            if (0.0, bound) > self.least or (self.is_large and len(self.costs) >= MOST):
+            if (0.0, bound) > self.least or (self.is_large and len(self.costs) >= MOST_SIMULATED):
                 return
             self.costs[layout] = self.cost(layout)
             self.least = min(self.least, self.costs[layout])
 
     def by_model(self, layouts: set[Layout]) -> dict[Layout, Cost]:
-        """Return the layouts' costs by the model."""
+        """Return the cost of each layout by the model."""
         return {layout: self.model(layout) for layout in layouts}
 
     def by_simulation(self, layouts: set[Layout]) -> dict[Layout, Cost]:
-        """Simulate the layouts that may be the best, and return all simulated costs of the given layouts."""
-        self.look_at(layouts)
+        """Simulate the promising layouts, and return the costs of the layouts that have been simulated now or before.
+
+        Layouts without a simulation are missing from the result.
+        """
+        self.simulate_promising(layouts)
         return {layout: self.costs[layout] for layout in layouts if layout in self.costs}
 
-    def descend(self, start: Layout, price: Callable[[set[Layout]], dict[Layout, Cost]]) -> Layout:
-        """Move to the best neighbour as long as that costs less, and return the last layout.
+    def local_search(self, start: Layout, price: Callable[[set[Layout]], dict[Layout, Cost]]) -> Layout:
+        """Run a local search: move to the best neighbour as long as it has a smaller cost; return the last layout.
 
         Args:
-            start: First layout.
-            price: Returns the costs of some layouts, as :meth:`by_model` or :meth:`by_simulation`.
+            start: Layout at which the search begins.
+            price: Function that returns the costs of layouts: :meth:`by_model` or :meth:`by_simulation`.
         """
         current = start
         for _ in range(STEPS):
@@ -151,7 +163,7 @@ class _Search:
 
 
 def _counts(problem: Problem) -> Sequence[int]:
-    """Return the requested numbers of stages that the devices and the possible cuts allow."""
+    """Return the numbers of stages to try. The number of devices and of cut positions limits them."""
     job, most = problem.job, min(problem.cluster.devices, len(problem.costs.cut_positions) + 1)
     if job.replicas is not None:
         wanted: Sequence[int] = [len(job.replicas)]
@@ -161,6 +173,7 @@ def _counts(problem: Problem) -> Sequence[int]:
 
 
 def _number_of_layouts(problem: Problem) -> int:
+    """Return the number of layouts that the job permits."""
     places, counts = len(problem.costs.cut_positions), _counts(problem)
     if problem.job.replicas is not None:
         return sum(math.comb(places, count - 1) for count in counts)
@@ -179,9 +192,9 @@ def _layouts(problem: Problem) -> Iterator[Layout]:
 
 
 def _starts(problem: Problem) -> Iterator[Layout]:
-    """Yield layouts whose cuts are spread over the whole network.
+    """Yield layouts with all sets of cuts from :func:`_cuts`.
 
-    If the user gives no replicas, each stage has as many as its time needs.
+    If the job does not set the replicas, the number of replicas of a stage follows from the stage's time.
     """
     for count in _counts(problem):
         for cuts in _cuts(problem, count):
@@ -190,7 +203,7 @@ def _starts(problem: Problem) -> Iterator[Layout]:
                 yield layout
 
 
-def _on_whole_machines(problem: Problem) -> Iterator[Layout]:
+def _filling_machines(problem: Problem) -> Iterator[Layout]:
     """Yield layouts whose stages have equal numbers of replicas, and layouts whose stages fill whole machines."""
     cluster = problem.cluster
     for count in _counts(problem):
@@ -202,17 +215,18 @@ def _on_whole_machines(problem: Problem) -> Iterator[Layout]:
 
 
 def _cuts(problem: Problem, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield sets of cuts for ``count`` stages, from positions that are thinned out to limit the number of sets."""
-    most = STARTS // len(_counts(problem))
+    """Yield sets of cuts for ``count`` stages. Only some cut positions are used, to limit the number of sets."""
+    most = MOST_STARTS // len(_counts(problem))
     places = next(places for places in itertools.count(most, -1) if math.comb(places, count - 1) <= most)
     return itertools.combinations(thin(problem.costs, places), count - 1)
 
 
 def thin(costs: GraphCosts, most: int) -> list[int]:
-    """Return at most ``most`` cut positions of a network.
+    """Return the most useful cut positions of a network, at most ``most`` of them.
 
-    An eighth of the positions are those before the nodes with the most parameters. The others divide the compute time
-    into equal parts and are the position of each part that sends the fewest bytes.
+    An eighth of them are the positions before the nodes with the most parameters. For the others, the network is
+    divided into sections of equal compute time. In each section the position is chosen at which a cut sends the fewest
+    bytes.
     """
     if len(costs.cut_positions) <= most:
         return list(costs.cut_positions)
@@ -227,16 +241,16 @@ def thin(costs: GraphCosts, most: int) -> list[int]:
 
 
 def _neighbours(layout: Layout, problem: Problem) -> Iterator[Layout]:
-    """Yield layouts that differ from a layout in one move.
+    """Yield the layouts that one move of the local search makes from a layout.
 
-    A move shifts up to ``TOGETHER`` consecutive cuts, which push other cuts ahead of them; or moves replicas from a
-    stage to another; or splits a stage.
+    There are four kinds of moves: shift up to ``MOST_MOVED_CUTS`` consecutive cuts, and further cuts if they are in the
+    way; exchange the numbers of replicas of two stages; move replicas from one stage to another; split a stage in two.
     """
     positions = problem.costs.cut_positions
     places = [bisect.bisect_left(positions, cut) for cut in layout.cuts]
     runs = itertools.combinations(range(len(places) + 1), 2)
     for (first, last), step in itertools.product(runs, MOVES):
-        if last - first <= TOGETHER:
+        if last - first <= MOST_MOVED_CUTS:
             moved = [place + step if first <= number < last else place for number, place in enumerate(places)]
             for number in range(last, len(moved)) if step > 0 else ():
                 moved[number] = max(moved[number], moved[number - 1] + 1)
@@ -250,18 +264,21 @@ def _neighbours(layout: Layout, problem: Problem) -> Iterator[Layout]:
         replicas = list(layout.replicas)
         replicas[giver], replicas[taker] = replicas[taker], replicas[giver]
         yield Layout(layout.cuts, tuple(replicas))
-        for count in (1, 2, 4, 8):  # Moving several replicas at once can fill the next machine.
+        for count in (1, 2, 4, 8):  # Moving several replicas at once can make a stage fill whole machines.
             if layout.replicas[giver] > count and layout.replicas[taker] + count <= problem.microbatches:
                 replicas = list(layout.replicas)
                 replicas[giver] -= count
                 replicas[taker] += count
                 yield Layout(layout.cuts, tuple(replicas))
     if problem.job.stages is None:
-        yield from _with_a_stage_split(layout, problem)
+        yield from _with_split_stage(layout, problem)
 
 
-def _with_a_stage_split(layout: Layout, problem: Problem) -> Iterator[Layout]:
-    """Yield layouts in which a stage is cut in two, at about four positions, and its replicas are divided."""
+def _with_split_stage(layout: Layout, problem: Problem) -> Iterator[Layout]:
+    """Yield layouts in which one stage is split in two, with the cut at one of about four positions.
+
+    The two new stages divide the replicas of the old stage in different ways.
+    """
     for stage, (start, end, count) in enumerate(problem.stages(layout)):
         places = [cut for cut in problem.costs.cut_positions if start < cut < end]
         for cut in places[len(places) // 8 :: max(1, len(places) // 4)]:

@@ -11,12 +11,13 @@ from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.simulate import Simulation, simulate
 from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
 
-WORTH_RUNNING_AHEAD = 0.01  # Least gain, as a part of the step time, for the memory of one additional microbatch.
-LONGEST = 5000  # Largest number of tasks that are simulated; a step with more tasks is extrapolated.
+# Running ahead costs the memory of one more microbatch. It must save at least this fraction of the step time.
+WORTH_RUNNING_AHEAD = 0.01
+LONGEST = 5000  # Largest number of tasks in a simulation. The time of a step with more tasks is extrapolated.
 
 
 class Predictor:
-    """Predicts time and memory of layouts by the simulator.
+    """A predictor of the step time and the memory of layouts, which uses the simulator.
 
     Attributes:
         costs: Costs of one microbatch.
@@ -29,17 +30,18 @@ class Predictor:
         self._known: dict[tuple[int, ...], list[StageCost]] = {}
 
     def fixed_layout(self) -> Layout | None:
-        """Return the layout with the user's cuts; None if the user named no cuts."""
+        """Return the layout with the cuts that the user gave; None if the user gave no cuts."""
         cuts = self.job.cuts
         if cuts is None:
             return None
         return Layout(cuts, self.job.replicas or even_replicas(self.job.cluster.devices, len(cuts) + 1))
 
     def search(self) -> Layout | None:
-        """Return the layout with the least predicted time of those that the search visits.
+        """Search for the layout with the least predicted step time.
 
-        If no layout fits into memory, the result is the layout that needs the least memory. It is None if the network
-        has too few positions at which a cut is possible.
+        Returns:
+            The best layout that the search visited. If no layout fits into memory, this is the layout that needs the
+            least memory. None if the network has too few cut positions for the requested number of stages.
         """
         return best_layout(self.problem, self._cost, self._model)
 
@@ -61,11 +63,17 @@ class Predictor:
         return 0.0 if self.job.memory is None else max(0.0, memory - self.job.memory)
 
     def memory(self, layout: Layout) -> float:
-        """Return the bytes that the fullest device holds, without running ahead unless the job requires it."""
+        """Return the bytes that the device with the fullest memory holds.
+
+        The additional microbatch of running ahead only counts if the job requires stages to run ahead.
+        """
         return max(self.stage_memory(layout, self.job.run_ahead or False))
 
     def runs_ahead(self, layout: Layout) -> bool:
-        """Whether stages hold one additional microbatch: as the job says, or if it saves time and fits into memory."""
+        """Whether the stages of a layout should run ahead, that is, hold one additional microbatch.
+
+        The job may decide this. Otherwise stages run ahead if this saves enough time and fits into memory.
+        """
         if self.job.run_ahead is not None or not self._may_run_ahead(layout):
             return self.job.run_ahead or False
         ahead, usual = (self._time_of(layout, run_ahead) for run_ahead in (True, False))
@@ -77,19 +85,22 @@ class Predictor:
         return self.job.memory is None or max(self.stage_memory(layout, True)) <= self.job.memory
 
     def simulate(self, layout: Layout, run_ahead: bool, microbatches: int | None = None) -> Simulation:
-        """Return the predicted step with all its tasks.
+        """Simulate a step, however many tasks it has.
 
         Args:
             layout: Cuts and replicas.
             run_ahead: Whether stages hold one additional microbatch.
-            microbatches: Number of microbatches; None for the number of the job.
+            microbatches: Number of microbatches; None for the job's number.
         """
         replicas, count = layout.replicas, microbatches or self.problem.microbatches
         tasks = timetable(replicas, count, self.job.schedule, run_ahead, self.problem.shares(replicas))
         return simulate(tasks, self.stages(layout), messages(self.costs, layout.cuts), self.job.cluster)
 
     def stage_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
-        """Return the peak memory in bytes of a device of each stage: training state and activations in flight."""
+        """Return the peak memory of a device in bytes, for each stage.
+
+        It consists of the training state and of the activations of all microbatches that the device holds at once.
+        """
         memory = []
         problem = self.problem
         for index, cost in enumerate(self._costs_of(layout.cuts)):
@@ -105,7 +116,7 @@ class Predictor:
         return self._known[cuts]
 
     def stages(self, layout: Layout) -> list[StageCost]:
-        """Return the costs of the layout's stages, with recomputed forwards as a part of the backward."""
+        """Return the costs of the layout's stages. The time of recomputing a forward is added to the backward."""
         stages = self._costs_of(layout.cuts)
         if self.job.activation_checkpointing == "never":
             return stages
@@ -114,8 +125,9 @@ class Predictor:
     def _time_of(self, layout: Layout, run_ahead: bool) -> float:
         """Return the simulated step time in seconds.
 
-        For a step with too many tasks, two shorter steps are simulated and the time is extrapolated linearly. The
-        numbers of microbatches of the two differ by a period of the timetable, and both fill the pipeline.
+        If the step has too many tasks, two steps with fewer microbatches are simulated, and the step time is
+        extrapolated linearly. Both steps have enough microbatches to fill the pipeline. Their numbers of microbatches
+        differ by one period of the timetable.
         """
         count, replicas = self.problem.microbatches, layout.replicas
         short = LONGEST // (2 * len(replicas))
@@ -129,17 +141,17 @@ class Predictor:
 
 
 def choose_layout(job: Job) -> tuple[Layout, bool]:
-    """Return the layout with the least predicted step time that a job permits, and whether its stages run ahead.
+    """Return the layout with the least predicted step time, and whether its stages run ahead.
 
-    Measured times vary, so two profiles may lead to different layouts. In a distributed run one rank must choose for
-    all ranks.
+    In a distributed run only one rank may call this function, and the other ranks take its result: measured times vary,
+    so the profiles of two ranks may lead to different layouts.
 
     Raises:
         ConfigurationError: No layout fits into memory.
     """
     predictor = Predictor(job)
     layout = predictor.fixed_layout() or predictor.search()
-    assert layout is not None, "there are enough places to cut"
+    assert layout is not None, "the network has enough cut positions"
     if predictor.time(layout) == float("inf"):
         raise ConfigurationError(
             f"memory_limit={job.memory}: on {layout.devices} devices with {job.microbatches} microbatches a device "

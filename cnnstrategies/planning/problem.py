@@ -1,4 +1,4 @@
-"""The closed model of a layout's step time: sums over the nodes, fast enough to search among many layouts."""
+"""A formula for the step time of a layout. It only needs sums over nodes, so a search can evaluate many layouts."""
 
 import heapq
 import itertools
@@ -14,17 +14,19 @@ from cnnstrategies.shares import deal, rotation, soonest
 
 
 class Problem:
-    """The network, the cluster and the number of microbatches for which a layout is chosen.
+    """The network, the cluster and the number of microbatches for which a layout is chosen, with the formulas for it.
 
     The modelled step time is the time of one microbatch through all stages and back, plus the time that the slowest
-    stage needs for the other microbatches. The model is that of Narayanan et al., "PipeDream: Generalized Pipeline
-    Parallelism for DNN Training" (2019), section 3.1, which minimises the time of the slowest stage. Here the fill and
-    drain of a synchronous step count as well.
+    stage needs for the other microbatches.
+
+    Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (2019), section 3.1, which
+    minimises the time of the slowest stage. This model also counts the filling and draining of the pipeline, which a
+    synchronous step has.
 
     Attributes:
         microbatches: Number of microbatches of a step.
         costs: Costs of one microbatch.
-        recomputes: Whether activations are recomputed in the backward.
+        recomputes: Whether the backward recomputes activations.
     """
 
     def __init__(self, job: Job) -> None:
@@ -35,29 +37,32 @@ class Problem:
         self.costs = job.profile.at(job.samples / job.microbatches)
         self.recomputes = job.activation_checkpointing != "never"
         forwards = 2 if self.recomputes else 1
-        # Sums over the nodes before each position.
+        # Element i of each list is a sum over the nodes before node i.
         self._time = self._sums(lambda node: forwards * node.forward + node.backward)
         self._drain = self._sums(lambda node: node.backward)
         self._parameters = self._sums(lambda node: node.parameter_bytes)
         self._saved = self._sums(lambda node: node.saved_bytes)
+        # Keys are the arguments of `_stage`, values are its results.
         self._known: dict[tuple[int, int, int, int], tuple[float, float]] = {}
 
     def _sums(self, cost: Callable[[NodeCost], float]) -> list[float]:
+        """Return the running sums of a cost over the nodes, starting with 0."""
         return list(itertools.accumulate(map(cost, self.costs.nodes), initial=0.0))
 
     def time(self, start: int, end: int) -> float:
-        """Return the seconds of forward and backward of nodes ``[start, end)`` on a device of speed 1."""
+        """Return the seconds of the forward and backward of nodes ``[start, end)``, on a device with speed 1."""
         return self._time[end] - self._time[start]
 
     def stages(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
-        """Return the first node of each stage, the first node of the next stage, and the stage's replicas."""
+        """Yield three numbers for each stage: its first node, the node after its last node, and its replicas."""
         bounds = (0, *layout.cuts, len(self.costs.nodes))
         return zip(bounds[:-1], bounds[1:], layout.replicas, strict=True)
 
     def dealt(self, first: int, replicas: int) -> tuple[int, ...]:
         """Return the number of microbatches of each replica of a stage.
 
-        Without shares of the job, the counts are those with which the last replica ends soonest.
+        If the job gives shares, the microbatches are divided accordingly. Otherwise they are divided so that the last
+        replica finishes as early as possible.
 
         Args:
             first: First device of the stage.
@@ -68,27 +73,46 @@ class Problem:
         return soonest(self.microbatches, self.cluster.speeds[first : first + replicas])
 
     def shares(self, replicas: Sequence[int]) -> tuple[int, ...]:
-        """Return the microbatches of each device; empty if the counts of each stage differ by at most one."""
+        """Return the number of microbatches of each device.
+
+        The tuple is empty if no shares are needed, because within every stage the replicas' numbers of microbatches
+        differ by at most one.
+        """
         stages = [self.dealt(sum(replicas[:stage]), count) for stage, count in enumerate(replicas)]
         return tuple(itertools.chain(*stages)) if any(max(counts) > min(counts) + 1 for counts in stages) else ()
 
     def work(self, first: int, replicas: int) -> tuple[int, float]:
-        """Return the microbatches and the device's speed of the replica of a stage that takes longest."""
+        """Return the number of microbatches and the device speed of the slowest replica of a stage.
+
+        The slowest replica takes longest for all its microbatches together.
+
+        Args:
+            first: First device of the stage.
+            replicas: Number of replicas of the stage.
+        """
         pairs = zip(self.dealt(first, replicas), self.cluster.speeds[first : first + replicas], strict=True)
         return max(pairs, key=lambda pair: pair[0] / pair[1])
 
     def flights(self, replicas: Sequence[int], stage: int, run_ahead: bool) -> int:
-        """Return the largest number of microbatches that a replica of a stage holds at once."""
+        """Return the largest number of microbatches that a replica of a stage holds at once.
+
+        Args:
+            replicas: Number of replicas of each stage.
+            stage: The stage.
+            run_ahead: Whether stages hold one additional microbatch.
+        """
         counts = self.dealt(sum(replicas[:stage]), replicas[stage])
         if self.job.schedule != "1f1b":
             return max(counts)
-        # A backward comes after the forwards of as many microbatches as there are ranks from this stage on.
-        return _most_of_one(counts, sum(replicas[stage:]) + (run_ahead and stage + 1 < len(replicas)))
+        # The microbatches that a stage holds at once are consecutive. Their number is at most the number of ranks from
+        # this stage to the last stage, and one more if stages run ahead.
+        return _most_for_one_replica(counts, sum(replicas[stage:]) + (run_ahead and stage + 1 < len(replicas)))
 
     def memory(self, layout: Layout) -> float:
-        """Return an upper bound of the bytes that the fullest device holds.
+        """Return an upper bound for the bytes that the device with the fullest memory holds.
 
-        The bound also counts values that pass a stage without being used there.
+        It is only a bound, because it counts all values that cross a cut as received by the next stage, even values
+        that only later stages use.
         """
         most = 0.0
         for stage, (start, end, _) in enumerate(self.stages(layout)):
@@ -100,7 +124,7 @@ class Problem:
         return most
 
     def model(self, layout: Layout) -> float:
-        """Return the modelled step time in seconds."""
+        """Return the step time in seconds according to the formula of this class."""
         fill = slowest = 0.0
         first = 0
         for start, end, replicas in self.stages(layout):
@@ -113,10 +137,17 @@ class Problem:
         return fill + slowest
 
     def _stage(self, start: int, end: int, first: int, replicas: int) -> tuple[float, float]:
-        """Return two times of a stage in seconds.
+        """Return two times of a stage, in seconds.
 
-        The first is the time in which a microbatch passes the stage, with its transfers to the next stage. The second
-        is the time that the stage adds for the other microbatches and for the reduction of its gradients.
+        Args:
+            start: First node of the stage.
+            end: Node after the last node of the stage.
+            first: First device of the stage.
+            replicas: Number of replicas of the stage.
+
+        Returns:
+            The time of one microbatch: its forward and backward, and the transfers to and from the next stage; then
+            the additional time for the other microbatches and for the reduction of the gradients.
         """
         costs, cluster, after = self.costs, self.cluster, first + replicas
         rounds, speed = self.work(first, replicas)
@@ -129,16 +160,16 @@ class Problem:
         before = max(0, first - 1)
         around = min(cluster.devices, after + 1) - before
         if around > 1:
-            # Each device sends and receives through one port per direction; the devices of a machine share the ports
-            # to other machines.
+            # Every device has one port for sending and one for receiving. For messages to other machines, all devices
+            # of a machine share one port for sending and one for receiving.
             hosts = {cluster.host_of[device] for device in range(before, before + around)}
             sharing = min(replicas, max(cluster.hosts[host].devices for host in hosts)) if len(hosts) > 1 else 1
             incoming = costs.sent_bytes[start] + costs.sent_gradient_bytes[end]
             outgoing = costs.sent_bytes[end] + costs.sent_gradient_bytes[start]
             port = cluster.ring(before, around).bandwidth
             period = max(period, max(incoming, outgoing) * sharing / port)
-        # Gradients are reduced while this stage and the stages before it run their last backwards. The last bucket is
-        # only ready after this stage's own backward.
+        # Reductions overlap with the last backward of this stage and then with the last backwards of earlier stages.
+        # Only the last bucket cannot overlap with this stage's backward, because it is only ready at the end.
         reduction = all_reduce(cluster, first, replicas)
         parameters = self._parameters[end] - self._parameters[start]
         whole = reduction(parameters) - self._drain[end] / speed
@@ -146,7 +177,11 @@ class Problem:
         return time + transfer, (rounds - 1) * period + max(0.0, whole, bucket)
 
     def bound(self, layout: Layout) -> float:
-        """Return a lower bound of the step time: one stage's work after one pass of the stages before it."""
+        """Return a lower bound for the step time in seconds.
+
+        A stage cannot start before a microbatch has passed all earlier stages, and it then needs the time for its own
+        microbatches. The bound is the largest such sum of all stages.
+        """
         first, before, longest = 0, 0.0, 0.0
         for start, end, replicas in self.stages(layout):
             rounds, speed = self.work(first, replicas)
@@ -156,10 +191,11 @@ class Problem:
         return longest
 
     def filled(self, cuts: tuple[int, ...], unit: int = 1) -> Layout:
-        """Return a layout with these cuts, in which ``unit`` devices at a time go to the slowest stage.
+        """Return a layout with the cuts, and with replicas that balance the times of the stages.
 
-        The layout has fewer devices than the cluster if their number is not a multiple of the unit, or if all stages
-        have as many replicas as microbatches.
+        Each stage begins with ``unit`` devices. The stage that is slowest at the moment gets the next ``unit`` devices,
+        until fewer are left. No stage gets more replicas than there are microbatches. The layout may have fewer devices
+        than the cluster.
         """
         bounds = (0, *cuts, len(self.costs.nodes))
         times = [self.time(start, end) for start, end in itertools.pairwise(bounds)]
@@ -177,11 +213,11 @@ class Problem:
 
 
 @lru_cache(maxsize=4096)
-def _most_of_one(counts: tuple[int, ...], stretch: int) -> int:
-    """Return the largest number of microbatches that one replica runs out of ``stretch`` consecutive microbatches.
+def _most_for_one_replica(counts: tuple[int, ...], stretch: int) -> int:
+    """Return the largest number of microbatches of one replica among ``stretch`` consecutive microbatches.
 
     Args:
-        counts: Microbatches of each replica.
+        counts: Number of microbatches of each replica.
         stretch: Number of consecutive microbatches.
     """
     microbatches_of: list[list[int]] = [[] for _ in counts]

@@ -1,4 +1,7 @@
-"""Profiles as CSV files with a row for each node of the network's graph, like the published profiles of PipeDream."""
+"""Read profiles from CSV files that have a row for each node of the network's graph.
+
+The format follows the published profiles of PipeDream.
+"""
 
 import csv
 import re
@@ -34,16 +37,16 @@ class _Row:
 def read_profile(file: Path, batch: int) -> Profile:
     """Return the profile in a CSV file.
 
-    Each row follows the rows of its inputs. Rows with the operation ``Input`` are the network's inputs. Times are taken
-    as proportional to the number of samples, and every output as kept until the backward. A cut is possible before each
-    node that does not change its input in place.
+    A row must come after the rows of its inputs. Rows with the operation ``Input`` are the network's inputs. Times are
+    assumed to be proportional to the number of samples, and every output is assumed to be kept until the backward. A
+    cut is possible before each node that does not change its input in place.
 
     Args:
         file: File with the columns `COLUMNS`.
         batch: Number of samples with which the profile was measured.
 
     Raises:
-        ConfigurationError: The file cannot be read, or a row is not accepted.
+        ConfigurationError: The file cannot be read, or it contains a row that is not accepted.
     """
     rows = _read(file)
     nodes = [row for row in rows if not row.is_input]
@@ -54,7 +57,7 @@ def read_profile(file: Path, batch: int) -> Profile:
             consumers[name].append(position)
     values = []
     for row in rows:
-        # The first node's stage holds the images and sends them to later stages that also use them.
+        # The first stage has the input images, and sends them to other stages that use them.
         users = tuple(position for position in consumers[row.name] if position > 0)
         if users:
             values.append(Value(index.get(row.name, 0), users, row.output, 0 if row.is_input else row.output))
@@ -93,11 +96,15 @@ def _read(file: Path) -> list[_Row]:
     for fields in reader:
         line = reader.line_num
         if None in (*fields, *fields.values()):
-            _refuse(file, line, "the number of values differs from the number of columns; quote values with commas")
+            _refuse(
+                file,
+                line,
+                "the number of values differs from the number of columns; put values that contain commas in quotes",
+            )
         numbers = {name: _number(file, line, name, fields[name]) for name in COLUMNS[2:6]}
         row = _Row(line, fields["node"], fields["operation"], numbers, tuple(fields["inputs"].split()))
         if not row.name:
-            _refuse(file, line, "node: the name is empty; give each node a name")
+            _refuse(file, line, "node: the name is empty; every node needs a name")
         if row.name in rows:
             _refuse(file, line, f"node {row.name!r} is also in line {rows[row.name].line}; give each node one row")
         for name in row.inputs:
@@ -109,7 +116,7 @@ def _read(file: Path) -> list[_Row]:
                 )
         rows[row.name] = row
     if all(row.is_input for row in rows.values()):
-        _refuse(file, 1, "the file has no node of a network; give a row for each node")
+        _refuse(file, 1, "the file has no row for a node of the network; write a row for each node")
     return list(rows.values())
 
 

@@ -1,6 +1,6 @@
-"""Predict the costs of all strategies with one model and rank the strategies.
+"""Predict the costs of all strategies, and rank the strategies.
 
-The costs of DDP, to which all other strategies are compared, are also computed here.
+This module also computes the costs of DDP, to which all other strategies are compared.
 """
 
 import itertools
@@ -17,17 +17,18 @@ from cnnstrategies.planning.hybrid import Hybrid, hybrids
 from cnnstrategies.planning.parameter_server import ParameterServer
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, FIRST_BUCKET_BYTES, all_reduce, reduced_at, stage_costs
 
-ACCUMULATED = (2, 4, 8)  # Numbers of accumulated batches that are tried if a whole batch does not fit into memory.
-TIE = 0.03  # If a gain is below this part of the step time, the simpler strategy is first.
+ACCUMULATED = (2, 4, 8)  # Values of accumulate_grad_batches that are tried if a whole batch does not fit into memory.
+TIE = 0.03  # DDP is ranked first if the fastest strategy saves at most this fraction of DDP's step time.
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The strategies, best first.
+    """The best candidate of each strategy, in two groups. Within a group, the best candidate is first.
 
     Attributes:
-        same: Strategies with the same training result as DDP with the same global batch.
-        changing: Strategies with another training result. Step times alone do not show whether these are better.
+        job: The job for which the strategies are ranked.
+        same: Candidates whose training result is that of DDP, except for rounding.
+        changing: Candidates whose training result differs. Their step times alone do not show whether they are better.
         notes: Remarks for the user.
     """
 
@@ -38,28 +39,31 @@ class Ranking:
 
     @property
     def best(self) -> Candidate:
-        """The first strategy that does not change the training result; if none fits, the first of the others."""
+        """The first candidate that does not change the training result; if none fits, the first one that does."""
         return (self.same or self.changing)[0]
 
     @property
     def hybrid(self) -> Hybrid | None:
-        """The best hybrid pipeline; None if no pipeline is ranked."""
+        """The best hybrid pipeline; None if the ranking contains no pipeline."""
         return next((row for row in (*self.same, *self.changing) if isinstance(row, Hybrid)), None)
 
     def rate(self, row: Candidate) -> float:
-        """Return a candidate's samples per second."""
+        """Return the samples per second that a candidate trains."""
         return self.job.samples / row.step
 
     def price(self, row: Candidate) -> float:
-        """Return a candidate's price for a million samples, in the unit of the machines' prices."""
+        """Return the price of training a million samples with a candidate, in the currency of the machines' prices."""
         return sum(host.price for host in self.job.cluster.hosts) / 3600 * 1e6 / self.rate(row)
 
 
 def rank(job: Job) -> Ranking:
-    """Predict the costs of the candidates of all families, and rank the best candidate of each family.
+    """Predict the costs of all candidates, and rank the best candidate of each family.
+
+    A family contains the candidates with the same strategy. From a family, the best candidate that changes the training
+    result and the best candidate that does not are both ranked.
 
     Raises:
-        ConfigurationError: No candidate fits into the devices' memory.
+        ConfigurationError: No candidate fits into the memory of the devices.
     """
     best: dict[tuple[str, bool], Candidate] = {}
     notes = []
@@ -71,7 +75,7 @@ def rank(job: Job) -> Ranking:
             best[key] = row
     if not best:
         raise ConfigurationError(
-            f"no strategy fits into the devices' memory ({'; '.join(notes) or 'no layout of a pipeline fits either'}): "
+            f"no strategy fits into the devices' memory ({'; '.join(notes) or 'no pipeline fits either'}): "
             "use a smaller batch, more devices or activation_checkpointing"
         )
     same = _in_order([row for row in best.values() if row.effect < Effect.LEARNING])
@@ -80,14 +84,20 @@ def rank(job: Job) -> Ranking:
     for row in (*same, *changing):
         if shares := row.options.get("initial_shares") or row.options.get("shares"):
             unit = "microbatches" if isinstance(row, Hybrid) else "samples"
-            notes.append(f"{row}: the devices have {', '.join(map(str, shares))} {unit} of a step")
+            notes.append(f"{row}: the devices get {', '.join(map(str, shares))} {unit} of a step")
     if not job.profile.fixed:
-        notes.append("the profile has one batch size, so times are assumed to be proportional to the samples")
+        notes.append(
+            "the profile was measured with one batch size, so times are assumed to be proportional to the number of "
+            "samples"
+        )
     return Ranking(job, tuple(same), tuple(changing), tuple(notes))
 
 
 def _in_order(rows: Sequence[Candidate]) -> list[Candidate]:
-    """Return candidates in order of step time, except that DDP is first among those that tie with the fastest."""
+    """Return candidates in order of step time.
+
+    DDP comes first if the fastest candidate saves at most the fraction `TIE` of DDP's step time.
+    """
     ordered = sorted(rows, key=lambda row: row.step)
     ties = [row for row in ordered if (1 - TIE) * row.step <= ordered[0].step]
     ties.sort(key=lambda row: (row.family != "ddp", row.step))
@@ -95,6 +105,7 @@ def _in_order(rows: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _reasons(same: Sequence[Candidate]) -> list[str]:
+    """Return a note that explains why the first candidate is not the fastest; an empty list if it is."""
     quickest = min(same, key=lambda row: row.step, default=None)
     if quickest is None or quickest is same[0]:
         return []
@@ -106,10 +117,10 @@ def _reasons(same: Sequence[Candidate]) -> list[str]:
 
 
 def data_parallel(job: Job) -> Iterator[Candidate]:
-    """Yield candidates with DDP: plain, with fewer bytes to send, and with balanced shares.
+    """Yield the candidates of DDP: plain, with compressed gradients, and with balanced shares.
 
-    If a batch does not fit into memory, candidates that accumulate smaller batches are added. Casts and the algebra of
-    PowerSGD are not in the profile and count as free.
+    If a batch does not fit into memory, there are also candidates that accumulate the gradients of smaller batches. The
+    computing time of the compression is not in the profile, and counts as 0.
     """
     layers = [node.parameter_bytes for node in job.profile.costs.nodes]
     sent_for_each_byte = {"ddp": 1.0} | {f"ddp_{name}": COMPRESSIONS[name].sent_share(layers) for name in ddp_names()}
@@ -121,7 +132,7 @@ def data_parallel(job: Job) -> Iterator[Candidate]:
         plain = _priced(job, family, Effect.NONE if family == "ddp" else Effect.LEARNING, equal, factor)
         yield plain
         if family == "ddp" and job.memory is not None and plain.memory > job.memory:
-            # BatchNorm normalises smaller batches then, which changes the result; `effect` says so.
+            # With BatchNorm, `effect` is LEARNING, because smaller batches are normalised.
             for count in ACCUMULATED:
                 if job.samples >= count * devices:
                     options = {"accumulate_grad_batches": count}
@@ -141,16 +152,18 @@ def _priced(
     options: Mapping[str, Any] = MappingProxyType({}),
     batches: int = 1,
 ) -> Candidate:
-    """Return the candidate of a variant of DDP, with its step time by the recurrence of the gradients' buckets.
+    """Return a candidate that is a variant of DDP.
+
+    The step time is computed from the times at which the gradient buckets are ready and reduced.
 
     Args:
         job: Network, cluster and batch.
         family: Registered name of the strategy.
         effect: Effect on the training result.
-        counts: Samples of each device in a batch.
-        factor: Bytes that are sent for each byte of the gradients.
+        counts: Number of samples of each device in a batch.
+        factor: Bytes that are sent, divided by the bytes of the gradients.
         options: Options of the candidate.
-        batches: Number of batches that are accumulated for a step.
+        batches: Number of batches whose gradients are accumulated for a step.
     """
     devices = job.cluster.devices
     costs, speed = job.slowest(counts)

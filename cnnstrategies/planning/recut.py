@@ -1,4 +1,4 @@
-"""Better cuts for a pipeline, from the measured times of its stages."""
+"""Find better cuts for a running pipeline from the measured times of its stages."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,18 +10,19 @@ from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.costs import GraphCosts, Profile
 from cnnstrategies.planning.predict import Predictor
 
-OFF = 0.1  # Tolerated difference, as a part of the planned time, between a stage's measured and planned times.
-GAIN = 0.05  # Least gain, as a part of the step time, for which other cuts are proposed.
+# Tolerated difference between the measured time and the planned time of a stage, as a fraction of the planned time.
+TOLERANCE = 0.1
+GAIN = 0.05  # New cuts are proposed if the current step time is more than 1 + `GAIN` times the new one.
 
 
 @dataclass(frozen=True)
 class Recut:
-    """Cuts that are predicted to be faster.
+    """Cuts that are predicted to be faster than the current cuts.
 
     Attributes:
         cuts: Names of the nodes after which to cut.
-        gain: Present step time divided by the new step time, minus 1.
-        planned: Seconds of each stage's forward and backward of a microbatch according to the profile.
+        gain: Current step time divided by the new step time, minus 1.
+        planned: Seconds that the profile predicts for the forward and backward of a microbatch, for each current stage.
     """
 
     cuts: list[str]
@@ -30,20 +31,22 @@ class Recut:
 
 
 def recut(job: Job, layout: Layout, samples: int, seconds: Sequence[float], loss: float) -> Recut | None:
-    """Plan again with measured times.
+    """Search for better cuts with the measured times of the stages.
 
-    Each node is assumed to be slower than in the profile by the same factor as its stage. If all stages are slower by
-    about the same factor, as with ranks that share a memory, the cuts stay.
+    The profile's times of the nodes in a stage are all scaled by one factor, so that they add up to the stage's
+    measured time. If this factor is about equal for all stages, for example because all ranks share one memory bus, the
+    current cuts stay.
 
     Args:
-        job: Job of the present plan, with its replicas.
-        layout: Layout of the present plan.
-        samples: Samples of a step.
-        seconds: Measured seconds of each stage's forward and backward of a microbatch.
-        loss: Measured seconds of the loss in the last stage, which are in addition to `seconds` and in no profile.
+        job: The job for which the current layout was planned, with the current number of replicas.
+        layout: The current layout.
+        samples: Number of samples in a step.
+        seconds: Measured seconds of the forward and backward of a microbatch, for each stage.
+        loss: Measured seconds of the loss for a microbatch, in the last stage. The profile and `seconds` do not contain
+            this time.
 
     Returns:
-        The better cuts; None if the measured times agree with the plan, or if a step would gain too little.
+        The better cuts; None if the measured times agree with the plan, or if better cuts would gain too little.
     """
     job = replace(job, samples=samples)
     predictor = Predictor(job)
@@ -51,12 +54,12 @@ def recut(job: Job, layout: Layout, samples: int, seconds: Sequence[float], loss
     rates = [time / max(plan, 1e-9) for time, plan in zip(seconds, planned, strict=True)]
     whole = (sum(seconds) + loss) / sum(planned)
     took = [*seconds[:-1], seconds[-1] + loss]
-    if all(abs(time - plan * whole) <= OFF * plan * whole for time, plan in zip(took, planned, strict=True)):
+    if all(abs(time - plan * whole) <= TOLERANCE * plan * whole for time, plan in zip(took, planned, strict=True)):
         return None
     costs = _as_measured(predictor.costs, layout, rates, loss)
     predictor = Predictor(replace(job, profile=Profile(costs)))
     best = predictor.search()
-    assert best is not None, "there are as many places to cut as before"
+    assert best is not None, "the network has enough cut positions, since the current layout was possible"
     gain = predictor.time(layout) / predictor.time(best) - 1
     if not GAIN < gain < inf:  # The gain is infinite or not a number if a layout does not fit into memory.
         return None
@@ -64,9 +67,15 @@ def recut(job: Job, layout: Layout, samples: int, seconds: Sequence[float], loss
 
 
 def _as_measured(costs: GraphCosts, layout: Layout, rates: Sequence[float], loss: float) -> GraphCosts:
-    """Return the costs with the nodes' times scaled by the rates of their stages, and with the loss.
+    """Return the costs of the nodes, scaled to the measured times of the stages.
 
-    The loss counts for the last node, which stays in the last stage whatever the cuts are.
+    The time of the loss is added to the last node, because the last node is in the last stage with any cuts.
+
+    Args:
+        costs: Costs according to the profile.
+        layout: The current layout.
+        rates: Measured time divided by planned time, for each stage.
+        loss: Seconds of the loss for a microbatch.
     """
     bounds = itertools.pairwise((0, *layout.cuts, len(costs.nodes)))
     nodes = [
@@ -74,6 +83,7 @@ def _as_measured(costs: GraphCosts, layout: Layout, rates: Sequence[float], loss
         for (start, end), rate in zip(bounds, rates, strict=True)
         for node in costs.nodes[start:end]
     ]
-    # The loss is added to the backward, since activation checkpointing runs the forward twice but the loss once.
+    # The loss is added to the backward's time, because activation checkpointing runs the forward twice but the loss
+    # only once.
     nodes[-1] = replace(nodes[-1], backward=nodes[-1].backward + loss)
     return replace(costs, nodes=tuple(nodes))

@@ -1,4 +1,4 @@
-"""Better shares for the replicas of a pipeline's stages, from their measured times for a microbatch."""
+"""Find better shares for the replicas of each stage, from the time that each replica takes for a microbatch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from cnnstrategies.planning.simulate import simulate
 from cnnstrategies.planning.stage_costs import StageCost, StageMessage
 from cnnstrategies.shares import GAIN, Proposal, soonest, worth
 
-FREE = Link(inf, 0.0)  # A connection on which messages take no time.
+FREE = Link(inf, 0.0)  # A connection whose messages take no time.
 
 
 def redeal(
@@ -27,20 +27,21 @@ def redeal(
 ) -> Proposal | None:
     """Propose numbers of microbatches with which the replicas of each stage finish as early as possible.
 
-    The gain is computed by a simulation of the timetable without the time of messages. The rest of the measured step
-    time, such as the time of messages, is assumed not to depend on the shares.
+    The gain is computed by simulating the timetable with messages that take no time. The difference between the
+    measured and the simulated step time is assumed to be the same with other shares.
 
     Args:
-        placement: Present stages and shares of the ranks.
+        placement: Current stages and shares of the ranks.
         schedule: Schedule of the pipeline.
         run_ahead: Whether stages hold one additional microbatch.
-        pairs: Pairs of stages of which the first sends to the second.
-        seconds: Each rank's seconds for the forward of a microbatch, then each rank's seconds for the backward.
-        step: Measured seconds of a present step.
-        most: Microbatches that each rank can hold at once.
+        pairs: Pairs of a stage that sends and a stage that receives its message.
+        seconds: Two sequences with an element for each rank: seconds of the forward of a microbatch, and seconds of the
+            backward.
+        step: Measured seconds of a step with the current shares.
+        most: Number of microbatches that each rank can hold at once.
 
     Returns:
-        The proposed shares; None if no step would gain enough.
+        The proposed shares; None if a step would gain too little.
     """
     times: list[float] = [sum(times_of_rank) for times_of_rank in zip(*seconds, strict=True)]
     everyone = range(placement.world_size)
@@ -57,7 +58,7 @@ def redeal(
     while True:
         dealt = _soonest(placement, times, bounds)
         if dealt is None or slowest(dealt.shares) >= least_time:
-            return None  # The gain is too small in any case, so the simulation, which can take long, is not needed.
+            return None  # The gain is too small whatever the simulation says, and the simulation can take long.
         then = timetable(dealt)
         full = [r for r in everyone if in_flight(then[r]) > max(most[r], in_flight(now[r]))]
         if not full:
@@ -71,12 +72,24 @@ def redeal(
 
 
 def in_flight(tasks: Sequence[Task]) -> int:
-    """Return the largest number of microbatches between forward and backward in a rank's tasks."""
+    """Return the largest number of microbatches that a rank holds at once.
+
+    A rank holds a microbatch from the microbatch's forward until its backward.
+    """
     return max(accumulate(1 if task.kind == "forward" else -1 for task in tasks), default=0)
 
 
 def _soonest(placement: Placement, times: Sequence[float], bounds: Sequence[int]) -> Placement | None:
-    """Return the placement with which each stage finishes soonest within the ranks' bounds; None if impossible."""
+    """Return the placement with the shares by which each stage finishes soonest.
+
+    Args:
+        placement: Placement of the ranks.
+        times: Seconds that each rank takes for a microbatch.
+        bounds: Largest number of microbatches that each rank may have.
+
+    Returns:
+        The placement; None if the bounds of a stage's ranks add up to less than the number of microbatches.
+    """
     shares = [0.0] * placement.world_size
     for stage in range(placement.stages):
         ranks = placement.ranks(stage)
@@ -90,7 +103,10 @@ def _soonest(placement: Placement, times: Sequence[float], bounds: Sequence[int]
 
 
 def _costs(placement: Placement, seconds: Sequence[Sequence[float]]) -> tuple[list[StageCost], Cluster]:
-    """Return the mean costs of each stage's ranks, and a cluster with each rank's speed relative to that mean."""
+    """Return the costs of the stages, and a cluster whose devices have the speeds of the ranks.
+
+    The cost of a stage is the mean over its ranks. The speed of a rank is relative to that mean.
+    """
     stages, speeds = [], [1.0] * placement.world_size
     for stage in range(placement.stages):
         ranks = placement.ranks(stage)

@@ -55,17 +55,17 @@ def ranking_table(ranking: Ranking) -> Group:
         add(ranking.changing)
     lines = [f"- {note}" for note in ranking.notes]
     if priced:
-        lines.insert(0, "- cost: price of a million samples")
+        lines.insert(0, "- cost: price of training a million samples")
     return Group(table, Text("\n".join(lines)))
 
 
 def _short(size: float) -> str:
-    """Return a size with a single letter for the unit, for a narrow column."""
+    """Return a size with a unit of one letter, such as 1.5M, for a narrow column."""
     return format_bytes(size).replace(" ", "").replace("iB", "")
 
 
 def stages_table(predictor: Predictor, layout: Layout, step: Simulation) -> Group:
-    """Return a table of a layout's stages, followed by the predicted step."""
+    """Return a table of the stages of a layout, followed by sentences about the predicted step."""
     costs, problem = predictor.costs, predictor.problem
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("stage", "replicas", "nodes", "forward\nms", "backward\nms", "params", "sends", "memory", "busy"):
@@ -92,7 +92,7 @@ def stages_table(predictor: Predictor, layout: Layout, step: Simulation) -> Grou
         )
         names.append(f"stage {index}: {costs.nodes[start].name} to {costs.nodes[end - 1].name}")
     sent = format_bytes(sent_in_a_step(costs, layout, problem.microbatches))
-    explanation = "In the table, times and sends are for one microbatch, memory and busy for one device."
+    explanation = "In the table, times and sends are those of one microbatch; memory and busy are those of one device."
     return Group(
         table, Text("\n".join([*names, "", f"{summary(predictor, layout, step)}; {sent} sent per step. {explanation}"]))
     )
@@ -101,7 +101,7 @@ def stages_table(predictor: Predictor, layout: Layout, step: Simulation) -> Grou
 def summary(predictor: Predictor, layout: Layout, step: Simulation) -> str:
     """Return a sentence about the predicted step.
 
-    The step consists of forward, backward, transfers and reduction; the optimizer's update is not predicted.
+    The predicted time does not contain the optimizer's update.
     """
     job, microbatches = predictor.job, predictor.problem.microbatches
     samples = predictor.costs.microbatch_size * microbatches
@@ -112,10 +112,13 @@ def summary(predictor: Predictor, layout: Layout, step: Simulation) -> str:
 
 
 def write_overlay(file: Path, ranking: Ranking) -> None:
-    """Write the best strategy as a configuration for ``fit``, to be given after the configuration of the plan."""
+    """Write the best strategy as a configuration for ``fit``.
+
+    The user passes the file to ``fit`` after the configuration for which the plan was made.
+    """
     job, row = ranking.job, ranking.best
     lines = [
-        f"{row}: {digits(row.step * 1e3, 4)} ms a step predicted, {digits(ranking.rate(row), 4)} samples/s",
+        f"{row}: predicted {digits(row.step * 1e3, 4)} ms per step, {digits(ranking.rate(row), 4)} samples/s",
         "  cnnstrategies fit --config YOURS --config THIS",
     ]
     trainer: dict[str, Any] = {}
@@ -124,8 +127,8 @@ def write_overlay(file: Path, ranking: Ranking) -> None:
         trainer |= {"num_nodes": len(counts), "devices": counts[0]}
     else:
         lines.append(
-            f"The machines have {', '.join(map(str, counts))} devices, but Lightning starts equally many ranks on each "
-            "machine: set trainer.num_nodes and trainer.devices yourself."
+            f"The machines have {', '.join(map(str, counts))} devices, but Lightning starts the same number of ranks "
+            "on each machine: set trainer.num_nodes and trainer.devices yourself."
         )
     options = dict(row.options)
     trainer["accumulate_grad_batches"] = options.pop("accumulate_grad_batches", 1)
@@ -133,9 +136,11 @@ def write_overlay(file: Path, ranking: Ranking) -> None:
         if job.profile.nodes_have_names:
             options["cuts"] = [row.predictor.costs.nodes[cut - 1].name for cut in row.layout.cuts]
         else:
-            lines.append("fit does not know the nodes of this profile, so it chooses the cuts by a profile of its own.")
+            lines.append(
+                "fit does not know the node names of this profile, so it measures its own profile to choose the cuts."
+            )
         if "shares" in options:
-            options["placement"] = "stages"  # The shares are in this order of ranks.
+            options["placement"] = "stages"  # This placement numbers the ranks in the order of the shares.
         options |= {"schedule": job.schedule, "activation_checkpointing": job.activation_checkpointing}
     if row.family in CLASSES and options:
         strategy = f"cnnstrategies.strategies.{CLASSES[row.family]}"

@@ -1,4 +1,4 @@
-"""Predict a step's time and timeline from each rank's list of tasks and the costs of the stages."""
+"""Predict the time and the timeline of a step from the ranks' lists of tasks and the costs of the stages."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,15 @@ from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, StageCost, StageMessage, all_reduce, reduced_at
 
-Record = tuple[int, str, int, int | None, float, float]  # The fields of a `Span`.
+# The fields of a `Span`: rank, kind, stage, microbatch, start and end.
+Record = tuple[int, str, int, int | None, float, float]
 
 
 class Simulation:
-    """A predicted step.
+    """The result of simulating a step.
 
     Attributes:
-        step_time: Seconds from the first forward to the last reduced gradient.
+        step_time: Seconds from the start of the first forward until all gradients are reduced.
     """
 
     def __init__(self, records: list[Record]) -> None:
@@ -37,23 +38,24 @@ def simulate(
     network: Link | Cluster,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Simulation:
-    """Simulate a timetable.
+    """Simulate a step that follows a timetable.
 
-    A task starts when its rank is free and the task's inputs have arrived. A rank's own work for messages is a part of
-    the task. A message leaves when its task has ended and when the sender's outgoing port and the receiver's incoming
-    port are free. Inside a machine these are the ports of the devices, between machines the ports of the machines.
-    Messages overlap with computation. The replicas of a stage reduce their gradients bucket by bucket while their last
-    backward makes the gradients.
+    A task starts when its rank is free and the task's inputs have arrived. The time that a rank itself spends on its
+    messages is added to the task that sends or receives them. A message leaves when its task has ended and when the
+    sender's outgoing port and the receiver's incoming port are free. Every device has one port in each direction for
+    messages inside its machine, and every machine has one port in each direction for messages to other machines.
+    Messages overlap with computation. The replicas of a stage reduce their gradients bucket by bucket during their last
+    backward, as soon as the gradients of a bucket are ready.
 
     Args:
-        tasks: Each rank's tasks in order.
+        tasks: Each rank's tasks, in the order in which the rank runs them.
         stages: Costs of the stages for one microbatch.
-        messages: Messages between the stages, by sending and receiving stage.
-        network: The cluster whose devices are the ranks, or the connection between any two ranks.
-        bucket_bytes: Bytes of gradients that are reduced at once.
+        messages: Messages between the stages. Keys are pairs of the sending and the receiving stage.
+        network: The cluster, with one device for each rank; or one connection, which then holds for any two ranks.
+        bucket_bytes: Size of a gradient bucket in bytes.
 
     Raises:
-        ValueError: The timetable cannot be carried out, because some tasks wait for each other.
+        ValueError: Some tasks wait for each other forever.
     """
     cluster = network if isinstance(network, Cluster) else Cluster.flat(max(1, len(tasks)), network)
     run = _Run(tasks, stages, messages, cluster)
@@ -63,21 +65,21 @@ def simulate(
 
 
 class _Run:
-    """The state of one simulation: a queue of events in order of time.
+    """The state of one simulation, which processes its events in order of time.
 
-    A task is represented by a number for speed: ``(2 * stage + (kind == "backward")) * count + microbatch``, where
-    ``count`` is the number of microbatches. The part ``2 * stage + (kind == "backward")`` is called the task's line.
+    For speed, a task is represented by the number ``line * count + microbatch``. ``count`` is the number of
+    microbatches, and ``line`` is ``2 * stage`` for the forward of a stage and ``2 * stage + 1`` for its backward.
 
     Attributes:
-        order: Each rank's tasks in order.
-        rank_of: Rank of each task.
-        targets: For each line, the lines that receive its messages and the bytes of each message.
-        missing: Number of inputs that have not arrived, of each task.
-        times: Seconds of each line on each rank.
-        peers: For each line, the lines with which it exchanges messages.
-        works: Whether messages cost ranks computing time.
-        routes: Outgoing port, incoming port and connection for each pair of ranks that was needed.
-        records: Spans of the simulated step.
+        order: Each rank's tasks, in the order in which the rank runs them.
+        rank_of: The rank that runs each task.
+        targets: For each line, pairs of a line that receives a message and the message's size in bytes.
+        missing: For each task, the number of inputs that have not arrived; -1 after the task has started.
+        times: Seconds that a task takes, by rank and then by line.
+        peers: For each line, the lines to which it sends messages or from which it receives messages.
+        works: Whether a message also takes computing time from its sender and its receiver.
+        routes: Outgoing port, incoming port and connection, by sending and receiving rank; filled when first needed.
+        records: Computations, transfers and reductions of the simulated step.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class _Run:
         lines = 2 * len(stages)
         self.targets: list[list[tuple[int, int]]] = [[] for _ in range(lines)]
         missing = [0] * lines
-        # The messages are sorted so that the next stage is served before later stages.
+        # The messages are sorted so that a task sends to the nearest stage first.
         for (source, target), message in sorted(messages.items(), key=lambda item: item[0]):
             self.targets[2 * source].append((2 * target, message.bytes))
             missing[2 * target] += 1
@@ -121,6 +123,7 @@ class _Run:
         self.records: list[Record] = []
 
     def run(self) -> None:
+        """Simulate the forwards, backwards and messages of the step."""
         count, order, rank_of, missing, records = self.count, self.order, self.rank_of, self.missing, self.records
         position = [0] * len(order)
         free = [0.0] * len(order)
@@ -173,10 +176,11 @@ class _Run:
             if position[rank] < len(rank_tasks):
                 raise ValueError(
                     f"rank {rank} waits forever for the inputs of {rank_tasks[position[rank]]}: "
-                    "the ranks' orders of tasks contradict each other"
+                    "the tasks of the ranks are in orders that contradict each other"
                 )
 
     def reduce(self, bucket_bytes: int) -> None:
+        """Add the reductions of gradients to the records."""
         last: dict[tuple[int, int], Record] = {}
         for record in self.records:
             if record[1] == "backward":
@@ -193,11 +197,12 @@ class _Run:
                 self.records.extend((rank, "reduce", stage, None, start, end) for rank in members)
 
     def _work(self, rank: int, line: int, microbatch: int) -> float:
-        """Return the computing time in seconds that the messages of a task cost its rank."""
+        """Return the computing time in seconds that a rank spends on sending and receiving the messages of a task."""
         others = (self.rank_of[peer * self.count + microbatch] for peer in self.peers[line])
         return sum(self.cluster.link(rank, other).work for other in others if other != rank)
 
     def _route(self, source: int, target: int) -> tuple[int, int, Link]:
+        """Return the outgoing port, the incoming port and the connection between two ranks."""
         hosts = self.cluster.host_of
         ends = (source, target)
         if hosts[source] != hosts[target]:

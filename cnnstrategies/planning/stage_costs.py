@@ -1,4 +1,4 @@
-"""Costs of a layout's stages, of the messages between stages, and of the reduction of gradients over devices."""
+"""Costs of a layout: of its stages, of the messages between stages, and of the reduction of gradients."""
 
 import bisect
 import itertools
@@ -9,18 +9,18 @@ from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, NodeCost
 
-Time = Callable[[float], float]  # Returns the seconds of an operation on a number of bytes.
-BUCKET_BYTES = 25 * 2**20  # Gradients that the pipeline reduces at once, as DistributedDataParallel does.
-FIRST_BUCKET_BYTES = 2**20  # The first bucket of DistributedDataParallel.
+Time = Callable[[float], float]  # Returns the seconds that an operation takes for a number of bytes.
+BUCKET_BYTES = 25 * 2**20  # Size of a gradient bucket, in the pipeline and in DistributedDataParallel.
+FIRST_BUCKET_BYTES = 2**20  # Size of the first gradient bucket of DistributedDataParallel.
 
 
 @dataclass(frozen=True)
 class BucketCost:
-    """A bucket of gradients that are reduced at once.
+    """A bucket of gradients, which are reduced together.
 
     Attributes:
-        ready: Seconds from the backward's start until the last gradient of the bucket is ready.
-        bytes: Size of the gradients.
+        ready: Seconds from the start of the backward until the last gradient of the bucket is ready.
+        bytes: Size of all gradients of the bucket.
     """
 
     ready: float
@@ -28,7 +28,13 @@ class BucketCost:
 
 
 def all_reduce(cluster: Cluster, first: int, count: int) -> Time:
-    """Return a function that gives the seconds of a ring all-reduce over ``count`` consecutive devices."""
+    """Return a function that returns the seconds of a ring all-reduce for a number of bytes.
+
+    Args:
+        cluster: The cluster.
+        first: First device of the ring.
+        count: Number of devices of the ring, which are consecutive.
+    """
     if count < 2:
         return lambda size: 0.0
     ring = cluster.ring(first, count)
@@ -38,12 +44,13 @@ def all_reduce(cluster: Cluster, first: int, count: int) -> Time:
 def buckets(
     gradients: Iterable[tuple[float, int]], size: int = BUCKET_BYTES, first: int | None = None
 ) -> list[BucketCost]:
-    """Return the buckets into which gradients are gathered as the backward makes them.
+    """Return the buckets that are filled with gradients in the order in which the backward computes them.
 
     Args:
-        gradients: Each gradient's time in seconds from the backward's start, and its bytes, in order of time.
-        size: Bytes at which a bucket is complete.
-        first: Bytes at which the first bucket is complete; None for `size`.
+        gradients: For each gradient, the seconds from the start of the backward until it is ready, and its bytes; in
+            order of time.
+        size: Bytes with which a bucket is complete.
+        first: Bytes with which the first bucket is complete; None for `size`.
     """
     complete: list[BucketCost] = []
     gathered, limit, last = 0, first or size, 0.0
@@ -58,14 +65,15 @@ def buckets(
 
 
 def reduced_at(parts: Sequence[BucketCost], backward: float, time: Time) -> float:
-    """Return the time at which the backward and the reductions have ended, in seconds from the backward's start.
+    """Return the seconds from the start of the backward until the backward and all reductions have ended.
 
-    A bucket is reduced when it is ready and the bucket before it is done: c_k = max(c_{k-1}, r_k) + A(s_k).
+    The reduction of bucket k begins when the bucket is ready (at r_k) and the bucket before it has been reduced (at
+    c_{k-1}). With the time A(s_k) for its s_k bytes, it ends at c_k = max(c_{k-1}, r_k) + A(s_k).
 
     Args:
         parts: Buckets in the order of the backward.
         backward: Seconds of the backward.
-        time: Returns the seconds of the reduction of a number of bytes.
+        time: Returns the seconds in which a number of bytes is reduced.
     """
     end = 0.0
     for part in parts:
@@ -75,14 +83,17 @@ def reduced_at(parts: Sequence[BucketCost], backward: float, time: Time) -> floa
 
 @dataclass(frozen=True)
 class StageCost:
-    """The costs of a stage for one microbatch; times are in seconds.
+    """The costs of a stage for one microbatch.
 
     Attributes:
-        nodes: Number of the stage's nodes.
+        nodes: Number of nodes of the stage.
+        forward: Seconds of the forward.
+        backward: Seconds of the backward.
+        parameter_bytes: Bytes of the stage's parameters.
         received_bytes: Bytes of the stage's inputs.
-        saved_bytes: Bytes that the stage makes and keeps until the backward.
-        gradients: Time at which the gradients of each node are ready, from the backward's start, and their bytes, in
-            the order of the backward.
+        saved_bytes: Bytes of the tensors that the stage makes and autograd keeps until the backward.
+        gradients: For each node, the seconds from the start of the backward until the node's gradients are ready, and
+            the bytes of these gradients; in the order of the backward.
     """
 
     nodes: int
@@ -97,13 +108,15 @@ class StageCost:
         """Return the buckets in which the stage's gradients are reduced.
 
         Args:
-            size: Bytes of a bucket.
-            backward: Seconds that the backward takes on the device, at the device's speed and including recomputation.
-            first: Bytes of the first bucket; None for `size`.
+            size: Bytes with which a bucket is complete.
+            backward: Seconds of the backward on the actual device. Gradients become ready proportionally later or
+                earlier than on the device of the profile.
+            first: Bytes with which the first bucket is complete; None for `size`.
         """
         if not self.gradients:
             return []
-        late = self.backward - self.gradients[-1][0]  # Recomputation precedes the backward of the nodes.
+        # The seconds of recomputing the forward, which precedes the backward of the nodes.
+        late = self.backward - self.gradients[-1][0]
         scale = backward / self.backward if self.backward else 1.0
         return buckets((((late + ready) * scale, count) for ready, count in self.gradients), size, first)
 
@@ -115,11 +128,11 @@ class StageCost:
 
 @dataclass(frozen=True)
 class StageMessage:
-    """Values and gradients that pass between two stages for one microbatch.
+    """The sizes of what two stages send to each other for one microbatch.
 
     Attributes:
-        bytes: Size of the values that the first stage sends to the second.
-        gradient_bytes: Size of the gradients that the second stage sends back.
+        bytes: Size of the values that the earlier stage sends to the later stage.
+        gradient_bytes: Size of the gradients that the later stage sends back.
     """
 
     bytes: int
@@ -127,7 +140,7 @@ class StageMessage:
 
 
 def stage_costs(costs: GraphCosts, cuts: Sequence[int]) -> list[StageCost]:
-    """Return the costs of the stages into which the cuts divide a network."""
+    """Return the costs of each stage of a network that is divided at the cuts."""
     received = [costs.input_bytes] + [0] * len(cuts)
     for (_, consumer), message in messages(costs, cuts).items():
         received[consumer] += message.bytes
@@ -149,15 +162,19 @@ def stage_costs(costs: GraphCosts, cuts: Sequence[int]) -> list[StageCost]:
 
 
 def _gradients(nodes: Sequence[NodeCost]) -> tuple[tuple[float, int], ...]:
-    """Return the time and the bytes of each node's gradients, the last node first."""
+    """Return when the gradients of each node are ready and how many bytes they have, the last node first.
+
+    The times are in seconds from the start of the last node's backward.
+    """
     ready = itertools.accumulate(node.backward for node in reversed(nodes))
     return tuple((time, node.parameter_bytes) for time, node in zip(ready, reversed(nodes), strict=True))
 
 
 def messages(costs: GraphCosts, cuts: Sequence[int]) -> dict[tuple[int, int], StageMessage]:
-    """Return the messages between stages, by sending and receiving stage.
+    """Return the messages between stages. Keys are pairs of the sending and the receiving stage.
 
-    A value goes directly from the stage that makes it to each stage that uses it, once.
+    A value is sent directly from the stage that makes it to every other stage that uses it. It is sent only once to a
+    stage, even if several nodes of the stage use it.
     """
     stage_of = [bisect.bisect_right(cuts, index) for index in range(len(costs.nodes))]
     sums: dict[tuple[int, int], tuple[int, int]] = {}
@@ -172,7 +189,7 @@ def messages(costs: GraphCosts, cuts: Sequence[int]) -> dict[tuple[int, int], St
 def sent_in_a_step(costs: GraphCosts, layout: Layout, microbatches: int) -> int:
     """Return the bytes that all devices together send in a step.
 
-    The bytes are those of activations, of the activations' gradients, and of the parameters' gradients.
+    They send activations, gradients of activations, and gradients of parameters.
     """
     passing = sum(message.bytes + message.gradient_bytes for message in messages(costs, layout.cuts).values())
     pairs = zip(layout.replicas, stage_costs(costs, layout.cuts), strict=True)

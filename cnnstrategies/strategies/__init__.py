@@ -1,4 +1,4 @@
-"""Strategies for Lightning, registered under the names that configurations use."""
+"""This package's strategies for Lightning. Importing the package registers them by name in Lightning's registry."""
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
@@ -14,7 +14,7 @@ START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork"}
 
 
 def _register(name: str, strategy: type[Strategy], description: str, **init_args: object) -> None:
-    """Register a strategy with its `_spawn` and `_fork` variants."""
+    """Register a strategy in Lightning's registry, under its name and with the suffixes `_spawn` and `_fork`."""
     for suffix, start_method in START_METHODS.items():
         StrategyRegistry.register(
             name + suffix, strategy, description, override=True, start_method=start_method, **init_args
@@ -25,17 +25,19 @@ for _compression in ddp_names():
     _register(
         f"ddp_{_compression}",
         CompressedDDPStrategy,
-        f"DDP, gradients compressed by {_compression}",
+        f"DDP with gradients compressed by {_compression}",
         compression=_compression,
     )
 _register("ddp_balanced", BalancedDDPStrategy, "DDP in which slower devices get fewer samples")
 _register("hybrid_pipeline", HybridPipelineStrategy, "Pipeline stages, each with its own number of replicas")
-_register("parameter_server", ParameterServerStrategy, "Servers make each step on the workers' mean gradient")
-_register("parameter_server_async", ParameterServerStrategy, "Servers apply each gradient on arrival", mode="async")
+_register("parameter_server", ParameterServerStrategy, "Servers make each step with the mean of the workers' gradients")
+_register(
+    "parameter_server_async", ParameterServerStrategy, "Servers apply each gradient when it arrives", mode="async"
+)
 _register(
     "parameter_server_ssp",
     ParameterServerStrategy,
-    "As async, but no worker runs more than 4 steps ahead of the slowest",
+    "Like async, but no worker is more than 4 steps ahead of the slowest worker",
     mode="ssp",
     staleness=4,
 )

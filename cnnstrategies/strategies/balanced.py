@@ -1,4 +1,4 @@
-"""`strategy: ddp_balanced`: data parallelism on devices that are not equally fast."""
+"""The strategy ``ddp_balanced``: data parallelism on devices of different speeds."""
 
 from typing import Any, Literal
 
@@ -21,21 +21,24 @@ from cnnstrategies.strategies.protocol import StrategyFacts
 
 
 class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
-    """DDP in which each rank has its share of the global batch, and all samples count equally.
+    """DDP in which ranks may get different numbers of samples of each global batch, and all samples count equally.
 
-    The gradient is the mean over all samples of the global batch, whatever the shares are. For networks without batch
-    normalisation it is the gradient that one process would compute.
+    The gradient is the mean over all samples of the global batch, for all shares. If the network has no batch
+    normalisation, this is the gradient that one process would compute for the global batch.
 
     Args:
-        shares: The ranks' parts of a batch as a list of proportions such as ``[3, 1]``; ``equal``; or ``auto``. The
-            shares of ``auto`` are equal at first. They then follow each rank's measured time for a sample, and are
-            rebalanced whenever a step would become more than 3 % quicker.
-        max_samples: Largest number of samples that a rank can hold in a batch.
-        initial_shares: The shares with which ``auto`` begins. ``plan`` writes them from the speeds in a cluster file.
-        **kwargs: Options of :class:`~lightning.pytorch.strategies.DDPStrategy`.
+        shares: Division of each global batch among the ranks. A list has one number above 0 for each rank: with
+            ``[3, 1]`` rank 0 gets three quarters of the samples. ``equal`` gives all ranks the same number of samples.
+            ``auto`` begins with ``initial_shares`` and measures each rank's time per sample during training. Whenever
+            other shares would make a step more than 3 % faster, ``auto`` uses these shares from then on.
+        max_samples: Largest number of samples of a global batch that one rank may get; by default no limit.
+        initial_shares: The shares with which ``auto`` begins: ``equal``, or a list as for ``shares``. The command
+            ``plan`` writes such a list from the speeds in a cluster file.
+        **kwargs: Options of :class:`~lightning.pytorch.strategies.DDPStrategy`, except ``ddp_comm_hook``.
 
     Raises:
-        ConfigurationError: The number of shares differs from the number of ranks, or a share is not above 0.
+        ConfigurationError: An option has a value that is not allowed, or ``ddp_comm_hook`` is set. If the number of
+            shares differs from the number of ranks, the error is raised before processes start.
     """
 
     strategy_name = "ddp_balanced"
@@ -49,7 +52,10 @@ class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
     ) -> None:
         refuse_old_names(BalancedDDPStrategy, kwargs)
         if kwargs.get("ddp_comm_hook") is not None:
-            raise ConfigurationError("ddp_comm_hook: this strategy brings its own hook; use strategy ddp with yours")
+            raise ConfigurationError(
+                "ddp_comm_hook: this strategy registers its own communication hook; to use another hook, choose "
+                "strategy ddp"
+            )
         if "timeout" in kwargs:
             kwargs["timeout"] = as_timedelta(kwargs["timeout"], "timeout")
         super().__init__(**kwargs)
@@ -59,7 +65,10 @@ class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
     @property
     @override
     def launcher(self) -> Any:
-        """Lightning's launcher. Lightning asks for it right before it starts processes, the last moment for checks."""
+        """Lightning's launcher.
+
+        Lightning reads this property right before it starts processes, so the number of shares is checked here.
+        """
         self._dealing.check()
         return super().launcher
 
@@ -70,7 +79,7 @@ class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        with on_loopback(self):  # A single machine may have no network.
+        with on_loopback(self):  # A single machine may have no network connection.
             super().setup_environment()
         self._dealing.begin(self._open_group)
 
@@ -90,7 +99,7 @@ class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
         return reduced
 
     def _open_group(self) -> GatherRows:
-        self._group = dist.new_group(backend="gloo")  # type: ignore[assignment]  # -100 is for those outside
+        self._group = dist.new_group(backend="gloo")  # type: ignore[assignment]  # -100 only on ranks outside the group
         return lambda row: gather_rows(row, self._group)
 
     @override

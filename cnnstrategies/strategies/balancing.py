@@ -1,4 +1,4 @@
-"""Rebalancing: how the shares of ranks that are not equally fast change while they train."""
+"""Measured shares: ranks of different speeds measure their times during training, and change their shares."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,39 +15,40 @@ from typing_extensions import override
 from cnnstrategies.data.sampling import DealtBatches, dealt
 from cnnstrategies.shares import Deals, Proposal, proposal
 
-EVERY = 5  # Batches between two exchanges of times.
-FIRST = 3  # The first batches of a run are not timed: they create what later batches reuse.
-FILLED = 0.9  # Largest part of a device's memory that new shares may fill, as far as measured.
+EVERY = 5  # Number of batches between two exchanges of measured times.
+FIRST = 3  # Number of batches at the start of a run that are not timed, because they allocate memory for later batches.
+FILLED = 0.9  # Largest fraction of a GPU's memory that training with new shares may use.
 
 
-# Collects a row of numbers from each rank that takes part, and returns these rows in rank order.
+# Type of a function that sends this rank's list of numbers to all ranks, and returns all ranks' lists in rank order.
 GatherRows = Callable[[list[float]], list[list[float]]]
 
 
 def propose(
     counts: Sequence[int], deals: Deals, seconds: Sequence[float], step: float, fitting: Sequence[float]
 ) -> Proposal | None:
-    """Return new shares for the ranks; None if they would not gain enough.
+    """Return better shares for the ranks; None if a step would hardly become faster.
 
     Args:
-        counts: Samples that each rank has now.
-        deals: The limits of a rank's samples.
-        seconds: Each rank's seconds for a sample.
-        step: Seconds of a step.
-        fitting: Samples that fit into each rank's memory, as far as measured.
+        counts: Number of samples in a batch of each rank, with the current shares.
+        deals: The current shares, with the least and the largest number of samples of a rank.
+        seconds: Measured time per sample of each rank, in seconds.
+        step: Measured time of a step with the current shares, in seconds.
+        fitting: Estimated number of samples that fit into the memory of each rank; infinite if not known.
     """
     limits = [max(count, min(fits, deals.most)) for count, fits in zip(counts, fitting, strict=True)]
     return proposal(counts, seconds, step, deals.least, limits)
 
 
 def fitting(held: int, device: torch.device) -> float:
-    """Return how many samples, or microbatches, the memory of a rank can hold at once; infinite on a CPU.
+    """Estimate how many samples or microbatches fit into the memory of a device at once; infinite on a CPU.
 
-    Must be called between two steps, when the memory that torch has allocated does not depend on samples.
+    The estimate assumes that the memory in use grows in proportion to the number of samples. Call this between two
+    steps, when no activations are allocated.
 
     Args:
-        held: The largest number that the memory has held at once since training began.
-        device: The rank's device.
+        held: Largest number of samples or microbatches that were in memory at once since training began.
+        device: This rank's device.
     """
     if device.type != "cuda":
         return inf
@@ -57,31 +58,32 @@ def fitting(held: int, device: torch.device) -> float:
 
 
 class Stopwatch:
-    """Clock of a rank's own work in a step, from the begin of the forward to the last gradient.
+    """A stopwatch for this rank's own computation in a step, from the start of the forward to the last gradient.
 
-    The time until the last gradient contains no waiting for other ranks. On a GPU the times come from events, which
-    are read only after they have happened, so that the host never waits for the device.
+    On a GPU the times come from CUDA events. An event is read only after the device has reached it, so the host never
+    waits for the device.
 
     Args:
-        device: The rank's device.
-        waited: Returns the seconds that this rank has waited for other ranks so far. They are subtracted.
+        device: This rank's device.
+        waited: Returns the total time in seconds that this rank has waited for other processes so far. Waiting between
+            :meth:`begin` and :meth:`end` is subtracted from the measured time. By default no waiting is subtracted.
     """
 
     def __init__(self, device: torch.device, waited: Callable[[], float] = float) -> None:
         self._waited = waited
-        self._waited_before = 0.0  # Seconds of waiting before the forward began.
-        self._events: list[tuple[Any, Any, float]] = []
+        self._waited_before = 0.0  # The value of `waited()` when the stopwatch was started.
+        self._events: list[tuple[Any, Any, float]] = []  # For each step: start event, end event, seconds of waiting.
         self._on_device = device.type == "cuda"
-        self._start: Any = None
+        self._start: Any = None  # Event or time in seconds at which the stopwatch was started; None if it is stopped.
         self._seconds: list[float] = []
 
     def begin(self) -> None:
-        """Start the clock at the begin of a forward."""
+        """Start the stopwatch. Call this right before a forward."""
         self._waited_before = self._waited()
         self._start = self._now()
 
     def end(self) -> None:
-        """Stop the clock at the last gradient; do nothing if the clock is not running."""
+        """Stop the stopwatch, if it runs. Call this when the last gradient of a backward is computed."""
         if self._start is None:
             return
         start, self._start = self._start, None
@@ -92,7 +94,7 @@ class Stopwatch:
             self._seconds.append(self._now() - start - waited)
 
     def take(self) -> list[float]:
-        """Return the seconds of the steps that were timed since the last call."""
+        """Return the measured times in seconds that no earlier call has returned, one for each timed step."""
         while self._events and self._events[0][1].query():
             start, end, waited = self._events.pop(0)
             self._seconds.append(start.elapsed_time(end) / 1000 - waited)
@@ -108,18 +110,21 @@ class Stopwatch:
 
 
 class Balance(Callback):
-    """Exchanges the ranks' times every few batches, and rebalances the shares if that makes steps quicker.
+    """Callback that exchanges measured times every few batches, and changes the shares if steps become faster.
 
-    All ranks see the same times, so they reach the same decision. New shares hold from a batch on that no loader has
-    drawn yet.
+    All ranks receive the same times, so all ranks choose the same shares. New shares are used from the first batch that
+    no rank's data loader has drawn yet.
+
+    Work is counted in units: in samples, or in microbatches if a subclass counts them. A rank may do several kinds of
+    work, such as forwards and backwards of a pipeline, and each kind has its own stopwatch.
 
     Attributes:
-        unit: Name of the units of work, for log lines.
+        unit: Plural name of a unit of work, for log lines.
 
     Args:
-        deals: The ranks' shares.
-        stopwatches: One for each kind of work.
-        gather: Collects the times of all ranks.
+        deals: The ranks' shares. The callback changes them.
+        stopwatches: The stopwatches of this rank, one for each kind of work.
+        gather: Collects the measured times of all ranks.
     """
 
     unit = "samples"
@@ -129,41 +134,43 @@ class Balance(Callback):
         self.sampler: DealtBatches | None = None
         self._stopwatches = stopwatches
         self._gather = gather
-        self._unit_seconds: list[list[float]] = [[] for _ in stopwatches]  # Of this rank, for each kind of work.
-        self._step_seconds: list[float] = []
-        self._last_end: float | None = None
-        self._held = 0  # The most units of work at once so far.
-        self._untimed = FIRST  # Batches that are still not timed.
-        self._next = (0, 0)  # Epoch and batch from which the present shares hold.
-        self._step_before: float | None = None  # Seconds of a step under the previous shares, until the gain is logged.
+        # For each kind of work: this rank's measured seconds per unit of work, since the last exchange.
+        self._unit_seconds: list[list[float]] = [[] for _ in stopwatches]
+        self._step_seconds: list[float] = []  # Seconds between the ends of two batches, since the last exchange.
+        self._last_end: float | None = None  # Time at which the previous batch ended; None at the start of an epoch.
+        self._held = 0  # Largest number of units of work that were in this rank's memory at once so far.
+        self._untimed = FIRST  # Number of next batches that are not timed.
+        self._next = (0, 0)  # Epoch and batch from which the current shares are used.
+        # Seconds of a step with the previous shares; None once the measured gain has been logged.
+        self._step_before: float | None = None
 
     def can_deal(self) -> bool:
-        """Return whether the batches of this training are divided by shares."""
+        """Return whether the training batches are divided by shares."""
         return self.sampler is not None
 
     def work(self, batch: int) -> int:
-        """Return the units of this rank's work that one measured time covers."""
+        """Return the number of units of work in one measured time of a stopwatch, on this rank and in a batch."""
         assert self.sampler is not None
         return self.sampler.counts(batch)[self.sampler.rank]
 
     def holds(self, batch: int) -> int:
-        """Return the units of work that this rank's memory holds at once."""
+        """Return the largest number of units of work that are in this rank's memory at once, in a batch."""
         return self.work(batch)
 
     def propose(
         self, epoch: int, batch: int, seconds: Sequence[Sequence[float]], step: float, most: Sequence[float]
     ) -> Proposal | None:
-        """Return new shares; None if they would not gain enough.
+        """Return better shares; None if a step would hardly become faster.
 
         Args:
-            epoch: The present epoch.
-            batch: The present batch.
-            seconds: For each kind of work, each rank's seconds for one unit.
-            step: Seconds of a step.
-            most: Units that each rank's memory can hold at once.
+            epoch: Number of the current epoch.
+            batch: Number of the current batch in the epoch.
+            seconds: For each kind of work, the measured time per unit of each rank, in seconds.
+            step: Measured time of a step with the current shares, in seconds.
+            most: Estimated number of units that fit into the memory of each rank; infinite if not known.
         """
         assert self.sampler is not None
-        # The global batch of the epoch's first batch, because the last batch may be smaller.
+        # The size of the epoch's first global batch is used, because the last global batch may be smaller.
         counts = self.deals.counts(epoch, batch, sum(self.sampler.counts(0)))
         return propose(counts, self.deals, seconds[0], step, most)
 
@@ -202,12 +209,12 @@ class Balance(Callback):
         rows = self._gather([*medians, drawn, fitting(self._held, trainer.strategy.root_device)])
         self._unit_seconds, self._step_seconds = [[] for _ in self._stopwatches], []
         if len(rows) < len(self.deals.shares):
-            return  # A rank has died.
+            return  # A rank has died, so its time is missing.
         *seconds, steps, drawns, most = zip(*rows, strict=True)
         step, step_before, self._step_before = median(steps), self._step_before, None
         if step_before is not None and step:
             gain = step_before / step - 1
-            _log(trainer, f"Since the last rebalancing a step is {gain:.0%} quicker", gain=gain)
+            _log(trainer, f"Since the last change of shares, a step is {gain:.0%} faster", gain=gain)
         epoch = trainer.current_epoch
         timed = all(any(of_rank) for of_rank in zip(*seconds, strict=True))
         proposed = self.propose(epoch, batch, seconds, step, most) if timed else None
@@ -218,9 +225,9 @@ class Balance(Callback):
         self.deals.change(*since, proposed.shares)
         self._next, self._step_before = since, step
         counts = [int(share) for share in proposed.shares]
-        text = f"{', '.join(map(str, counts))} {self.unit} a batch; a step should become {proposed.gain:.0%} quicker"
+        text = f"{', '.join(map(str, counts))} {self.unit} in a batch; a step should become {proposed.gain:.0%} faster"
         ranks = {f"rank_{rank}": count for rank, count in enumerate(counts)}
-        _log(trainer, f"Rebalanced: {text}", predicted_gain=proposed.gain, **ranks)
+        _log(trainer, f"Rebalanced: ranks now get {text}", predicted_gain=proposed.gain, **ranks)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -229,11 +236,18 @@ class Balance(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.deals.load_state_dict(state_dict)
-        self._next = self.deals.since  # The last shares may hold from a batch that is still to come.
+        self._next = self.deals.since  # The latest shares may begin with a batch after the checkpoint.
 
 
 def gather_rows(row: list[float], group: dist.ProcessGroup | None) -> list[list[float]]:
-    """Return the rows of all ranks, in rank order; a collective of a gloo group."""
+    """Send this rank's row of numbers to all ranks, and return the rows of all ranks in rank order.
+
+    All ranks must call this, with rows of equal length.
+
+    Args:
+        row: The row of this rank.
+        group: A process group of all ranks with the backend gloo.
+    """
     tensor = torch.tensor(row, dtype=torch.float64)
     rows = tensor.new_empty(dist.get_world_size() * len(row))
     dist.all_gather_into_tensor(rows, tensor, group=group)

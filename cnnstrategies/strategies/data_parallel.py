@@ -1,4 +1,4 @@
-"""Data parallelism with compressed gradients."""
+"""The strategies ``ddp_fp16``, ``ddp_bf16`` and ``ddp_powersgd``: data parallelism with compressed gradients."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,26 +16,29 @@ from cnnstrategies.strategies.protocol import StrategyFacts
 
 if TYPE_CHECKING:
     DDPCompression = str
-else:  # The command line's help lists these names, and its parser refuses others.
+else:  # jsonargparse reads this type: the help lists its names, and the parser refuses all other names.
     DDPCompression = Literal[ddp_names()]
 
 
 class CompressedDDPStrategy(StrategyFacts, DDPStrategy):
-    """DDP that sends fewer bytes, on every kind of device, through torch's communication hooks.
+    """DDP that compresses gradients with torch's communication hooks, on every kind of device.
 
-    ``DDPStrategy(ddp_comm_hook=...)`` registers its hook on CUDA devices only, and ignores it on all others.
+    Lightning's own option ``DDPStrategy(ddp_comm_hook=...)`` has an effect on CUDA devices only.
 
     Args:
-        compression: ``fp16`` and ``bf16`` send half the bytes. ``powersgd`` (Vogels et al., "PowerSGD: Practical
-            Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019) sends two thin factors of each
-            gradient matrix, and adds the error to the next gradient. Checkpoints do not contain that error.
-        powersgd_rank: Columns of the factors. More columns are more exact and take more bytes.
-        powersgd_start_step: Number of steps with uncompressed gradients before PowerSGD begins.
-        **kwargs: Options of :class:`~lightning.pytorch.strategies.DDPStrategy`.
+        compression: Compression of the gradients. ``fp16`` and ``bf16`` round float32 gradients to 16 bits, so half the
+            bytes are sent. ``powersgd`` (Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for
+            Distributed Optimization", NeurIPS 2019) approximates each gradient matrix by the product of two thin
+            matrices and sends these, with error feedback: the approximation's error is added to the next gradient.
+            Checkpoints do not contain this error.
+        powersgd_rank: For ``powersgd``: the rank of the approximation, 1 or more. With a higher rank the approximation
+            is more exact, and more bytes are sent.
+        powersgd_start_step: For ``powersgd``: number of steps at the start of a run whose gradients are not compressed,
+            2 or more.
+        **kwargs: Options of :class:`~lightning.pytorch.strategies.DDPStrategy`, except ``ddp_comm_hook``.
 
     Raises:
-        ConfigurationError: ``powersgd_rank`` is below 1, ``powersgd_start_step`` is below 2, or ``ddp_comm_hook`` is
-            set as well.
+        ConfigurationError: An option has a value that is not allowed, or ``ddp_comm_hook`` is set.
     """
 
     def __init__(
@@ -47,12 +50,16 @@ class CompressedDDPStrategy(StrategyFacts, DDPStrategy):
     ) -> None:
         refuse_old_names(CompressedDDPStrategy, kwargs)
         if kwargs.get("ddp_comm_hook") is not None:
-            raise ConfigurationError("ddp_comm_hook: this strategy brings its own hook; use strategy ddp with yours")
+            raise ConfigurationError(
+                "ddp_comm_hook: this strategy registers its own communication hook; to use another hook, choose "
+                "strategy ddp"
+            )
         if powersgd_rank < 1:
-            raise ConfigurationError(f"powersgd_rank={powersgd_rank}: at least one column is needed; 1 to 4 is usual")
+            raise ConfigurationError(f"powersgd_rank={powersgd_rank}: use 1 or more; 1 to 4 is usual")
         if powersgd_start_step < 2:
             raise ConfigurationError(
-                f"powersgd_start_step={powersgd_start_step}: DDP rebuilds its buckets in step 1; use 2 or more"
+                f"powersgd_start_step={powersgd_start_step}: PowerSGD must begin after step 1, in which DDP rebuilds "
+                "its buckets; use 2 or more"
             )
         if compression not in ddp_names():
             raise ConfigurationError(f"compression={compression!r}: use one of {', '.join(ddp_names())}")
@@ -66,7 +73,7 @@ class CompressedDDPStrategy(StrategyFacts, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        with on_loopback(self):  # A single machine may have no network.
+        with on_loopback(self):  # A single machine may have no network connection.
             super().setup_environment()
         assert self.lightning_module is not None
         keep_batches(self.lightning_module.trainer)

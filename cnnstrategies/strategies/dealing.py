@@ -1,4 +1,4 @@
-"""The option `shares` of a strategy: its checks, and the division of training batches by it."""
+"""The options `shares` and `initial_shares` of a strategy: their checks, and the division of batches by shares."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -20,19 +20,19 @@ Shares = Literal["auto", "equal"] | Sequence[float]
 
 
 class Dealing:
-    """Divides the training batches of a strategy among its ranks by shares, which are configured or measured.
+    """Division of the training batches of a strategy among its ranks, by configured or measured shares.
 
     Attributes:
-        stopwatch: Clock of this rank's work; None unless the shares are measured.
+        stopwatch: Stopwatch that the strategy starts and stops in each step; None unless shares are measured.
 
     Args:
-        strategy: The strategy.
-        shares: One share for each rank; ``equal``; or ``auto``, for shares that follow the ranks' measured times.
-        most: Largest number of samples that a rank can hold in a batch.
-        initial: The shares with which ``auto`` begins.
+        strategy: The strategy that divides its batches.
+        shares: A list with one share for each rank; ``equal``; or ``auto`` for measured shares.
+        most: Largest number of samples of a global batch that a rank may get; None for no limit.
+        initial: The shares with which ``auto`` begins: a list, or ``equal``.
 
     Raises:
-        ConfigurationError: A share is not valid.
+        ConfigurationError: A share is not above 0, ``most`` is below 1, or ``initial`` is set without ``auto``.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Dealing:
     ) -> None:
         check_initial(initial, shares)
         if most is not None and most < 1:
-            raise ConfigurationError(f"max_samples={most}: a rank needs at least 1 sample")
+            raise ConfigurationError(f"max_samples={most}: a rank needs at least 1 sample; use 1 or more")
         self.shares = shares
         self._initial = initial if shares == "auto" else shares
         self.stopwatch: Stopwatch | None = None
@@ -49,12 +49,15 @@ class Dealing:
         self._deals: Deals | None = None
 
     def check(self) -> None:
-        """Refuse a list of shares that has not one share for each process; call this before processes start."""
+        """Raise a ConfigurationError if the number of shares is not the number of ranks.
+
+        Call this before processes start.
+        """
         check_count(self._initial, self._strategy.num_nodes * self._strategy.num_processes)
 
     @property
     def deals(self) -> Deals:
-        """The shares by which batches are divided."""
+        """The shares by which global batches are divided among the ranks."""
         if self._deals is None:
             module = self._strategy.lightning_module
             shares: Sequence[float] = (
@@ -65,13 +68,14 @@ class Dealing:
         return self._deals
 
     def begin(self, gather: Callable[[], GatherRows], waited: Callable[[], float] = float) -> None:
-        """Add the callbacks that weight samples and measure shares.
+        """Prepare a run of the trainer. For training, add the callbacks that weight samples and change shares.
 
-        They must be there before Lightning restores the callbacks' states from a checkpoint, before `setup`.
+        Call this before `setup`: Lightning then restores the callbacks' states from a checkpoint.
 
         Args:
-            gather: Returns the function that collects rows from all ranks; called only if shares are measured.
-            waited: Returns the seconds that this rank has waited for other ranks so far.
+            gather: Returns the function that exchanges rows of numbers among all ranks. It is called only if shares
+                are measured.
+            waited: Returns the total time in seconds that this rank has waited for other processes so far.
         """
         module = self._strategy.lightning_module
         assert module is not None
@@ -89,14 +93,14 @@ class Dealing:
             callbacks.append(Balance(self.deals, [self.stopwatch], gather()))
 
     def loader(self, dataloader: object) -> object:
-        """Return a loader whose batches are divided by shares, in place of a loader with Lightning's sampler."""
+        """Return a loader of the same dataset whose batches are divided by shares; see :func:`by_shares`."""
         module = self._strategy.lightning_module
         assert module is not None
         return by_shares(dataloader, module.trainer, self.deals)
 
     def panel_row(self) -> tuple[str, str]:
-        """Return the start panel's row about the shares."""
+        """Return the name and the text of the start panel's row about the shares."""
         text = f"{self._initial} at first, then by each rank's own time" if self.shares == "auto" else str(self.shares)
-        least = f"; at least {self.deals.least} samples" if self.deals.least > 1 else ""
-        most = f"; at most {self._most} samples" if self._most is not None else ""
+        least = f"; at least {self.deals.least} samples for each rank" if self.deals.least > 1 else ""
+        most = f"; at most {self._most} samples for each rank" if self._most is not None else ""
         return "shares", f"{text}{least}{most}"

@@ -1,4 +1,4 @@
-"""A user's own loader with batches that are divided by shares."""
+"""Division by shares for a user's own DataLoader, which does not come from this package's data modules."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,17 +13,17 @@ from cnnstrategies.shares import Deals
 
 
 class OrderBatches(DealtBatches):
-    """Training batches in the order of a loader's own distributed sampler.
+    """Batch sampler that takes the order of the samples from a distributed sampler, and divides batches by shares.
 
-    Each sample occurs once in an epoch, although that sampler repeats samples to give all ranks equally many. As
-    Lightning does, these batches take the epoch from ``sampler``, and a run that is resumed within an epoch goes on
-    with the next batch.
+    Each sample occurs once in an epoch. A distributed sampler repeats some samples, so that all ranks get the same
+    number, but these repetitions are left out here. Lightning sets the number of the epoch on the distributed sampler,
+    and this class reads it there. A run that is resumed within an epoch continues with the next batch.
 
     Attributes:
-        sampler: The loader's distributed sampler.
+        sampler: The distributed sampler that gives the order.
 
     Args:
-        batches: The loader's batch sampler, with the distributed sampler that Lightning has put into it.
+        batches: Batch sampler of the user's loader. Lightning has replaced its sampler by a distributed sampler.
         trainer: The trainer that trains with the loader.
         deals: The ranks' shares.
     """
@@ -42,26 +42,36 @@ class OrderBatches(DealtBatches):
         """Yield this rank's batches of an epoch."""
         if isinstance(self._trainer.train_dataloader, list | tuple | dict):
             raise ConfigurationError(
-                "training has several loaders (CombinedLoader), and shares divide the batches of one: use one loader "
-                "whose dataset has the samples of all, or a strategy without shares, such as ddp"
+                "training has several loaders (CombinedLoader), but only the batches of a single loader can be divided "
+                "by shares: use one loader for the samples of all datasets, or a strategy without shares, such as ddp"
             )
         self.epoch, self.skip = self.sampler.epoch, self._progress.current.ready
         yield from self.rank_batches(items_of(self.sampler, self.epoch), self.skip)
 
 
 class OrderLoader(DataLoader[Any]):
-    """A loader that loads nothing until the first batch is requested: only then its number in the epoch is known."""
+    """A DataLoader that starts to load only when the first batch is requested.
+
+    In a run that is resumed within an epoch, the number of the next batch is not known earlier.
+    """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches of an epoch."""
+        """Yield this rank's batches of an epoch."""
         yield from super().__iter__()
 
 
 def by_shares(loader: Any, trainer: Trainer, deals: Deals) -> Any:
-    """Return a training loader whose batches are divided by shares.
+    """Replace a training loader by a loader whose batches are divided by shares, and return the new loader.
 
-    A loader of any other kind than torch's own, with a sampler that Lightning distributes, is returned unchanged; if
-    there are several ranks, a warning says so.
+    The loader must be a torch DataLoader with a plain BatchSampler, and Lightning must have replaced the sampler inside
+    the BatchSampler by a DistributedSampler. Any other training loader is returned unchanged, with a warning if there
+    are several ranks. Loaders for evaluation, and loaders that divide their batches by shares already, are returned
+    unchanged without a warning.
+
+    Args:
+        loader: The loader.
+        trainer: The trainer that uses the loader.
+        deals: The ranks' shares.
     """
     if not trainer.training or batches_of(loader) is not None:
         return loader
@@ -73,9 +83,9 @@ def by_shares(loader: Any, trainer: Trainer, deals: Deals) -> Any:
     ):
         if len(deals.shares) > 1:
             rank_zero_warn(
-                f"shares are ignored for {type(loader).__name__}, which chooses its batches itself: all ranks load "
-                "batches of its size, which count equally; use a DataLoader with a batch_size and a sampler that "
-                "Lightning may distribute"
+                f"shares are ignored for the loader {type(loader).__name__}, which chooses its batches itself: all "
+                "ranks load batches of the loader's size, and all batches count equally; for shares use a DataLoader "
+                "with a batch_size, and leave use_distributed_sampler true"
             )
         return loader
     order = OrderBatches(batches, trainer, deals)

@@ -1,4 +1,4 @@
-"""Texts about the differences between a run on several processes and a run on one device."""
+"""Texts for the start panel and ``verify``: how a run on several processes differs from a run on one device."""
 
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -14,9 +14,10 @@ RANDOM_DRAWS = "random draws (as in dropout) are each process's own"
 
 
 def has_mean_loss(module: nn.Module) -> bool:
-    """Return whether ``loss_weight(targets)`` of a module gives the divisor of its ``loss(outputs, targets)``.
+    """Return whether a module's ``loss_weight(targets)`` returns the divisor of its ``loss(outputs, targets)``.
 
-    A subclass that overrides ``loss`` must also override ``loss_weight``: otherwise the divisor is not known.
+    ``loss_weight`` counts only if it is defined in the same class as ``loss`` or in a subclass of that class. If a
+    subclass overrides only ``loss``, the inherited ``loss_weight`` may not fit, and the answer is False.
     """
     for kind in type(module).__mro__:
         if "loss_weight" in vars(kind):
@@ -27,13 +28,13 @@ def has_mean_loss(module: nn.Module) -> bool:
 
 
 def differences_of_replicas(network: nn.Module, processes: int, batch_size: int | None, statistics: str) -> list[str]:
-    """Return one line for each difference of processes that each train the whole network on a part of the batch.
+    """Return one line of text for each difference between data parallelism and a run on one device.
 
     Args:
         network: The network, or the module that contains it.
-        processes: Number of processes.
-        batch_size: Samples in a batch of one process; None if the number is not known.
-        statistics: Origin of batch normalisation's running statistics, such as `RANK_ZERO`.
+        processes: Number of processes. Each process trains the whole network on its part of the global batch.
+        batch_size: Number of samples in a batch of one process; None if the number is not known.
+        statistics: Which running statistics of batch normalisation the run keeps, such as `RANK_ZERO`.
     """
     if processes == 1:
         return []

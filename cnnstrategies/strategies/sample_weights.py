@@ -1,4 +1,4 @@
-"""Equal weights for all samples of a step, on whichever rank and in whichever accumulated batch they are."""
+"""A callback that makes all samples of a step count equally, although batches may have different sizes."""
 
 from typing import Any
 
@@ -13,16 +13,18 @@ from cnnstrategies.strategies.protocol import facts_of
 
 
 class SampleWeights(Callback):
-    """Weights the loss of each batch by its number of samples, before the backward.
+    """Callback that weights the gradient of each batch by the number of samples in the batch.
 
-    Without this callback batches count equally, although their sizes may differ: the batches of three ranks with a
-    global batch of 64, or accumulated batches. A batch that only repeats samples, so that its rank has a batch at all,
-    gets weight 0. If the module's loss has another divisor than the number of samples, and ``loss_weight(targets)``
-    returns that divisor, a batch counts by it. With accumulated batches it counts by its samples, because the divisors
-    of the next batches are not known yet. Logged losses do not change.
+    Without this callback all batches of a step count equally. Their sizes may differ: three ranks cannot divide a
+    global batch of 64 samples into equal parts, and accumulated batches may have different sizes. A batch gets weight 0
+    if it only repeats samples, which happens if a rank would otherwise have no batch. Logged losses do not change.
 
-    The callback knows the sizes of batches that are divided by shares: the batches of this package's data modules, and
-    all batches under ``ddp_balanced``. A pipeline weights its batches itself.
+    A module's loss may have a divisor that is not the number of samples, such as a sum of class weights. If
+    ``loss_weight(targets)`` of the module returns this divisor, batches are weighted by the divisor. With accumulated
+    batches they are weighted by the number of samples, because the divisors of later batches are not known yet.
+
+    The callback works for batches that are divided by shares: the batches of this package's data modules, and all
+    batches under ``ddp_balanced``. The strategy ``hybrid_pipeline`` weights its batches itself.
     """
 
     weighs_samples = True
@@ -47,8 +49,9 @@ class SampleWeights(Callback):
             weight = pl_module.loss_weight(targets)  # type: ignore[operator]
             if isinstance(weight, Tensor):
                 weight = weight.to(loss.dtype) * (sampler.counts(batch)[sampler.rank] > 0)
-                total = trainer.strategy.reduce(weight.clone(), reduce_op="sum")  # `reduce` works in place.
+                total = trainer.strategy.reduce(weight.clone(), reduce_op="sum")  # `reduce` overwrites its argument.
                 factor = torch.as_tensor(weight * sampler.num_replicas / total)
         if isinstance(factor, Tensor) or factor != 1:
-            # The loss itself stays unchanged: in manual optimization it is the user's tensor, and backward may need it.
+            # A hook scales the gradient, and the loss itself stays unchanged: in manual optimization the loss is the
+            # user's own tensor, and backward may need its value.
             loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]

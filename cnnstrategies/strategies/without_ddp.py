@@ -1,4 +1,4 @@
-"""Checks and preparations of strategies that inherit from DDPStrategy without wrapping the module in DDP."""
+"""Common functions of the strategies that inherit from DDPStrategy but do not use DistributedDataParallel."""
 
 import inspect
 from collections.abc import Mapping
@@ -17,30 +17,31 @@ DEVICE_OPTIONS = frozenset(
 
 
 def check_keywords(strategy: str, options: Mapping[str, Any]) -> None:
-    """Refuse options of DDP that would be accepted without any effect.
+    """Refuse options of DDP that would have no effect in a strategy.
 
     Args:
         strategy: Name of the strategy's class.
-        options: The options. The command line passes all options of DDPStrategy and DDP, most with their defaults.
+        options: Names and values of the options. The command line passes all options of DDPStrategy and of
+            DistributedDataParallel, most of them with their default values.
 
     Raises:
-        ConfigurationError: An option has another value than its default, and is not about devices.
+        ConfigurationError: An option is not in `DEVICE_OPTIONS`, and its value is not the default value.
     """
     defaults = {**inspect.signature(DistributedDataParallel).parameters, **inspect.signature(DDPStrategy).parameters}
     for name, value in options.items():
         is_default = name in defaults and value == defaults[name].default
         if name not in DEVICE_OPTIONS and not is_default:
             raise ConfigurationError(
-                f"{strategy}({name}=...): the strategy has no such option, and does not use DistributedDataParallel; "
-                "leave the option out (the reference page lists all options)"
+                f"{strategy}({name}=...): the strategy has no such option, because it does not use "
+                "DistributedDataParallel; leave the option out (the reference page lists all options)"
             )
 
 
 def own_metric_states(module: nn.Module) -> None:
-    """Give this process its own copies of the metrics' states.
+    """Give this process its own copies of the states of all metrics in a module.
 
-    torch passes tensors to a spawned process in shared memory. Lightning's launcher copies parameters and buffers, but
-    the states of a metric are neither: without these copies every rank would add to the same states.
+    torch passes tensors to a spawned process in shared memory. Lightning's launcher copies parameters and buffers out
+    of the shared memory, but not the states of metrics. Without this function all ranks would change the same states.
     """
     for metric in module.modules():
         for name, state in metric.metric_state.items() if isinstance(metric, Metric) else ():
@@ -48,18 +49,18 @@ def own_metric_states(module: nn.Module) -> None:
 
 
 def check_optimizer_states(saved: int, needed: int) -> None:
-    """Refuse to resume from a checkpoint without the states of all optimizers.
+    """Refuse to resume from a checkpoint that does not hold the state of each optimizer.
 
     Args:
-        saved: Number of states in the checkpoint.
-        needed: Number of optimizers.
+        saved: Number of optimizer states in the checkpoint.
+        needed: Number of optimizers of this run.
 
     Raises:
-        ConfigurationError: The numbers differ.
+        ConfigurationError: The two numbers differ.
     """
     if saved != needed:
         raise ConfigurationError(
-            f"the checkpoint holds the states of {saved} optimizers, and this run has {needed}: a checkpoint "
-            "that is saved after the forked or spawned ranks have ended holds none; resume from one that was saved "
-            "during fit, or load the weights alone"
+            f"the checkpoint holds the states of {saved} optimizers, and this run has {needed} optimizers: a "
+            "checkpoint that was saved after forked or spawned ranks had ended holds no states; resume from a "
+            "checkpoint that was saved during fit, or load the weights alone"
         )

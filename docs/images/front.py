@@ -100,9 +100,9 @@ def hybrid_pipeline() -> Steps:
 
 PANELS = {
     "auto": (one_device, "one device"),
-    "ddp": (ddp, "all wait for the slow one and the classifier's gradients"),
-    "hybrid_pipeline": (hybrid_pipeline, "the slow one has the classifier, whose gradients are not sent"),
-    "parameter_server_async": (parameter_server, "nobody waits"),
+    "ddp": (ddp, "all wait for the slow device and the classifier's gradients"),
+    "hybrid_pipeline": (hybrid_pipeline, "the slow device has the classifier; its gradients are not sent"),
+    "parameter_server_async": (parameter_server, "no device waits"),
 }
 
 
@@ -168,7 +168,7 @@ def measured() -> Iterator[tuple[str, float]]:
     both = [cell("parameter_server/both_ways.md", "samples/s", one) for one in ("sync, onebit both ways", "ddp")]
     yield "parameter_server sync, onebit both ways, 100 Mbit/s", both[0] / both[1]
     slow = cell("parameter_server/straggler.md", column, "parameter_server, async, dynamic")
-    yield "parameter_server async, a worker at a quarter of its speed", slow
+    yield "parameter_server async, one of 2 workers slowed to a quarter", slow
     for name in ("VGG-11, 9.5 million parameters", "ResNet-20, 0.27 million parameters"):
         ratio = cell("parameter_server/step_time.md", "ratio of medians", name)
         yield f"parameter_server sync, {name.partition(',')[0]}, one machine", 1 / ratio

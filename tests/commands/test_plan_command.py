@@ -42,7 +42,7 @@ def test_a_plan_from_files_needs_neither_torch_nor_lightning(files: list[str], t
     assert "…" not in result.stdout, "80 columns are enough"
     assert re.search(r"^ hybrid \[2, 2\], M=\d+ +[\d.]+ +\d+ +compute", result.stdout, re.MULTILINE)
     assert re.search(r"^ ddp +\d+ +\d+ +nic +\S+ +\S+ +[\d.]+", result.stdout, re.MULTILINE)
-    assert "cost: price of a million samples" in result.stdout
+    assert "cost: price of training a million samples" in result.stdout
     strategy = yaml.safe_load(written.read_text())["trainer"]["strategy"]
     assert strategy["init_args"]["replicas"] == [2, 2]
     assert "cuts" not in strategy["init_args"], "the names of a profile that fit does not know"
@@ -51,14 +51,17 @@ def test_a_plan_from_files_needs_neither_torch_nor_lightning(files: list[str], t
 def test_what_is_missing_is_named(files: list[str]) -> None:
     given = profile, batch, cluster = files[1:]
     for words, said in (
-        (["--config", QUICKSTART, "--profile=net.csv"], "profile: the network of a configuration is measured"),
+        (
+            ["--config", QUICKSTART, "--profile=net.csv"],
+            "profile: the network comes either from a configuration or from a profile",
+        ),
         ([profile, cluster], "profile_batch is missing"),
         ([profile, batch], "cluster is missing: give a YAML file"),
-        (given, "batch_size is missing: give the samples of a step"),
-        ([*given, "--batch_size=8", "--batch_per_device=2"], "batch_size and batch_per_device say the same"),
+        (given, "batch_size is missing: give the number of samples in a step"),
+        ([*given, "--batch_size=8", "--batch_per_device=2"], "batch_size and batch_per_device set the same number"),
         ([*given, "--batch_size=0"], "batch_size=0: a step needs at least 1 sample"),
         ([*given, "--batch_size=many"], "--batch_size: 'many' is not accepted; it must be a whole number"),
-        ([*given, "--cluster"], "--cluster: a value must follow: YAML file that describes the machines"),
+        ([*given, "--cluster"], "--cluster needs a value: YAML file that describes the machines"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             COMMANDS["plan"].run([*words])
@@ -105,7 +108,7 @@ def test_what_a_hybrid_pipeline_asks_for_is_kept(capsys: pytest.CaptureFixture[s
     }
     COMMANDS["plan"].run([*[f"--{name}={value}" for name, value in arguments.items()]])
     text = " ".join(capsys.readouterr().out.split())
-    assert "hybrid [2, 1], M=6: the devices have 4, 2, 6 microbatches of a step" in text
+    assert "hybrid [2, 1], M=6: the devices get 4, 2, 6 microbatches of a step" in text
     assert "stage 0: block1_0_0 to pool1" in text
     assert "for 32 samples" in text, "all of them, though 6 microbatches are not equal then"
     assert "on 3 devices, gpipe" in text

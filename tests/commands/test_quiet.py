@@ -82,7 +82,7 @@ def test_tensorboards_thread_leaves_a_full_disk_to_the_logger(capsys):
         logger.log_metrics({"loss": 1.0}, step)
     with pytest.raises(OSError, match="File too large") as full:
         logger.save()
-    assert explain_run_error(full.value) == "File too large; make room, and go on with --ckpt_path=last"
+    assert explain_run_error(full.value) == "File too large; free some space, and continue with --ckpt_path=last"
     assert capsys.readouterr().err == ""
     other = threading.Thread(target=lambda: 1 // 0)
     other.start()

@@ -76,7 +76,7 @@ REFUSED = {
 def test_what_cannot_run_is_refused(capsys):
     for name, (args, message) in REFUSED.items():
         assert re.search(message, refusal([*args, "--dry_run"], capsys)), name
-    with pytest.raises(ConfigurationError, match="submit takes fit"):
+    with pytest.raises(ConfigurationError, match="only fit can be submitted"):
         COMMANDS["submit"].run(["train", QUICKSTART])
 
 

@@ -229,10 +229,10 @@ def test_the_command_lists_damaged_images_and_checks_shards(capsys):
     Path("images/train/c00/two.jpg").write_bytes(Path("images/train/c00/one.jpg").read_bytes()[:400])
     main(["pack", "images/", "shards", "--size", "32"])
     said = capsys.readouterr().out
-    assert "left out, damaged: train/c00/two.jpg: " in said
+    assert "train/c00/two.jpg is damaged and was left out: " in said
     assert "14 images for train in 1 shards" in said
     main(["pack", "--check", "shards"])
-    assert "every checksum is right" in capsys.readouterr().out
+    assert "all checksums match" in capsys.readouterr().out
     shard = Path("shards/train-000000.tar")
     content = bytearray(shard.read_bytes())
     content[700] ^= 1
@@ -241,7 +241,7 @@ def test_the_command_lists_damaged_images_and_checks_shards(capsys):
     for words, message in (
         (["--check", "shards"], "train-000000.tar is damaged: its checksum"),
         (["nothing", "out"], "no directory "),
-        (["images/", "out", "--quality", "99"], "--quality 99 is outside 1 to 95"),
+        (["images/", "out", "--quality", "99"], "--quality 99 is outside the range from 1 to 95"),
         (["masks/", "out"], "masks has masks, which cannot be packed: train with SegmentationFolderDataModule"),
     ):
         with pytest.raises(SystemExit) as stop:

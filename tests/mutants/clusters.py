@@ -1,4 +1,4 @@
-"""Clusters: a run that is started again goes on from its own last checkpoint, and not without end."""
+"""Mutants of cluster runs: a restarted run resumes from its own last checkpoint, and restarts are limited."""
 
 import contextlib
 from dataclasses import replace
@@ -16,32 +16,34 @@ from cnnstrategies.cluster.stores import LOOPBACK, on_loopback, own_store, serve
 
 
 @replaces(sbatch_script, killed_by=test_job.test_warned_and_preempted_jobs_are_requeued_and_failed_not)
-def a_job_is_requeued_more_often_than_was_allowed(right, options, size, folder, python, command, goes_on=False):
+def a_job_is_requeued_more_often_than_max_requeues_allows(
+    original, options, size, folder, python, command, goes_on=False
+):
     options = replace(options, max_requeues=options.max_requeues + 1)
-    return right(options, size, folder, python, command, goes_on)
+    return original(options, size, folder, python, command, goes_on)
 
 
 removes(
     refuse_anothers,
-    "a run goes on from the checkpoint of another",
+    "a run resumes from the checkpoint of another run",
     killed_by=test_run_folder.test_another_runs_checkpoint_is_not_gone_on_from,
 )
 
 
 removes(
     own_store,
-    "ranks that are restarted meet in the store of dead ones",
+    "restarted ranks use the store of the dead ranks",
     killed_by=test_torchrun.test_each_start_has_a_store_that_is_not_the_agents,
     gives=contextlib.nullcontext(),
 )
 removes(
     on_loopback,
-    "a run on one machine listens where torch likes",
+    "a run on one machine listens at the address that torch chooses",
     killed_by=test_loopback.test_a_script_without_the_command_line,
     gives=contextlib.nullcontext(),
 )
 
 
 @replaces(serve_on_loopback, killed_by=test_torchrun.test_each_start_has_a_store_that_is_not_the_agents)
-def the_store_of_one_machine_listens_on_all_interfaces(right, address=LOOPBACK, port=0):
+def the_store_of_one_machine_listens_on_all_interfaces(original, address=LOOPBACK, port=0):
     return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)

@@ -1,4 +1,4 @@
-"""The parameter server's control plane in virtual time: who is a member, what all agree on, who loads which batches."""
+"""Mutants of the parameter server's control plane in virtual time: membership, decisions and division of batches."""
 
 import itertools
 import zlib
@@ -23,30 +23,31 @@ GONE = test_dispatch.test_what_one_that_is_gone_had_not_processed_is_anothers
 HUNDRED_RUNS = test_simulation.test_nothing_is_violated
 _new = itertools.count(1 << 20)
 
-# Messages that are lost
+# Lost messages
 
 
 @replaces(Asking.on_reply, killed_by=HUNDRED_RUNS)
-def a_request_that_never_came_or_whose_answer_was_lost_is_not_sent_again(right, self, now, message):
-    request, effects = right(self, now, message)
+def a_lost_request_or_a_request_with_a_lost_reply_is_not_sent_again(original, self, now, message):
+    request, effects = original(self, now, message)
     return request, [] if message.kind == UNKNOWN else effects
 
 
 @replaces(Coordinator.on_message, killed_by=HUNDRED_RUNS)
-def who_has_missed_a_view_is_not_told_again(right, self, now, sender, message):
-    effects = right(self, now, sender, message)
-    told = [one for one in effects if isinstance(one, Send) and (one.to, one.message.kind) == (sender, "view")]
-    return [one for one in effects if message.kind != "beat" or one not in told]
+def a_member_that_missed_a_view_does_not_get_it_again(original, self, now, sender, message):
+    effects = original(self, now, sender, message)
+    views = [effect for effect in effects if isinstance(effect, Send) and effect.to == sender]
+    views = [effect for effect in views if effect.message.kind == "view"]
+    return [effect for effect in effects if message.kind != "beat" or effect not in views]
 
 
 # Members
 
 
 @replaces(Roster.check_members, killed_by=HUNDRED_RUNS)
-def who_is_silent_stays_a_member(right, self, now, over, view, waited):
+def a_silent_member_is_not_removed(original, self, now, over, view, waited):
     for member in () if over else self.members:
         member.seen = now
-    right(self, now, over, view, waited)
+    original(self, now, over, view, waited)
 
 
 removes(Roster.not_seen, "workers begin before all servers know them", killed_by=HUNDRED_RUNS, gives=[])
@@ -57,71 +58,71 @@ removes(Roster.not_seen, "workers begin before all servers know them", killed_by
 
 removes(
     Dispatcher.lose,
-    "batches of a dead worker are nobodys",
+    "batches of a dead worker are not given to other workers",
     killed_by=GONE,
     leaves=False,
 )
 
 
 @replaces(Dispatcher.take, killed_by=HUNDRED_RUNS)
-def batches_that_are_asked_for_again_are_others(right, self, worker, number, processed, workers, ordinal):
-    return right(self, worker, number, processed, workers, next(_new))
+def a_repeated_request_for_batches_gets_different_batches(original, self, worker, number, processed, workers, ordinal):
+    return original(self, worker, number, processed, workers, next(_new))
 
 
 removes(
     Dispatcher.processed,
-    "who leaves does not say how far it has come",
+    "a leaving worker does not report its last processed batch",
     killed_by=GONE,
     leaves=True,
 )
 
 
-# A coordinator that follows one that was killed
+# A coordinator that replaces a killed coordinator
 
 
 @replaces(Journaled.on_timer, killed_by=HUNDRED_RUNS)
-def what_a_timer_has_changed_is_not_written_down(right, self, now, name):
+def changes_by_a_timer_are_not_written_to_the_journal(original, self, now, name):
     return self.coordinator.on_timer(now, name)
 
 
 @replaces(Sheet.replace, killed_by=HUNDRED_RUNS)
-def what_follows_half_a_record_is_lost(right, self, contents):
+def records_after_an_incomplete_record_are_lost(original, self, contents):
     if not self.read().startswith(contents):
-        right(self, contents)
+        original(self, contents)
 
 
 @replaces(_records, killed_by=test_restart.test_a_record_with_a_changed_byte_was_said_to_nobody, where=-5)
-def a_record_with_a_changed_byte_counts(right, contents):
+def a_record_with_a_changed_byte_is_replayed(original, contents):
     start, signed = 0, b""
     while start < len(contents):
         body = contents[start + HEAD.size :][: HEAD.unpack_from(contents, start)[0]]
         signed += HEAD.pack(len(body), zlib.crc32(body)) + body
         start += HEAD.size + len(body)
-    return right(signed)
+    return original(signed)
 
 
 @replaces(Coordinator.start, killed_by=test_restart.test_the_time_without_a_coordinator_is_nobodys_silence)
-def the_time_without_a_coordinator_is_the_others_silence(right, self, now):
+def time_without_a_coordinator_counts_as_silence_of_the_members(original, self, now):
     if self._last_time is not None:
         self._last_time = now
-    return right(self, now)
+    return original(self, now)
 
 
 @replaces(JournalFile.replace, killed_by=test_restart.test_a_file_is_its_users_alone_and_written_anew_as_a_whole)
-def a_journal_is_written_anew_in_its_place(right, self, contents):
+def a_journal_is_rewritten_in_place(original, self, contents):
     self._path.write_bytes(b"")
-    right(self, contents)
+    original(self, contents)
 
 
 removes(
     Rounds.deadlock,
-    "who has ended its epoch is waited for without end",
+    "workers wait without end for a worker that has ended its epoch",
     killed_by=test_coordinator.test_a_worker_that_needs_those_who_wait_for_it_ends_the_run,
     gives=[],
 )
 
 
 @replaces(Roster.admit, killed_by=test_coordinator.test_a_server_that_training_did_not_wait_for_is_filled, dies=True)
-def a_server_that_training_has_begun_without_counts_as_one_of_the_first(right, self, now, peer, hello):
+def a_server_that_registers_after_training_began_counts_as_a_first_server(original, self, now, peer, hello):
     self.lost_servers.discard(peer.id)
-    return right(self, now, peer, hello)
+    return original(self, now, peer, hello)

@@ -1,17 +1,18 @@
-"""A guarantee is taken away: a function of the package is replaced by one that lacks it, and a test must notice.
+"""Mutants: each mutant replaces a function of the package by a faulty version, and a test must fail.
 
-A faulty version has a name that says what is wrong, and the arguments of the right one, after the right one itself::
+The faulty version's name says what is wrong. Its first argument is the original function; the original function's
+arguments follow::
 
     @replaces(OrderedBatches.__len__, killed_by=test_evaluation_sees_every_sample_once)
-    def an_evaluation_has_one_batch_more(right, self):
-        return right(self) + 1
+    def an_evaluation_has_one_batch_more(original, self):
+        return original(self) + 1
 
-Where it does nothing at all, or gives the same whatever it is asked::
+Use `removes` for a mutant that does nothing, or that returns a constant::
 
     removes(SyncClock.leave, "a dead worker is waited for", killed_by=test_a_step_waits_for_all_workers)
 
-The function is named by itself and not by a text, so a test fails for whoever renames it or changes its arguments. A
-class that only inherits a method has none of its own to replace: name the one that it is written in.
+Functions are given as objects and not as strings, so renaming a function or changing its arguments makes a test fail.
+An inherited method cannot be replaced in the subclass: name the method of the class that defines it.
 """
 
 import functools
@@ -30,86 +31,100 @@ FAILURES = AssertionError, pytest.fail.Exception
 
 @dataclass(frozen=True)
 class Mutant:
-    """One.
+    """A faulty version of a function of the package, with the test that must fail.
 
     Attributes:
-        name: What is wrong then.
-        faulty: What takes the place of a function; its first argument is the right one.
-        right: That.
-        killed_by: The test that must notice.
-        noticed_by: What it raises then.
-        given: Those of the test's arguments that are no fixtures.
+        name: Description of the fault, with underscores for spaces.
+        faulty: The faulty version; its first argument is the original function.
+        original: The original function.
+        killed_by: The test that must fail.
+        noticed_by: Exceptions that the failing test may raise.
+        arguments: Arguments of the test that are not fixtures, by parameter name.
     """
 
     name: str
     faulty: Callable[..., Any]
-    right: Callable[..., Any]
+    original: Callable[..., Any]
     killed_by: Callable[..., object]
     noticed_by: tuple[type[BaseException], ...]
-    given: dict[str, Any]
+    arguments: dict[str, Any]
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def fixtures(self) -> list[str]:
-        """Those of the test that must notice."""
-        return [name for name in inspect.signature(self.killed_by).parameters if name not in self.given]
+        """Names of the fixtures that the test needs."""
+        return [name for name in inspect.signature(self.killed_by).parameters if name not in self.arguments]
 
     def places(self) -> Iterator[tuple[Any, str]]:
-        """Where the right one is: in its class, or in every module that has imported it, those of tests as well."""
-        *classes, name = self.right.__qualname__.split(".")
+        """Yield each owner (class or module) of the original function, with the function's name in the owner.
+
+        A method's owner is its class. A function's owners are all modules that have imported it, tests included.
+        """
+        *classes, name = self.original.__qualname__.split(".")
         if classes:
-            yield functools.reduce(getattr, classes, sys.modules[self.right.__module__]), name
+            yield functools.reduce(getattr, classes, sys.modules[self.original.__module__]), name
             return
         for module in [module for name, module in sys.modules.items() if name.partition(".")[0] in OURS]:
-            yield from ((module, name) for name, value in list(vars(module).items()) if value is self.right)
+            yield from ((module, name) for name, value in list(vars(module).items()) if value is self.original)
 
     def put_in(self, places: Iterable[tuple[Any, str]]) -> None:
-        """Replace the right one in this process; not to be undone."""
-        right, faulty = self.right, self.faulty
+        """Replace the original function in this process. The replacement cannot be undone."""
+        original, faulty = self.original, self.faulty
 
-        @functools.wraps(right)
+        @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            return faulty(right, *args, **kwargs)
+            return faulty(original, *args, **kwargs)
 
         for owner, name in places:
             static = isinstance(inspect.getattr_static(owner, name), staticmethod) and inspect.isclass(owner)
             setattr(owner, name, staticmethod(replacement) if static else replacement)
 
 
-# All that were made, in the order of their files.
+# All mutants, in the order of their files.
 MUTANTS: list[Mutant] = []
 
 
 def replaces(
-    right: Callable[..., Any],
+    original: Callable[..., Any],
     killed_by: Callable[..., object],
     noticed_by: tuple[type[BaseException], ...] = FAILURES,
-    **given: Any,
+    **arguments: Any,
 ) -> Callable[[Callable[..., Any]], Mutant]:
-    """Make a mutant of a faulty version; the arguments are its attributes."""
+    """Return a decorator that makes a mutant of a faulty version.
+
+    Args:
+        original: The original function.
+        killed_by: The test that must fail.
+        noticed_by: Exceptions that the failing test may raise.
+        arguments: Arguments of the test that are not fixtures.
+    """
 
     def made(faulty: Callable[..., Any]) -> Mutant:
-        MUTANTS.append(Mutant(faulty.__name__, faulty, right, killed_by, noticed_by, given))
+        MUTANTS.append(Mutant(faulty.__name__, faulty, original, killed_by, noticed_by, arguments))
         return MUTANTS[-1]
 
     return made
 
 
 def removes(
-    right: Callable[..., Any],
+    original: Callable[..., Any],
     fault: str,
     killed_by: Callable[..., object],
     gives: Any = None,
     noticed_by: tuple[type[BaseException], ...] = FAILURES,
-    **given: Any,
+    **arguments: Any,
 ) -> None:
-    """Make a mutant that does nothing but give a value.
+    """Make a mutant that only returns a constant.
 
     Args:
-        fault: The mutant's name, in words.
-        gives: What it gives.
+        original: The original function.
+        fault: The mutant's name, with spaces between words.
+        killed_by: The test that must fail.
+        gives: The mutant's return value.
+        noticed_by: Exceptions that the failing test may raise.
+        arguments: Arguments of the test that are not fixtures.
     """
     name = fault.replace(" ", "_")
-    MUTANTS.append(Mutant(name, lambda *_, **__: gives, right, killed_by, noticed_by, given))
+    MUTANTS.append(Mutant(name, lambda *_, **__: gives, original, killed_by, noticed_by, arguments))

@@ -1,4 +1,4 @@
-"""Messages are checked at the edge, and what fails behind it is a mistake that is heard of."""
+"""Mutants of error handling: messages are checked on arrival; later errors are the package's own and are reported."""
 
 import test_insider_fuzz
 import test_own_mistakes
@@ -14,9 +14,9 @@ OURS = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionEr
 
 
 @replaces(Server.on_message, killed_by=test_own_mistakes.test_a_roles_own_mistake_is_no_bad_message, mistake=KeyError)
-def a_servers_own_mistake_counts_as_a_bad_message(right, self, now, route, user, header, payload):
+def a_servers_own_mistake_counts_as_a_bad_message(original, self, now, route, user, header, payload):
     try:
-        return right(self, now, route, user, header, payload)
+        return original(self, now, route, user, header, payload)
     except OURS as mistake:
         self.drop(f"contents of another form ({type(mistake).__name__})")
         return []
@@ -28,16 +28,16 @@ def a_servers_own_mistake_counts_as_a_bad_message(right, self, now, route, user,
     noticed_by=(ControlError,),
     mistake=AssertionError,
 )
-def a_coordinators_own_mistake_counts_as_a_bad_message(right, self, sender, message):
+def a_coordinators_own_mistake_counts_as_a_bad_message(original, self, sender, message):
     try:
-        right(self, sender, message)
+        original(self, sender, message)
     except OURS as mistake:
         raise ControlError(f"{message.kind}: {mistake}") from mistake
 
 
 removes(
     Membership.end,
-    "a server that fails leaves like one that is done",
+    "a failing server leaves like a server that has finished",
     killed_by=test_own_mistakes.test_a_server_without_the_optimizers_class_ends_and_names_it,
     noticed_by=(TimeoutError,),
 )
@@ -48,9 +48,9 @@ removes(
     killed_by=test_own_mistakes.test_a_failing_coordinator_shows_its_traceback_and_tells_all,
     noticed_by=(TimeoutError,),
 )
-def a_coordinator_that_fails_tells_nobody(right, self, peer, message):
+def a_failing_coordinator_does_not_send_the_runs_end(original, self, peer, message):
     if message.kind != "ended":
-        right(self, peer, message)
+        original(self, peer, message)
 
 
 @replaces(
@@ -59,7 +59,7 @@ def a_coordinator_that_fails_tells_nobody(right, self, peer, message):
     noticed_by=(TypeError,),
     options=test_insider_fuzz.MODES["async"],
 )
-def what_a_server_takes_for_a_number_may_be_none(right, self, name, least=0):
+def a_server_accepts_none_in_place_of_an_integer(original, self, name, least=0):
     return self.fields.get(name)
 
 
@@ -68,5 +68,5 @@ def what_a_server_takes_for_a_number_may_be_none(right, self, name, least=0):
     killed_by=test_insider_fuzz.test_nothing_that_a_peer_says_fails_later,
     noticed_by=(TypeError, ValueError, IndexError),
 )
-def what_a_member_reports_may_have_any_form(right, self, name, *columns):
+def a_members_report_is_accepted_in_any_form(original, self, name, *columns):
     return self.fields.get(name)

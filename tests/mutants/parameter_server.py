@@ -1,4 +1,4 @@
-"""Around the parameter server: nodes that push once, compression, who may say what, own steps."""
+"""Mutants around the parameter server: combined pushes of a node, compression, security and local steps."""
 
 import copy
 import resource
@@ -23,80 +23,80 @@ from cnnstrategies.paramserver.services import pass_on_termination
 from cnnstrategies.paramserver.supervision import Watched
 from cnnstrategies.strategies.parameter_server.step import Stepper
 
-# Nodes that push once
+# Combined pushes of a node
 
 
 @replaces(SharedState.lead, killed_by=test_combiner.test_nothing_of_the_living_is_lost_or_counts_twice, nodes=1)
-def gradients_that_a_dead_leader_has_not_pushed_are_lost(right, self, step):
+def gradients_that_a_dead_leader_did_not_push_are_lost(original, self, step):
     for gradient in self.gradients:
         gradient.zero_()
-    right(self, step)
+    original(self, step)
 
 
 # Compression
 
 
 @replaces(Encoder.encode, killed_by=test_codecs.test_sent_and_kept_are_all_gradients_in_any_encoding, seed=0)
-def what_compression_leaves_out_is_lost(right, self, gradient):
-    return right(copy.copy(self), gradient)
+def gradients_that_compression_leaves_out_are_lost(original, self, gradient):
+    return original(copy.copy(self), gradient)
 
 
 removes(
     may_be_lossy,
-    "what is left out of small parameters goes astray in slices that they share",
+    "gradients that compression leaves out go to wrong parameters of a shared slice",
     killed_by=test_shared_slices.test_small_parameters_share_a_slice_if_none_is_left_out,
     gives=False,
 )
 
 
-# Batches that are given out
+# Batches that the coordinator distributes
 
 
 @replaces(
     items_of,
-    killed_by=test_given_out_samples.test_all_workers_know_the_same_order_of_an_epoch,
+    killed_by=test_given_out_samples.test_all_workers_draw_the_same_order_of_an_epoch,
     make=test_given_out_samples.Shuffled,
 )
-def each_worker_gives_out_an_order_of_its_own(right, sampler, epoch):
+def each_worker_distributes_its_own_order_of_samples(original, sampler, epoch):
     return [list(sampler.sampler)[place::4] for place in range(4)]
 
 
-# Who may say what
+# Security
 
 
 @replaces(check_endpoint, killed_by=test_security.test_any_network_needs_encryption_or_an_explicit_word)
-def servers_listen_on_the_loopback_without_keys(right, endpoint, encrypted, insecure=False):
-    right(endpoint, encrypted, insecure or endpoint.startswith("tcp://127."))
+def servers_listen_on_the_loopback_without_keys(original, endpoint, encrypted, insecure=False):
+    original(endpoint, encrypted, insecure or endpoint.startswith("tcp://127."))
 
 
 @replaces(Gatekeeper.__init__, killed_by=test_security.test_a_key_that_is_not_the_members_own_gets_nowhere)
-def any_key_is_let_in(right, self, context, admitted):
-    right(self, context, lambda key: True)
+def any_key_is_admitted(original, self, context, admitted):
+    original(self, context, lambda key: True)
 
 
 @replaces(parse_checked, killed_by=test_security.test_nobody_speaks_in_another_ones_name, key="a member's own")
-def a_member_speaks_in_another_ones_name(right, frame, key, run):
+def a_member_may_send_in_another_members_name(original, frame, key, run):
     return parse(frame)
 
 
 @replaces(prove, killed_by=test_security.test_nobody_speaks_in_another_ones_name, key="a stranger's")
-def a_proof_is_anybodys(right, run, public_key):
-    return right(run, run.public)
+def a_strangers_proof_is_accepted(original, run, public_key):
+    return original(run, run.public)
 
 
-# Own steps
+# Local steps
 
 
-@replaces(Stepper.outer_step, killed_by=test_step.test_there_is_no_outer_step_without_own_ones)
-def the_outer_momentum_moves_the_weights_without_own_steps(right, self):
+@replaces(Stepper.outer_step, killed_by=test_step.test_there_is_no_outer_step_without_local_steps)
+def the_outer_momentum_moves_the_weights_after_no_local_step(original, self):
     self.own_steps = max(self.own_steps, 1)
-    right(self)
+    original(self)
 
 
 @replaces(allow_files, killed_by=test_control_sockets.test_the_limit_of_files_is_raised_or_the_start_refused)
-def the_limit_of_files_stays_as_it_is(right, count, who):
+def the_limit_of_open_files_is_not_raised(original, count, process):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    right(count, who)
+    original(count, process)
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
@@ -111,13 +111,13 @@ def the_limit_of_files_stays_as_it_is(right, count, who):
     missed=[],
     why="was stopped, as by SIGSTOP, for 61 s",
 )
-def who_was_stopped_is_called_killed(right, self):
-    right(self)
+def a_stopped_process_is_reported_as_killed(original, self):
+    original(self)
     self.reason = ""
 
 
 removes(
     pass_on_termination,
-    "a server does not hear that it is to end",
+    "a server ignores the termination signal",
     killed_by=test_control_sockets.test_a_server_that_is_told_to_end_has_the_run_stop,
 )

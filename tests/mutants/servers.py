@@ -1,4 +1,4 @@
-"""The servers of the parameters: whose gradients make up which step, and what of it outlives whom."""
+"""Mutants of the servers: the gradients of each step, backups, and repeated messages."""
 
 from dataclasses import replace
 
@@ -23,45 +23,43 @@ HUNDRED_RUNS = test_simulation.test_workers_and_servers_violate_nothing
 
 
 @replaces(Shard.pull, killed_by=HUNDRED_RUNS)
-def a_worker_gets_values_without_its_own_push(right, self, worker, keys, pull):
-    right(self, worker, keys, replace(pull, version=0, member=None))
+def a_worker_gets_values_without_its_own_push(original, self, worker, keys, pull):
+    original(self, worker, keys, replace(pull, version=0, member=None))
 
 
 @replaces(Server.on_message, killed_by=HUNDRED_RUNS)
-def a_push_that_comes_again_is_applied_again(right, self, now, route, user, header, payload):
-    who, seen = (header.sender, header.incarnation), self.store.seen.get(header.key, {})
-    if header.kind == Kind.PUSH and who in seen:
-        seen[who] = min(seen[who], header.step - 1)
-    return right(self, now, route, user, header, payload)
+def a_repeated_push_is_applied_again(original, self, now, route, user, header, payload):
+    sender, seen = (header.sender, header.incarnation), self.store.seen.get(header.key, {})
+    if header.kind == Kind.PUSH and sender in seen:
+        seen[sender] = min(seen[sender], header.step - 1)
+    return original(self, now, route, user, header, payload)
 
 
 @replaces(StaleClock.may_start, killed_by=HUNDRED_RUNS)
-def a_worker_runs_one_step_further_ahead_than_the_staleness(right, self, clock):
-    return right(self, clock - 1)
+def a_worker_runs_one_step_further_ahead_than_the_staleness(original, self, clock):
+    return original(self, clock - 1)
 
 
 @replaces(Synchronous.begin, killed_by=test_sync.test_accumulated_gradients_and_ssp_of_staleness_0_are_sync)
-def workers_count_alike_whatever_their_number_of_samples(right, self, member, step, begin):
-    right(self, member, step, replace(begin, weight=1.0))
+def workers_with_different_numbers_of_samples_get_equal_weights(original, self, member, step, begin):
+    original(self, member, step, replace(begin, weight=1.0))
 
 
 removes(
     SyncClock.leave,
-    "a dead worker is waited for",
+    "a step waits for a dead worker",
     killed_by=test_clocks.test_a_step_has_those_who_have_begun_before_it_and_live,
 )
 removes(
     Copies.safe,
-    "a worker sees what one death can take back",
+    "a worker gets an update that the death of a server can undo",
     killed_by=test_shard.test_a_worker_sees_an_update_when_every_copy_has_it,
     gives=True,
 )
-removes(
-    Senders.must_repeat, "what one server has missed of another is not told again", killed_by=HUNDRED_RUNS, gives=False
-)
-removes(Backlog.forget_before, "pushes are kept for every step", killed_by=HUNDRED_RUNS)
+removes(Senders.must_repeat, "messages that a server has missed are not repeated", killed_by=HUNDRED_RUNS, gives=False)
+removes(Backlog.forget_before, "pushes of all steps are kept", killed_by=HUNDRED_RUNS)
 removes(
     Changes.apply,
-    "servers do not count what workers have",
+    "servers do not track the values that workers know",
     killed_by=test_changes.test_validation_has_the_servers_values_and_training_goes_on,
 )

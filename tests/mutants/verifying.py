@@ -1,4 +1,4 @@
-"""What `verify` says is right, and what a trace fixes holds for all microbatches."""
+"""Mutants of `verify` and of tracing: equal runs, and properties that a trace has fixed for all microbatches."""
 
 import test_stage
 import test_verdict
@@ -11,20 +11,22 @@ from cnnstrategies.verifying.verdict import differences
 
 
 @replaces(joined, killed_by=test_verdict.test_batches_of_ranks_are_joined_by_samples_in_rank_order)
-def one_device_gets_the_batches_of_rank_zero(right, parts):
+def one_device_gets_the_batches_of_rank_zero_only(original, parts):
     return parts[0]
 
 
 removes(differences, "nothing differs", killed_by=test_verdict.test_only_rounding_counts_as_equal, gives=())
 
 
-@replaces(LeafTracer.number, killed_by=test_stage.test_what_a_trace_would_fix_is_refused, how="branch by value")
-def each_microbatch_decides_by_its_own_values(right, self, asked):
+@replaces(
+    LeafTracer.number, killed_by=test_stage.test_behaviour_that_a_trace_would_fix_is_refused, how="branch by value"
+)
+def each_microbatch_takes_its_own_branch_by_value(original, self, asked):
     raise UndecidedError(self.graph, asked.node)
 
 
 removes(
     hold_to,
-    "images of other shapes are taken for those of the trace",
-    killed_by=test_stage.test_what_a_network_decides_by_shape_holds_for_its_images,
+    "images of other shapes are accepted by a trace",
+    killed_by=test_stage.test_branches_on_shapes_hold_for_images_of_the_traced_shape,
 )

@@ -1,4 +1,4 @@
-"""What comes of bytes that change on their way between processes."""
+"""Mutants of transport: corrupted bytes, silent connections and lost parts of messages."""
 
 import contextlib
 
@@ -15,14 +15,14 @@ A_BYTE_CHANGES = test_failures.test_a_byte_that_changes_on_its_way_costs_a_conne
 
 
 @replaces(send, killed_by=A_BYTE_CHANGES, noticed_by=(ServersUnreachableError,), back=True, what="contents")
-def a_connection_that_libzmq_has_given_up_is_not_made_anew(right, socket, frame):
+def a_connection_that_libzmq_gave_up_is_not_opened_again(original, socket, frame):
     with contextlib.suppress(zmq.Again):
         socket.send(frame, zmq.NOBLOCK, copy=False)
 
 
 removes(
     notice_silence,
-    "a connection on which nothing comes is waited for",
+    "a silent connection is waited for without end",
     killed_by=A_BYTE_CHANGES,
     noticed_by=(ServersUnreachableError,),
     back=False,
@@ -31,8 +31,8 @@ removes(
 
 
 @replaces(begins, killed_by=test_transport.test_a_header_without_payload_takes_no_other_for_it)
-def a_message_is_taken_for_the_payload_that_was_lost(right, data, session):
-    return right(data, session) and len(data) <= SMALL_BYTES
+def a_message_is_read_as_the_payload_of_a_lost_message(original, data, session):
+    return original(data, session) and len(data) <= SMALL_BYTES
 
 
 @replaces(
@@ -40,9 +40,9 @@ def a_message_is_taken_for_the_payload_that_was_lost(right, data, session):
     killed_by=test_transport.test_small_messages_wait_for_the_next_and_for_a_flush,
     noticed_by=(InvalidMessageError,),
 )
-def half_a_message_may_leave(right, self):
+def half_a_multipart_message_may_be_sent(original, self):
     *first, last = self._waiting or [b""]
     for part in first:
         self._to.send(part, zmq.SNDMORE)
     self._waiting = [last]
-    right(self)
+    original(self)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import patience
 import torch
 from torch import Tensor, nn
 
@@ -224,7 +225,7 @@ def join(workers: Sequence[Worker]) -> None:
 
 def until(condition: Callable[[], object], timeout: float = 60) -> None:
     """Wait until something holds."""
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + patience.at_most(timeout)
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.002)

@@ -85,7 +85,7 @@ def test_the_pages_class_in_its_one_place_is_enough(tmp_path: Path) -> None:
     assert strategy.options.compression == "int8"
     for refused, message in (
         ({"compression": "int9"}, "compression='int9': use one of none, .*int8"),
-        ({"pull_compression": "int8", "mode": "async"}, "pull_compression='int8' with mode='async'"),
+        ({"pull_compression": "int8", "mode": "async"}, "pull_compression='int8' does not work with mode='async'"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             ParameterServerStrategy(**refused)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import patience
 import pytest
 import torch
 from data_world import fresh
@@ -80,7 +81,7 @@ def ends(member: Membership, failed: Handle) -> str:
     until(lambda: failed.poll() is not None)
     assert failed.poll() == 1
     with pytest.raises(RunEnded) as ended:
-        member.views.wait_newer(1 << 60, SOON)
+        member.views.wait_newer(1 << 60, patience.at_most(SOON))
     return str(ended.value)
 
 
@@ -105,7 +106,7 @@ def test_a_server_without_the_optimizers_class_ends_and_names_it(
         specified(member, OfThisFile)
         told = ends(member, server)
     for text in (told, capfd.readouterr().err):
-        assert "optimizer a_script.OfThisFile: the server cannot import it; define it in a module" in text
+        assert "optimizer a_script.OfThisFile: the server cannot import this class; define it at the top level" in text
 
 
 def test_a_failing_coordinator_shows_its_traceback_and_tells_all(

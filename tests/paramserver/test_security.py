@@ -71,7 +71,10 @@ def test_a_key_that_is_not_the_members_own_gets_nowhere(tmp_path: Path) -> None:
     with Roles(tmp_path, specify(SGD, 2), encrypted=True) as run:
         impatient = replace(run.specification, timeout=0.3)
         worker, values = run.worker()
-        for keys, dropped in ((KeyPair.create(), set()), (run.keys["worker-1"], {"the key is not the sender's"})):
+        for keys, dropped in (
+            (KeyPair.create(), set()),
+            (run.keys["worker-1"], {"the connection's key is not the sender's key"}),
+        ):
             intruder = Worker(impatient, values, run.views("worker-0"), 0, keys=keys)
             with pytest.raises(ServersUnreachableError, match="no answer from server 0"):
                 intruder.join()
@@ -108,7 +111,7 @@ def test_no_endpoint_can_be_reached_without_a_key(
 
 
 def test_an_impossible_address_is_named_before_anything_starts() -> None:
-    with pytest.raises(ConfigurationError, match=r"'tcp://127.0.0.1:99999': a port is a number from 1 to 65535"):
+    with pytest.raises(ConfigurationError, match=r"'tcp://127.0.0.1:99999': use a port from 1 to 65535"):
         ParameterServerStrategy(coordinator="tcp://127.0.0.1:99999")
     nowhere = ParameterServerStrategy(coordinator="tcp://nowhere.invalid:5000", security="none").options
     place = choose_rendezvous(nowhere, ONE_NODE, 0, supervised=True)

@@ -65,7 +65,7 @@ def test_a_server_says_when_it_has_filled_another_that_came_late() -> None:
     for _ in range(3):
         run.look(1.0)
     assert run.versions(1) == {0, -1}
-    filled = "server 0 has copied its slices to server 1: every slice has all its copies again"
+    filled = "server 1 now has copies of all slices that it backs up for server 0"
     assert filled not in run.said
     run.lost = lambda sender, header: False
     for _ in range(3):
@@ -102,7 +102,7 @@ def test_a_push_waits_for_those_before_it(mode: dict[str, Any]) -> None:
     """Those of a start, of a server that was started again: the worker has said, or will, what it has."""
     run = fresh(specify(PLAIN, 1, **mode), workers=())
     dropped = run.roles[0].dropped
-    reason = "a push of a worker that has not reported its first step"
+    reason = "a push of a worker whose pushes of earlier steps have not arrived"
     run.push(0)
     assert run.versions(0) == {0}
     assert dropped[reason] == len(run.slices)
@@ -128,7 +128,7 @@ def test_values_come_in_the_encoding_that_the_worker_asks_for(mode: Any) -> None
     assert got == [BF16.encoding, Encoding.DENSE, FP16.encoding, BF16.encoding, Encoding.DENSE]
     for base in (TopK.encoding << 1, OneBit.encoding << 1, Encoding.KEYS << 1, 1 << 20):
         pull(run, 0, base, keys=[0])
-    assert run.roles[0].dropped["a pull in an encoding that is not used for parameters"] == 4
+    assert run.roles[0].dropped["a pull in an encoding that this run does not use for pulls"] == 4
 
 
 def test_numbers_outlive_a_connection_and_end_with_a_life() -> None:

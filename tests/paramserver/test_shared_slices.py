@@ -79,7 +79,7 @@ def test_only_what_has_no_gradient_anywhere_is_left_alone() -> None:
     assert pushes.absent(shared.key, who) == 0b010, "who pushes nothing has none of any"
     assert pushes.absent(shared.key, who[:1]) == 0b011, "of the others nothing counts"
     for wrong in (0b1111, 0b10000, -1):
-        with pytest.raises(InvalidMessageError, match="parts that the slice does not have"):
+        with pytest.raises(InvalidMessageError, match="the bits for parts without gradient do not fit the slice"):
             Pushes().add(who[0], shared, payload, Encoding.DENSE, wrong)
 
 

@@ -152,7 +152,7 @@ def test_no_worker_is_restarted_in_anothers_session(first, capsys, monkeypatch):
         node.start(watched)
     dead = node.look_at("worker", -9)
     assert (dead.code, dead.incarnation, node.told) == (-9, 0, [])
-    assert "it is not replaced: only the first session of a run has restarts" in capsys.readouterr().err
+    assert "it is not replaced: restarts are possible only in the first session of a run" in capsys.readouterr().err
     if first:
         node.start(watched)
     node.look()

@@ -1,6 +1,7 @@
-"""Train a random network under a random layout, with ranks as threads, and compare with one process in float64.
+"""Train random networks under random layouts, with ranks as threads, and compare with one process in float64.
 
-`python tests/pipeline/random_layouts.py 2000`, or `make fuzz-pipeline N=2000`, for more of them than `make test` has.
+`make test` tries a few layouts. For more, run `python tests/pipeline/random_layouts.py 2000`, or
+`make fuzz-pipeline N=2000`.
 """
 
 import argparse
@@ -29,21 +30,22 @@ FIXED = [(1, 3), (3, 2), (2, 1, 3), (1, 4, 2), (4, 1, 1), (1, 1, 1, 1), (2, 3, 1
 
 @dataclass(frozen=True)
 class Case:
-    """A layout and what it is tried with.
+    """A layout of the pipeline and the options of its trial.
 
     Attributes:
-        replicas: Replicas of each stage.
-        microbatches: Microbatches of a step.
-        rows: For each step the samples of each replica of the first stage.
+        replicas: Number of replicas of each stage.
+        microbatches: Number of microbatches of a step.
+        rows: For each step, the number of samples of each replica of the first stage.
         schedule: ``gpipe`` or ``1f1b``.
-        recompute: When activations are computed again.
-        backend: What the engine takes the transport for.
+        recompute: Option ``activation_checkpointing``.
+        backend: Backend that ``torch.distributed`` reports to the engine.
         bucket_bytes: Size of the buckets in which gradients are summed.
-        seed: Of network, cuts and batches.
-        placement: How the ranks are numbered.
+        seed: Seed of the network, the cuts and the batches.
+        placement: Numbering of the ranks.
         run_ahead: Whether stages hold one microbatch more than they need.
-        shares: For each rank what part of the microbatches it runs in the first step; in the second, others.
-        accumulates: When the steps are those of plain torch, and add up: how often replicas sum, `each` time or `once`.
+        shares: Share of the microbatches of each rank in the first step. The second step has different shares.
+        accumulates: None, or the case accumulates gradients with ``Pipeline.step``; replicas then sum their gradients
+            in ``each`` step or ``once``, after the last step.
     """
 
     replicas: tuple[int, ...]
@@ -61,7 +63,7 @@ class Case:
 
 
 class Skips(nn.Module):
-    """A chain whose layers also take what some earlier ones have made, over any distance; one has no gradient."""
+    """A chain of layers with random skip connections over any distance; one bias needs no gradient."""
 
     def __init__(self, rng: random.Random, depth: int) -> None:
         super().__init__()
@@ -83,7 +85,7 @@ class Skips(nn.Module):
 
 
 def random_cases(seed: int, most_ranks: int = 64) -> Iterator[Case]:
-    """First those that are known to be difficult, then random ones; most are small."""
+    """Yield the layouts that are known to be difficult, then random layouts, most of them small."""
     rng = random.Random(seed)
     fixed = list(FIXED)
     while True:
@@ -119,7 +121,7 @@ def _parts(rng: random.Random, whole: int, count: int) -> tuple[int, ...]:
 
 
 def _shares(rng: random.Random, placement: Placement) -> tuple[float, ...]:
-    """Unequal ones in stages where they leave no replica without a microbatch, in some of the cases."""
+    """Return the ranks' shares: in some cases random shares, if they leave every replica at least one microbatch."""
     shares = [1.0] * placement.world_size
     for stage in range(placement.stages if rng.random() < 0.7 else 0):
         drawn = [rng.uniform(0.3, 3) for _ in placement.ranks(stage)]
@@ -130,7 +132,7 @@ def _shares(rng: random.Random, placement: Placement) -> tuple[float, ...]:
 
 
 class Trial:
-    """A case's network, batches, and what one process makes of them.
+    """A case's network and batches, with the gradients, losses and outputs of one process.
 
     Args:
         case: The case.
@@ -150,7 +152,7 @@ class Trial:
         """Train as one of the ranks, and compare gradients, losses and outputs.
 
         Raises:
-            AssertionError: One is not what one process has.
+            AssertionError: A value differs from one process's value.
         """
         case = self.case
         pipeline = Pipeline(
@@ -173,14 +175,14 @@ class Trial:
         usual = max(max(rows) for rows in case.rows) if case.seed % 3 else None
         for (images, targets), rows, expected in zip(self.batches, case.rows, self.expected, strict=True):
             gradients, loss, outputs = expected
-            own = _own(pipeline, rows)
-            batch = pipeline.share(images[own], targets[own], usual=usual)
-            found, made = pipeline.train(batch, F.mse_loss)
-            for parameter, gradient in zip(pipeline.parameters, found, strict=True):
+            positions = _positions(pipeline, rows)
+            batch = pipeline.share(images[positions], targets[positions], usual=usual)
+            reduced, made = pipeline.train(batch, F.mse_loss)
+            for parameter, gradient in zip(pipeline.parameters, reduced, strict=True):
                 _compare(gradient, gradients[names[parameter]], names[parameter])
             _compare(pipeline.mean_loss(), loss, "loss")
             _compare(pipeline.gather(batch, made), outputs, "outputs")
-            batch = pipeline.share(images[own], targets[own])
+            batch = pipeline.share(images[positions], targets[positions])
             assert torch.equal(batch.rest[0], targets)
             pipeline.module.eval()
             _compare(pipeline.gather(batch, pipeline.evaluate(batch)), outputs, "evaluated outputs")
@@ -189,14 +191,16 @@ class Trial:
             pipeline.deal(others)
             assert pipeline.own_microbatches == replace(pipeline.placement, shares=others).microbatches_of(
                 pipeline.rank
-            ), "what it runs next"
+            ), "new shares must hold from the next step on"
         pipeline.close()
 
     def _accumulate(self, pipeline: Pipeline, names: dict[nn.Parameter, str]) -> None:
         for step, ((images, targets), rows) in enumerate(zip(self.batches, self.case.rows, strict=True)):
-            own = _own(pipeline, rows)
+            positions = _positions(pipeline, rows)
             more = self.case.accumulates == "once" and step < STEPS - 1
-            _compare(pipeline.step(images[own], targets[own], F.mse_loss, more), self.expected[step][1], "loss")
+            _compare(
+                pipeline.step(images[positions], targets[positions], F.mse_loss, more), self.expected[step][1], "loss"
+            )
         for parameter in pipeline.parameters:
             every = torch.stack([gradients[names[parameter]] for gradients, *_ in self.expected])
             _compare(parameter.grad, every.sum(0), names[parameter])
@@ -206,19 +210,19 @@ def run_as_threads(case: Case) -> World:
     """Run a case with ranks as threads.
 
     Raises:
-        AssertionError: One rank has not what one process has, or a group is left.
+        AssertionError: A rank's value differs from one process's value, or a process group was not destroyed.
         DeadlockError: The ranks wait for each other.
     """
     trial = Trial(case)
     world = World(sum(case.replicas), case.backend, drained=case.backend == "nccl")
     with divided_once(trial.network, trial.cuts):
         world.run(lambda rank: trial.train())
-    assert not any(world.groups), "a group is left"
+    assert not any(world.groups), "a process group was not destroyed"
     return world
 
 
-def _own(pipeline: Pipeline, rows: Sequence[int]) -> Tensor:
-    """Where a replica's samples stand in one process's batch: replicas are dealt one after the other."""
+def _positions(pipeline: Pipeline, rows: Sequence[int]) -> Tensor:
+    """Return the positions of this replica's samples in the whole batch, whose samples go to the replicas in turn."""
     replica = pipeline.place.replica
     if pipeline.place.stage:
         return torch.empty(0, dtype=torch.int64)
@@ -235,14 +239,14 @@ def _alone(network: nn.Module, images: Tensor, targets: Tensor) -> tuple[dict[st
     return gradients, loss.detach(), outputs.detach()
 
 
-def _compare(got: Tensor | None, expected: Tensor, what: str) -> None:
-    assert got is not None, what
+def _compare(got: Tensor | None, expected: Tensor, value: str) -> None:
+    assert got is not None, value
     error = float((got - expected).norm())
-    assert error <= 1e-10 * float(expected.norm()) + 1e-14, f"{what}: off by {error}"
+    assert error <= 1e-10 * float(expected.norm()) + 1e-14, f"{value}: off by {error}"
 
 
 def main() -> None:
-    """Try many."""
+    """Try many layouts and print the failures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("number", type=int)
     parser.add_argument("--seed", type=int, default=0)
@@ -257,7 +261,7 @@ def main() -> None:
             failures += 1
             print(f"{number}: {case}\n  {type(error).__name__}: {str(error)[:500]}", flush=True)
     seconds = time.process_time() - start
-    print(f"{arguments.number} layouts, {ranks} ranks, {failures} failures, {seconds:.0f} s of processor time")
+    print(f"{arguments.number} layouts, {ranks} ranks, {failures} failures, {seconds:.0f} s of CPU time")
     sys.exit(failures > 0)
 
 

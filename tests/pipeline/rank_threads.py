@@ -1,20 +1,21 @@
-"""Ranks as threads of one process, with a ``torch.distributed`` that finds every deadlock at once.
+"""Ranks as threads of one process, with a ``torch.distributed`` that detects every deadlock at once.
 
-The engine runs as it is; the functions of ``torch.distributed`` that it calls are replaced. What the replacement does
-is the least that a backend promises, so that what is right here is right on any:
+The engine is unchanged, but the functions of ``torch.distributed`` that the engine calls are replaced. The replacements
+guarantee no more than any backend guarantees, so a program that is correct here is correct with every backend:
 
-- a send takes nothing until the other side receives (NCCL's rendezvous; gloo takes small messages at once);
-- a tensor that is received or reduced holds NaN until its ``wait``, a sent one is read as late as that, and one under
-  way that nobody holds any more, or that is written to while it is reduced, is an error: on a GPU, transfers run on
-  streams of their own, as late as they like;
-- as ``nccl``, the operations of a pair in a group run in the order in which each side began them, whatever their tags,
-  and the first one blocks until the other side has come, too. The default group is bound to a device, as Lightning's
-  is; in a group that inherits this, all of a rank's operations run in order, whoever the peer is;
-- as ``nccl`` they run on a device, for which the host may have to wait at any moment: when a kernel is loaded, at its
-  first launch, or memory is given back, or with CUDA_LAUNCH_BLOCKING=1. If that is done everywhere (``drained``) and
-  nobody waits for ever, then nobody does if it is done anywhere.
+- A send completes only when the other side receives (NCCL's rendezvous; gloo accepts small messages at once).
+- A tensor that is received or reduced holds NaN until its ``wait``, and a sent tensor is read no earlier than its
+  ``wait``. Freeing a tensor during its transfer, or writing to a tensor while it is reduced, is an error: on a GPU,
+  transfers run on separate streams and may run late.
+- With backend ``nccl``, the operations of two ranks in a group run in the order in which each side began them, whatever
+  their tags, and the first operation blocks until the other side has begun it as well. The default group is bound to a
+  device, like Lightning's default group; in a group that inherits the device, all operations of a rank run in order,
+  whatever their peers.
+- With backend ``nccl``, operations run on a device, and the host may have to wait for the device at any moment: when a
+  kernel is loaded at its first launch, when memory is released, or with CUDA_LAUNCH_BLOCKING=1. With ``drained``, the
+  host waits before every operation. If no rank then waits forever, no rank does with fewer waits.
 
-When all threads wait, none can ever go on: that is a deadlock, and each gets an error that says what it waited for.
+If all threads wait, none can continue. This is a deadlock, and each thread gets an error that says what it waited for.
 """
 
 import threading
@@ -51,17 +52,20 @@ FUNCTIONS = (
 
 
 class DeadlockError(RuntimeError):
-    """All ranks wait for each other, or one that failed."""
+    """All ranks wait for each other, or for a rank that failed."""
 
 
 def divided_once(network: nn.Module, cuts: Sequence[str | int]) -> Any:
-    """While it lasts, pipelines of copies of a network divide them as it was divided here; threads cannot trace."""
+    """Return a context in which pipelines divide copies of a network like the network itself.
+
+    The network is traced here because threads cannot trace.
+    """
     blueprint = engine.divide(network, cuts)
     return mock.patch.object(engine, "divide", lambda other, _: blueprint.of(other))
 
 
 class Gate:
-    """What a rank waits for."""
+    """An event that ranks wait for, with the number of waiting ranks."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -69,24 +73,24 @@ class Gate:
 
 
 class Operation:
-    """A send or a receive, one side of it.
+    """One side of a transfer: a send or a receive.
 
     Args:
-        world: Where it happens.
+        world: The ranks.
         kind: ``send`` or ``receive``.
         peer: The rank on the other side.
-        tag: What the two sides agree on.
-        tensor: What is sent or received; not kept alive.
-        what: For errors.
+        tag: Tag of the transfer, equal on both sides.
+        tensor: The tensor that is sent or received. The operation does not keep the tensor alive.
+        description: The operation in words, for errors.
     """
 
-    def __init__(self, world: "World", kind: str, peer: int, tag: int, tensor: Tensor, what: str) -> None:
+    def __init__(self, world: "World", kind: str, peer: int, tag: int, tensor: Tensor, description: str) -> None:
         self.world = world
         self.kind = kind
         self.peer = peer
         self.tag = tag
         self.tensor = weakref.ref(tensor)
-        self.what = what
+        self.description = description
         self.gate = Gate()
         self.other: Operation | None = None
         self.data: Tensor | None = None
@@ -94,18 +98,18 @@ class Operation:
             tensor.fill_(float("nan"))
 
     def wait(self) -> None:
-        self.world.wait(self.gate, self.what)
+        self.world.wait(self.gate, self.description)
         with self.world.lock, self.world.undrained():
             sender = self if self.kind == "send" else self.other
             assert sender is not None
-            if sender.data is None:  # As late as possible: what is changed before has been changed too early.
+            if sender.data is None:  # Read as late as possible, so that an early change of the tensor shows.
                 sent = sender.tensor()
                 if sent is None:
-                    raise AssertionError(f"{sender.what}: the tensor was freed before it had left")
+                    raise AssertionError(f"{sender.description}: the tensor was freed before it was sent")
                 sender.data = sent.detach().clone()
             if self.kind == "receive":
                 tensor = self.tensor()
-                assert tensor is not None, f"{self.what}: the tensor was freed before it had come"
+                assert tensor is not None, f"{self.description}: the tensor was freed before it was received"
                 tensor.detach().copy_(sender.data)
 
 
@@ -121,7 +125,7 @@ class Meeting:
 
 
 class Member(dist.ProcessGroup):
-    """A group, as one of its ranks sees it."""
+    """A process group from the view of one of its ranks."""
 
     def __init__(self, number: int, ranks: Sequence[int], rank: int, backend: str) -> None:
         super().__init__(list(ranks).index(rank), len(ranks))
@@ -133,17 +137,17 @@ class Member(dist.ProcessGroup):
 
 
 class World:
-    """The ranks and what passes between them.
+    """The ranks and their communication.
 
     Args:
         size: Number of ranks.
-        backend: What the engine is told: ``gloo`` or ``nccl``.
-        drained: Before each operation of torch, each transfer and each collective a rank waits until its device has
-            done all that was begun on it.
+        backend: Backend that the engine sees: ``gloo`` or ``nccl``.
+        drained: Before each operation of torch, each transfer and each collective, a rank waits until its device has
+            done all operations that were begun on the device.
 
     Attributes:
-        calls: For each rank how often it called what: ``send``, ``all_reduce`` and so on, with the group's backend.
-        groups: For each rank the groups that it made and has not destroyed.
+        calls: For each rank, the number of calls by kind (``send``, ``all_reduce`` and so on) and the group's backend.
+        groups: For each rank, the groups that the rank made and has not destroyed.
     """
 
     def __init__(self, size: int, backend: str = "gloo", drained: bool = False) -> None:
@@ -168,10 +172,10 @@ class World:
         self._meetings: dict[tuple[int, int], Meeting] = {}
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """What the function returns on each rank.
+        """Run a function on all ranks and return its result for each rank.
 
         Raises:
-            DeadlockError: They wait for each other.
+            DeadlockError: The ranks wait for each other.
         """
         results: list[Any] = [None] * self.size
         errors: list[tuple[int, BaseException]] = []
@@ -193,7 +197,8 @@ class World:
 
         threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(self.size)]
         replaced: dict[str, Any] = {name: self._called(getattr(self, name)) for name in FUNCTIONS}
-        # Up to Python 3.11 a rank that is drained while it computes them would hold a lock, for which others wait.
+        # Up to Python 3.11, cached_property holds a lock: a rank that waits while it computes the positions would block
+        # the other ranks.
         unlocked = mock.patch.object(vars(Split)["positions"], "lock", nullcontext(), create=True)
         unwatched = mock.patch.object(transport, "RankWatch", _Unwatched)
         with unlocked, unwatched, mock.patch.multiple(dist, group=_Group(self), **replaced):
@@ -202,18 +207,18 @@ class World:
             for thread in threads:
                 thread.join()
         if errors:
-            raise min(errors, key=lambda one: isinstance(one[1], DeadlockError))[1]
+            raise min(errors, key=lambda failure: isinstance(failure[1], DeadlockError))[1]
         return results
 
     # Waiting
 
-    def wait(self, gate: Gate, what: str) -> None:
+    def wait(self, gate: Gate, description: str) -> None:
         """Wait until the gate is open."""
         with self.lock:
             if not gate.event.is_set():
                 gate.waiters += 1
                 self._running -= 1
-                self._waiting.setdefault(gate, []).append(f"rank {self.rank}: {what}")
+                self._waiting.setdefault(gate, []).append(f"rank {self.rank}: {description}")
                 self._look()
         gate.event.wait()
         if self._failure is not None:
@@ -221,7 +226,7 @@ class World:
 
     @contextmanager
     def undrained(self) -> Iterator[None]:
-        """Inside, operations of torch are this file's own."""
+        """Mark torch operations as operations of this file, for which the device is not drained."""
         before, self._local.undrained = self._local.undrained, True
         try:
             yield
@@ -229,11 +234,11 @@ class World:
             self._local.undrained = before
 
     def drain(self, before: str) -> None:
-        """Wait until the rank's device has done what was begun on it."""
+        """Wait until the rank's device has done all operations that were begun on the device."""
         if not self._local.undrained:
             begun, self._local.begun = self._local.begun, []
-            for gate, what in begun:
-                self.wait(gate, f"{what}, before {before}")
+            for gate, description in begun:
+                self.wait(gate, f"{description}, before {before}")
 
     def _open(self, gate: Gate) -> None:
         if not gate.event.is_set():
@@ -250,16 +255,16 @@ class World:
         for gate in list(self._waiting):
             self._open(gate)
 
-    # What the engine calls
+    # Functions that the engine calls
 
     @property
     def rank(self) -> int:
-        """The calling thread's."""
+        """Rank of the calling thread."""
         rank: int = self._local.rank
         return rank
 
     def member(self, group: Any) -> Member:
-        """The group as the calling rank sees it."""
+        """Return a group from the view of the calling rank."""
         member = self._default[self.rank] if group is None else group
         assert isinstance(member, Member)
         assert not member.closed, "a group is used after its end"
@@ -282,7 +287,7 @@ class World:
             self._next_group[self.rank] += 1
             if number == len(self._made):
                 self._made.append(wanted)
-            assert self._made[number] == wanted, f"ranks make other groups: {wanted} and {self._made[number]}"
+            assert self._made[number] == wanted, f"ranks make different groups: {wanted} and {self._made[number]}"
         self._count("new_group", wanted[1])
         if self.rank not in wanted[0]:
             return None
@@ -331,7 +336,7 @@ class World:
     def barrier(self, group: Any = None) -> None:
         self._collective("barrier", torch.zeros(0), torch.zeros(0), lambda parts: parts[0], group)
 
-    # How it is done
+    # Implementation
 
     def _count(self, kind: str, backend: str) -> None:
         self.calls[self.rank][kind, backend] += 1
@@ -350,24 +355,24 @@ class World:
         assert peer != self.rank
         assert peer in member.ranks
         self._count(kind, member.backend)
-        what = f"{kind} {'to' if kind == 'send' else 'from'} rank {peer}, tag {tag}, group {member.number}"
-        one = Operation(self, kind, peer, tag, tensor, what)
+        description = f"{kind} {'to' if kind == 'send' else 'from'} rank {peer}, tag {tag}, group {member.number}"
+        operation = Operation(self, kind, peer, tag, tensor, description)
         ends = (self.rank, peer) if kind == "send" else (peer, self.rank)
         lane: Any = (member.number, *ends, tag)
         if member.backend == "nccl":
             lane = (member.number, *sorted(ends))
-            self._connect(lane, what)
+            self._connect(lane, description)
             if member.bound_device_id is not None:
                 lane = member.number
         with self.lock:
-            self._queues[lane, self.rank].append(one)
+            self._queues[lane, self.rank].append(operation)
             self._match(lane)
         if member.backend == "nccl":
-            self._local.begun.append((one.gate, one.what))
-        return one
+            self._local.begun.append((operation.gate, operation.description))
+        return operation
 
     def _match(self, lane: Any) -> None:
-        """Let what both ends have come to pass, and what comes after it."""
+        """Complete the operations that both ends have reached, and the operations that follow."""
         ranks = [self.rank]
         while ranks:
             rank = ranks.pop()
@@ -380,22 +385,22 @@ class World:
             ranks += [rank, here.peer]
             queue.popleft()
             others.popleft()
-            assert here.tag == there.tag, f"{here.what} meets {there.what}"
+            assert here.tag == there.tag, f"{here.description} meets {there.description}"
             a, b = here.tensor(), there.tensor()
-            assert a is not None, f"{here.what}: the tensor was freed on its way"
-            assert b is not None, f"{there.what}: the tensor was freed on its way"
-            assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{here.what}: {a.shape} meets {b.shape}"
+            assert a is not None, f"{here.description}: the tensor was freed on its way"
+            assert b is not None, f"{there.description}: the tensor was freed on its way"
+            assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{here.description}: {a.shape} meets {b.shape}"
             here.other, there.other = there, here
             self._open(here.gate)
             self._open(there.gate)
 
-    def _connect(self, lane: Any, what: str) -> None:
+    def _connect(self, lane: Any, description: str) -> None:
         with self.lock:
             come, gate = self._first[lane]
             come.add(self.rank)
             if len(come) == 2:
                 self._open(gate)
-        self.wait(gate, f"{what} (its first use)")
+        self.wait(gate, f"{description} (its first use)")
 
     def _collective(
         self,
@@ -420,16 +425,16 @@ class World:
                 self._open(meeting.gate)
         if output.is_floating_point():
             output.fill_(float("nan"))
-        what, written = f"{kind} in group {member.number}", writes(output)
+        description, written = f"{kind} in group {member.number}", writes(output)
 
         def wait() -> None:
-            self.wait(meeting.gate, what)
-            assert writes(output) == written, f"{what}: the tensor was written to on its way"
+            self.wait(meeting.gate, description)
+            assert writes(output) == written, f"{description}: the tensor was written to on its way"
             with self.undrained():
                 output.copy_(meeting.result)
 
         if member.backend == "nccl":
-            self._local.begun.append((meeting.gate, what))
+            self._local.begun.append((meeting.gate, description))
 
         if async_op:
             return SimpleNamespace(wait=wait)
@@ -439,7 +444,7 @@ class World:
 
 
 class _Drained(TorchDispatchMode):
-    """Has a rank wait before each operation of torch."""
+    """A mode in which a rank waits for its device before each operation of torch."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -451,7 +456,7 @@ class _Drained(TorchDispatchMode):
 
 
 class _Unwatched:
-    """In place of a rank watch, whose thread would be no rank's."""
+    """A replacement for the rank watch, whose thread would not belong to a rank."""
 
     def __init__(self, group: Any, _: Any) -> None:
         self.group = group
@@ -464,7 +469,7 @@ class _Unwatched:
 
 
 class _Group:
-    """``dist.group``: its ``WORLD`` is the calling rank's."""
+    """A replacement for ``dist.group`` whose ``WORLD`` is the calling rank's default group."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -1,4 +1,4 @@
-"""What the ranks tell each other of a batch: plain data alone, and on every rank what does not fit together."""
+"""Tests of the data that ranks exchange about a batch: only plain data, and errors that all ranks raise."""
 
 import os
 import pickle
@@ -24,7 +24,7 @@ from cnnstrategies.pipeline.transport import Transport, broadcast_value
 
 
 class Hostile:
-    """Pickled, it makes a folder where it is read."""
+    """An object whose pickle makes a folder when it is loaded."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("executed",)
@@ -44,8 +44,8 @@ def a_peer_sends_pickles() -> None:
     if link.rank == 0:
         transport.encode = lambda value: [data]  # type: ignore[attr-defined]
         transport.to_bytes = batch.to_bytes = lambda value: data  # type: ignore[attr-defined]
-        for one in link.send_object(None, 1, "a message"):
-            one.wait()
+        for pending in link.send_object(None, 1, "a message"):
+            pending.wait()
         refuses(lambda: broadcast_value(None, 0))
         refuses(lambda: share_batch(images, [], None, link))
     else:
@@ -55,40 +55,45 @@ def a_peer_sends_pickles() -> None:
     dist.barrier()
 
 
-def test_what_a_peer_has_pickled_is_not_executed() -> None:
+def test_pickled_objects_of_a_peer_are_not_executed() -> None:
     run_ranks(2, a_peer_sends_pickles)
 
 
 @pytest.mark.light
-def test_a_batch_that_cannot_be_sent_is_refused_by_class() -> None:
+def test_a_batch_that_cannot_be_sent_is_refused_with_its_class_name() -> None:
     link: Any = SimpleNamespace(check_peers=lambda: None, place=RankPlace(0, 0))
     form = ("same", SimpleNamespace(crs=4326))
-    with pytest.raises(ConfigurationError, match=r"a types.SimpleNamespace cannot be sent .* out in collate_fn"):
+    with pytest.raises(
+        ConfigurationError, match=r"an object of type types.SimpleNamespace cannot be sent .* the value in collate_fn"
+    ):
         share_batch(torch.zeros(4, 1, 2, 2), [], form, link)
 
 
 def refusals() -> list[str | None]:
-    """What is said where all have ended; where all but rank 0 have; rank 0 alone; where images have two sizes."""
+    """Return this rank's error message, or None, in each of four cases.
+
+    The cases are: all ranks have ended the epoch, all ranks except rank 0, only rank 0, and images of two sizes.
+    """
     rank = dist.get_rank()
     pipeline = Pipeline(nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3)), ["0"], [2, 1], 4)
-    said: list[str | None] = []
+    messages: list[str | None] = []
     for ends, size in ((True, 6), (rank > 0, 6), (rank == 0, 6), (False, 6 + 2 * rank)):
         try:
             if ends:
                 pipeline.end_together()
             else:
                 pipeline.share(torch.zeros(8, 1, 6, size))
-            said.append(None)
+            messages.append(None)
         except ConfigurationError as error:
-            said.append(str(error))
+            messages.append(str(error))
     pipeline.close()
-    return said
+    return messages
 
 
-def test_what_does_not_fit_together_is_said_on_every_rank() -> None:
-    alone = "ended an epoch, or training, while rank{} continued with a further batch"
-    for together, some, one, sizes in run_ranks(3, refusals):
-        assert together is None
-        assert "ranks 1, 2 " + alone.format(" 0") in str(some)
-        assert "rank 0 " + alone.format("s 1, 2") in str(one)
+def test_batches_that_do_not_fit_together_are_refused_on_every_rank() -> None:
+    alone = "ended an epoch, or training, while rank{} continued with another batch"
+    for all_ended, others_ended, first_ended, sizes in run_ranks(3, refusals):
+        assert all_ended is None
+        assert "ranks 1, 2 " + alone.format(" 0") in str(others_ended)
+        assert "rank 0 " + alone.format("s 1, 2") in str(first_ended)
         assert "images of different sizes in one step, [(1, 6, 6), (1, 6, 8)]" in str(sizes)

@@ -1,4 +1,4 @@
-"""What steps change beside gradients: running statistics of batch normalisation, and the buffers of other layers."""
+"""Tests of the buffers that steps change: running statistics of batch normalisation and buffers of other layers."""
 
 import copy
 from typing import Any
@@ -14,27 +14,27 @@ MICROBATCHES = 4
 
 
 class Network(nn.Module):
-    """Layers that normalise once, twice, and in evaluation alone; and others with buffers."""
+    """A network with batch normalisation that runs once, twice or only in evaluation, and other layers with buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.stem, self.once = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, momentum=None)
-        self.one, self.two, self.twice = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+        self.left, self.right, self.twice = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
         self.evaluated = nn.BatchNorm2d(4)
         self.spectral = nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 4, 3, padding=1))
         self.instance, self.head = nn.InstanceNorm2d(4, track_running_stats=True), nn.Linear(64, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        x = self.once(x)[:, :, 2:, 2:] + self.twice(self.one(x)).relu() + self.twice(self.two(x))
+        x = self.once(x)[:, :, 2:, 2:] + self.twice(self.left(x)).relu() + self.twice(self.right(x))
         if not self.training:
             x = self.evaluated(x)
         return self.head(self.instance(self.spectral(x)).flatten(1))
 
 
 def buffers_after_steps(recompute: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Those of this rank's stage, and those that one process has."""
+    """Return the buffers of this rank's stage and the buffers of one process, by name."""
     network = Network().double()
     alone = copy.deepcopy(network)
     options: Any = {"activation_checkpointing": recompute, "shares": (1, 3, 1)}
@@ -48,12 +48,12 @@ def buffers_after_steps(recompute: str) -> tuple[dict[str, Tensor], dict[str, Te
     return dict(pipeline.module.named_buffers()), dict(alone.named_buffers())
 
 
-def test_running_statistics_of_batch_norm() -> None:
-    """Those of one process; and all buffers are alike on the replicas."""
+def test_running_statistics_of_batch_norm_equal_one_process() -> None:
+    """Running statistics equal one process's, and all buffers are equal on the replicas of a stage."""
     for recompute in ("never", "always"):
-        _, (found, expected), (other, _) = run_ranks(3, buffers_after_steps, recompute)
-        assert found.keys() == other.keys() == expected.keys()
-        for name, value in found.items():
-            assert torch.equal(other[name], value), (recompute, name)
+        _, (buffers, expected), (replica_buffers, _) = run_ranks(3, buffers_after_steps, recompute)
+        assert buffers.keys() == replica_buffers.keys() == expected.keys()
+        for name, value in buffers.items():
+            assert torch.equal(replica_buffers[name], value), (recompute, name)
             if name.startswith(("once", "twice", "evaluated")):
                 torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12)

@@ -1,4 +1,4 @@
-"""How much of a stage's traffic is under way at once."""
+"""Tests of a stage's transfers: how many are under way at once, and how devices are sent."""
 
 import math
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ TURN = turns((1, 1), 20, "1f1b")
 
 
 class SlowTransport:
-    """Holds each tensor until it is waited for, as a slow link does."""
+    """A transport that holds each tensor until its ``wait``, like a slow link."""
 
     rank, place, device = 1, RankPlace(1, 0), torch.device("cpu")
     placement = Placement((1, 1), microbatches=20)
@@ -23,17 +23,17 @@ class SlowTransport:
         self.under_way: list[Tensor] = []
         self.most = 0
 
-    def send(self, tensor: Tensor, target: int, tag: int, what: str) -> Any:
+    def send(self, tensor: Tensor, target: int, tag: int, content: str) -> Any:
         self.under_way.append(tensor)
         self.most = max(self.most, len(self.under_way))
         return SimpleNamespace(wait=lambda: self.under_way.pop(0))
 
-    def send_object(self, value: Any, target: int, what: str) -> list[Any]:
+    def send_object(self, value: Any, target: int, content: str) -> list[Any]:
         return []
 
 
-def test_gradients_that_a_slow_link_has_not_taken_do_not_pile_up() -> None:
-    """Else 1f1b would hold what gpipe holds."""
+def test_unsent_gradients_on_a_slow_link_do_not_accumulate() -> None:
+    """If unsent gradients accumulated, 1f1b would need as much memory as gpipe."""
     transport: Any = SlowTransport()
     graph: Any = SimpleNamespace(names_from={}, names_to={})
     channels = Channels(graph, TURN, transport, ask_for_all=False)
@@ -41,16 +41,16 @@ def test_gradients_that_a_slow_link_has_not_taken_do_not_pile_up() -> None:
     leaf.grad = torch.zeros(3)
     for microbatch in range(20):
         channels.send_backward(microbatch, {0: [leaf]})
-    assert transport.most == 6, "two of earlier microbatches, and this one's, each with what says that there is one"
+    assert transport.most == 6, "gradients of three microbatches, each with a message that says which gradients exist"
     channels.finish()
     assert transport.under_way == []
 
 
-def test_a_device_read_off_tensors_is_that_of_each_stage() -> None:
-    """As for coordinates that it makes with `device=x.device`."""
+def test_a_device_that_the_network_reads_is_the_device_of_each_stage() -> None:
+    """Networks read a tensor's device, for example to make coordinates with `device=x.device`."""
     header, _ = pack((torch.device("cpu"), 3), ask_for_all=False)
     transport: Any = SlowTransport()
-    transport.receive_object, transport.device = lambda source, what: (header, []), torch.device("meta")
+    transport.receive_object, transport.device = lambda source, content: (header, []), torch.device("meta")
     graph: Any = SimpleNamespace(names_from={0: ["device", "number"]}, names_to={})
     channels = Channels(graph, TURN, transport, ask_for_all=False)
     channels.plan([Task("forward", 1, 0)], lambda _: "a size")

@@ -1,4 +1,4 @@
-"""Stages that run again, compiled or not, train what others train; and are compiled once for each size, as a whole."""
+"""Tests of recomputed stages: compiled or not, they train the same values, and they are compiled once for each size."""
 
 import importlib
 import sys
@@ -16,7 +16,7 @@ from cnnstrategies.pipeline.engine import Pipeline
 
 
 class Network(nn.Module):
-    """What a compiler could get wrong: layers that run twice, what works in place, and random numbers."""
+    """A network that a compiler could get wrong, with layers that run twice, in-place operations and random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,14 @@ class Network(nn.Module):
 
 
 class Trained(NamedTuple):
-    """What came of it on one rank, the sizes of microbatches that it trained, and how often something was compiled."""
+    """Result of a training on one rank.
+
+    Attributes:
+        values: Outputs, evaluated outputs and weights by name.
+        sizes: Sizes of the microbatches that the rank trained.
+        compilations: Number of compiled frames.
+        breaks: Number of graph breaks.
+    """
 
     values: dict[str, Tensor]
     sizes: set[int]
@@ -65,7 +72,7 @@ def train(replicas: tuple[int, ...], batches: Sequence[int], backend: str | None
         batch = pipeline.share(images)
         values["evaluation"] = pipeline.gather(batch, pipeline.evaluate(batch))
         values |= pipeline.merge()
-    compiler: Any = sys.modules.get("torch._dynamo")  # Who compiles nothing does not import it.
+    compiler: Any = sys.modules.get("torch._dynamo")  # A process that compiles nothing does not import it.
     counters = compiler.utils.counters if compiler else defaultdict(Counter[str])
     return Trained(values, sizes, counters["frames"]["total"], sum(counters["graph_break"].values()))
 
@@ -74,15 +81,15 @@ def both(replicas: tuple[int, ...], batches: Sequence[int], backend: str | None)
     return train(replicas, batches, None, "never"), train(replicas, batches, backend, "except_last")
 
 
-# In four microbatches, which have 3 samples, or 3 and 2.
+# The four microbatches of a batch have 3 samples each, or 3 and 2.
 @pytest.mark.parametrize(("backend", "batches"), [("aot_eager", (10, 12)), (None, (12,))])
-def test_stages_that_run_again_train_what_others_train(backend: str | None, batches: Sequence[int]) -> None:
-    """With the same random numbers, also where they are compiled."""
+def test_recomputed_stages_train_the_same_values(backend: str | None, batches: Sequence[int]) -> None:
+    """Recomputations draw the same random numbers, also in compiled stages."""
     if backend:
-        importlib.import_module("torch._dynamo")  # The ranks have it from here, who would take seconds to import it.
+        importlib.import_module("torch._dynamo")  # Forked ranks inherit the import, which takes seconds.
 
     for expected, again in run_ranks(2, both, (1, 1), batches, backend):
         torch.testing.assert_close(again.values, expected.values, rtol=1e-12, atol=1e-14)
         sizes = len(again.sizes) + 1 if backend else 0
-        assert again.compilations == sizes, "for each size, and for evaluation"
+        assert again.compilations == sizes, "a stage is compiled once for each size and once for evaluation"
         assert expected.compilations == again.breaks == 0

@@ -1,4 +1,4 @@
-"""What can start early does, and a rank holds no more than it must."""
+"""Tests of the engine's order of work and memory: transfers and reductions start early, and memory is freed early."""
 
 import gc
 from typing import Any
@@ -35,7 +35,10 @@ def make_batch(size: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def events_of_a_step(replicas: tuple[int, ...], cuts: list[str]) -> list[str]:
-    """What a rank's second step does, in order; in the first one it learns what messages look like."""
+    """Return the events of a rank's second step, in order.
+
+    In the first step, a rank learns the shapes of the messages.
+    """
     events: list[str] = []
 
     def noted(function: Any, name: str) -> Any:
@@ -47,7 +50,7 @@ def events_of_a_step(replicas: tuple[int, ...], cuts: list[str]) -> list[str]:
 
     GradientReducer.ready = noted(GradientReducer.ready, "ready")  # type: ignore[method-assign]
     pipeline = Pipeline(make_network(), cuts, replicas, MICROBATCHES, bucket_bytes=100)
-    images, targets = (one[pipeline.place.replica :: replicas[0]] for one in make_batch())
+    images, targets = (tensor[pipeline.place.replica :: replicas[0]] for tensor in make_batch())
     pipeline.train(pipeline.share(images, targets), F.cross_entropy)
     batch = pipeline.share(images, targets)
     events.clear()
@@ -62,22 +65,22 @@ def events_of_a_step(replicas: tuple[int, ...], cuts: list[str]) -> list[str]:
     return events
 
 
-def test_a_microbatch_is_received_during_the_one_before() -> None:
+def test_a_microbatch_is_received_during_the_previous_microbatch() -> None:
     _, last = run_ranks(2, events_of_a_step, (1, 1), ["2"])
     for microbatch in range(MICROBATCHES - 1):
         expected = last.index(f"expect the activations of microbatch {microbatch + 1}")
         assert expected < last.index(f"send the gradients of microbatch {microbatch}")
 
 
-def test_replicas_add_up_gradients_while_the_last_backward_runs() -> None:
+def test_replicas_sum_gradients_while_the_last_backward_runs() -> None:
     for events in run_ranks(2, events_of_a_step, (2,), []):
         early = events[: events.index("finish")]
         assert early.count("reduce") == len(list(make_network().parameters()))
-        assert events[-1] == "closed", "parameters outlive their pipeline without its hooks"
+        assert events[-1] == "closed", "a closed pipeline leaves no hooks on the parameters"
 
 
 class Meter:
-    """Counts the bytes that autograd has saved and not yet freed."""
+    """A counter of the bytes that autograd has saved and not yet freed."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
@@ -101,51 +104,51 @@ WAYS = [("1f1b", False, "never"), ("1f1b", True, "never"), ("gpipe", False, "nev
 
 
 def peaks() -> list[tuple[int, int]]:
-    """For each way the most microbatches in flight, and the most bytes that autograd saved at once."""
-    found = []
+    """Return, for each way, the largest number of microbatches in flight and of bytes that autograd saved at once."""
+    results = []
     for schedule, run_ahead, recompute in WAYS:
         layers = [nn.Sequential(nn.Conv2d(8 if i else 1, 8, 3, padding=1), nn.Tanh()) for i in range(6)]
         network = nn.Sequential(*layers, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())).double()
         options: Any = {"schedule": schedule, "run_ahead": run_ahead, "activation_checkpointing": recompute}
         pipeline = Pipeline(network, ["1", "3"], (1, 1, 1), 8, **options)
-        meter, now, held = Meter(), 0, 0
+        meter, in_flight, most_in_flight = Meter(), 0, 0
 
         def count(span: Any) -> None:
-            nonlocal now, held
-            now += {"forward": 1, "backward": -1}.get(span.kind, 0)
-            held = max(held, now)
+            nonlocal in_flight, most_in_flight
+            in_flight += {"forward": 1, "backward": -1}.get(span.kind, 0)
+            most_in_flight = max(most_in_flight, in_flight)
 
         pipeline.watchers.append(count)
         images, targets = make_batch(16)
         with torch.autograd.graph.saved_tensors_hooks(meter.pack, lambda saved: saved.tensor):
             pipeline.step(images.double(), targets, F.cross_entropy)
         assert meter.now == 0, "a step leaves no activations behind"
-        found.append((held, meter.most))
-    return found
+        results.append((most_in_flight, meter.most))
+    return results
 
 
-def test_peak_memory_holds_the_microbatches_in_flight_alone() -> None:
+def test_peak_memory_holds_only_the_microbatches_in_flight() -> None:
     microbatch = 2 * 8 * 64 * 8  # Bytes of one activation: 2 samples of 8 channels of 8 x 8.
-    for stage, found in enumerate(run_ranks(3, peaks)):
-        (held, saved), (ahead, _), (all_of_them, all_saved), (_, again) = found
+    for stage, results in enumerate(run_ranks(3, peaks)):
+        (held, saved), (ahead, _), (all_of_them, all_saved), (_, again) = results
         assert held == 3 - stage
         assert ahead == held + (stage < 2)
         assert all_of_them == 8
-        # Two layers, each of which saves its input and its output, and what the weights take.
+        # Two layers save their inputs and outputs. The constant covers the weights.
         assert saved <= held * 4.5 * microbatch + 40_000
         assert all_saved > 2 * saved or stage == 0
         assert again < all_saved / 3
 
 
 class Turned(nn.Module):
-    """Returns what lies in another order than that of its dimensions."""
+    """A module that returns a tensor whose memory order differs from the order of its dimensions."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.transpose(2, 3)
 
 
 def alive_at_once() -> int:
-    """Most tensors of the cut's shape that a first stage under gpipe holds beside those that are on the wire."""
+    """Return the largest number of the cut's activations that the first stage holds under gpipe, except sent copies."""
     network = nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1), Turned(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(144, 5)
     )
@@ -154,21 +157,21 @@ def alive_at_once() -> int:
 
     def look(_: Any) -> None:
         nonlocal most
-        own = [one for one in gc.get_objects() if isinstance(one, Tensor) and one.shape == (2, 4, 8, 8)]
-        most = max(most, sum(not one.is_contiguous() for one in own))
+        tensors = [tensor for tensor in gc.get_objects() if isinstance(tensor, Tensor) and tensor.shape == (2, 4, 8, 8)]
+        most = max(most, sum(not tensor.is_contiguous() for tensor in tensors))
 
     pipeline.watchers.append(look)
     pipeline.step(*make_batch(), F.cross_entropy)
     return most
 
 
-def test_what_a_stage_has_sent_is_not_held_for_its_backward() -> None:
+def test_sent_activations_are_not_kept_for_the_backward() -> None:
     first, _ = run_ranks(2, alive_at_once)
     assert first < MICROBATCHES
 
 
 class Copies(TorchDispatchMode):
-    """Counts copies of activations into another order."""
+    """A counter of copies of activations into a different memory order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +184,7 @@ class Copies(TorchDispatchMode):
 
 
 def channels_last() -> int:
-    """The copies made by a stage that computes with the channels innermost."""
+    """Return the number of copies that a stage in channels_last format makes."""
     last = nn.Sequential(nn.Conv2d(4, 5, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     network = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), last)
     pipeline = Pipeline(network.to(memory_format=torch.channels_last), ["1"], (1, 1), MICROBATCHES)
@@ -193,4 +196,4 @@ def channels_last() -> int:
 
 
 def test_channels_last_is_kept_over_a_cut() -> None:
-    assert run_ranks(2, channels_last) == [0, 0], "it is sent as it lies, and taken as it comes"
+    assert run_ranks(2, channels_last) == [0, 0], "activations are sent and received in their memory order"

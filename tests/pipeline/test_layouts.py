@@ -1,4 +1,4 @@
-"""Any layout trains what one process trains, and no order of messages makes the ranks wait for each other."""
+"""Tests of layouts: each layout trains the values of one process, and no order of messages leads to a deadlock."""
 
 import copy
 import itertools
@@ -34,8 +34,8 @@ def test_random_layouts_equal_one_process(part: int) -> None:
         equals_one_process(case)
 
 
-# Whether sends or receives come first, how early these do, replicas that end one after the other, first messages, and a
-# replica that has the last two microbatches, after another's last.
+# In this order, the cases test: whether sends or receives start first, how early receives start, replicas that end one
+# after the other, first messages, and a replica that runs the last two microbatches after another replica's last one.
 DRAINED = [
     Case((1, 1), 4, ((8,), (8,)), "1f1b", "never", "nccl", 100, seed=5),
     Case((1, 3, 1), 9, ((9,), (9,)), "1f1b", "never", "nccl", 100, seed=6, run_ahead=True),
@@ -57,14 +57,14 @@ def train_over_a_network(gloo: Trial, nccl: Trial) -> None:
 
 
 def test_uneven_layouts_equal_one_process_over_a_network() -> None:
-    """The same as the threads do, with processes; and the groups for NCCL, here made of gloo's."""
+    """Layouts are trained by processes in place of threads; the groups for NCCL are replaced by groups of gloo."""
     gloo = Case((2, 1, 3), 7, ((5, 6), (1, 2)), "1f1b", "never", "gloo", 100, seed=3)
     nccl = Case((2, 1, 3), 7, ((5, 3), (1, 2)), "1f1b", "never", "nccl", 100, seed=4)
     run_ranks(6, train_over_a_network, Trial(gloo), Trial(nccl))
 
 
 def third_step(replicas: tuple[int, ...]) -> list[Counter[Any]]:
-    """For each rank what it called in a step of a kind that it has made before."""
+    """Return each rank's calls in the third of three equal steps."""
     world = World(sum(replicas), "nccl")
     network, cuts = nn.Sequential(*(nn.Linear(2, 2) for _ in replicas)), list(map(str, range(len(replicas) - 1)))
     images, targets = torch.randn(2, 12 // replicas[0], 2)
@@ -82,10 +82,10 @@ def third_step(replicas: tuple[int, ...]) -> list[Counter[Any]]:
         return world.run(main)
 
 
-def test_a_step_makes_one_collective_on_the_host() -> None:
-    """The one is for the sizes of the batch; then there are transfers, and all-reduces of targets and gradients.
+def test_a_step_runs_one_collective_on_the_host() -> None:
+    """The collective shares the sizes of the batch. The device runs transfers and all-reduces of targets and gradients.
 
-    Over the host go with the gradients of a microbatch only those that tell which there are.
+    The only other messages over the host say which gradients of a microbatch exist.
     """
     results = third_step((2, 1, 3))
     for rank, calls in enumerate(results):
@@ -99,20 +99,20 @@ def test_a_step_makes_one_collective_on_the_host() -> None:
 
 
 def test_ranks_are_numbered_by_stage_or_by_pipeline() -> None:
-    """A node's ranks follow one another: those of two nodes of 3 send each other nothing but gradients to sum."""
+    """A node's ranks are consecutive. With placement `replicas`, two nodes of 3 only exchange gradients to sum."""
     assert [Placement((4, 2)).ranks(stage) for stage in range(2)] == [[0, 1, 2, 3], [4, 5]]
     placement = Placement((4, 2), "replicas", microbatches=8)
     for m in range(8):
         assert len({placement.rank_of(stage, m) // 3 for stage in range(2)}) == 1
-    assert [(one.stage, one.replica) for one in map(Placement((2, 1, 3), "replicas").place, range(6))] == [
+    assert [(place.stage, place.replica) for place in map(Placement((2, 1, 3), "replicas").place, range(6))] == [
         *((0, 0), (1, 0), (2, 0)),
         *((0, 1), (2, 1)),
         (2, 2),
     ]
 
 
-def test_a_transfer_holds_its_tensor() -> None:
-    """The tool itself: a tensor is given away while it is under way."""
+def test_a_tensor_freed_during_its_transfer_is_an_error() -> None:
+    """This tests the simulated `torch.distributed` itself."""
 
     def sends_what_it_drops(rank: int) -> None:
         if rank == 0:

@@ -1,4 +1,4 @@
-"""The parts of a loss add up to the gradients of the whole, or the loss is refused."""
+"""Tests of losses that microbatches compute in parts: gradients equal the whole loss's, or the loss is refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ from cnnstrategies.strategies.hybrid_pipeline.steps import has_mean_loss
 SPLIT = Split((7, 4), (0, 1, 0, 1, 0))
 GENERATOR = torch.Generator().manual_seed(0)
 TARGETS = torch.randint(4, (11,), generator=GENERATOR)
-TARGETS[SPLIT.global_rows(1)] = 3  # A microbatch in which all are ignored.
+TARGETS[SPLIT.global_rows(1)] = 3  # All samples of this microbatch are ignored.
 WEIGHTS = torch.tensor([1.0, 3.0, 0.1, 0.0], dtype=torch.float64)
 
 Outputs = dict[str, Tensor]
@@ -53,7 +53,10 @@ def in_parts(
     def whole(leaves: Outputs) -> Tensor:
         rows = [SPLIT.global_rows(microbatch) for microbatch in range(5)]
         return torch.stack(
-            [parts.part({name: leaf[own] for name, leaf in leaves.items()}, m) for m, own in enumerate(rows)]
+            [
+                parts.part({name: leaf[positions] for name, leaf in leaves.items()}, m)
+                for m, positions in enumerate(rows)
+            ]
         ).sum()
 
     return gradients(whole)
@@ -85,14 +88,14 @@ LOSSES = {
 
 @pytest.mark.parametrize("thorough", [True, False])
 @pytest.mark.parametrize("name", LOSSES)
-def test_parts_have_the_gradients_of_the_whole(name: str, thorough: bool) -> None:
+def test_parts_of_a_loss_have_the_gradients_of_the_whole_loss(name: str, thorough: bool) -> None:
     loss, kind = LOSSES[name]
     actual = in_parts(loss, kind, thorough)
     for output, expected in gradients(lambda leaves: loss(leaves, TARGETS)).items():
         if expected is not None:
             torch.testing.assert_close(actual[output], expected, rtol=1e-13, atol=1e-15)
-        elif (found := actual[output]) is not None:
-            assert not found.any()
+        elif (gradient := actual[output]) is not None:
+            assert not gradient.any()
 
 
 def test_a_loss_runs_once_for_each_microbatch_and_once_for_the_batch() -> None:
@@ -136,7 +139,7 @@ def constrained(o: Outputs, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [dice, contrastive, random_pairs, normalised])
-def test_samples_are_compared_in_any_step(loss: Any) -> None:
+def test_a_loss_that_compares_samples_is_refused_in_any_step(loss: Any) -> None:
     torch.manual_seed(0)
     with pytest.raises(ConfigurationError, match="not made of losses of its samples"):
         in_parts(loss, thorough=False)
@@ -153,14 +156,14 @@ def test_samples_are_compared_in_any_step(loss: Any) -> None:
         (constrained, r"made-up outputs \(ValueError: value must be one of these\)"),
     ],
 )
-def test_what_microbatches_do_not_tell_is_refused(loss: Any, message: str) -> None:
+def test_a_loss_that_microbatches_cannot_compute_is_refused(loss: Any, message: str) -> None:
     torch.manual_seed(0)
     with pytest.raises(ConfigurationError, match=message):
         in_parts(loss)
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1.0), (torch.float16, 2.0**16)])
-def test_gradients_under_autocast(dtype: torch.dtype, scale: float) -> None:
+def test_parts_of_a_loss_have_the_gradients_of_the_whole_loss_under_autocast(dtype: torch.dtype, scale: float) -> None:
     prototypes = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
 
     def loss(o: Outputs, y: Tensor) -> Tensor:
@@ -176,14 +179,14 @@ def test_gradients_under_autocast(dtype: torch.dtype, scale: float) -> None:
         whole = loss({"logits": leaves[0]}, TARGETS)
         each = [parts.part({"logits": leaves[1][SPLIT.global_rows(m)]}, m) for m in range(5)]
     torch.testing.assert_close(torch.stack(each).nansum(), whole.detach(), rtol=0.01, atol=0)
-    for one in (whole, *each):
-        (one * scale).backward()
+    for part in (whole, *each):
+        (part * scale).backward()
     expected, actual = (leaf.grad for leaf in leaves)
     assert expected is not None
     torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
 
 
-def test_an_error_of_the_loss_itself_is_left_as_it_is() -> None:
+def test_an_error_of_the_loss_is_raised_unchanged() -> None:
     def broken(outputs: Outputs, targets: Tensor) -> Tensor:
         raise ZeroDivisionError("of the user's own")
 
@@ -191,26 +194,30 @@ def test_an_error_of_the_loss_itself_is_left_as_it_is() -> None:
         in_parts(broken)
 
 
-def test_of_two_methods_that_of_the_subclass_counts() -> None:
+def test_an_overridden_loss_counts_as_the_users_loss() -> None:
     class Other(ImageClassifier):
         def loss(self, outputs: Any, targets: Tensor) -> Tensor:
             return super().loss(outputs, targets)
 
     network = nn.Linear(1, 2)
     assert has_mean_loss(ImageClassifier(network, 2))
-    assert not has_mean_loss(Other(network, 2)), "it may divide by something else"
+    assert not has_mean_loss(Other(network, 2)), "the overridden loss may divide by a different number"
 
 
 def on_a_device(at_once: bool) -> tuple[list[int], float, str]:
-    """How often the host waits for each part of a loss that compares samples of which the first one has none."""
+    """Train with a loss that compares samples, except in the first microbatch, until the loss is refused.
+
+    Returns:
+        The number of times that the host waits in each part, the sum of the gradient at the refusal, and the error.
+    """
     with simulate():
         targets, compares = TARGETS.to(DEVICE.name), torch.ones(11, 1)
         compares[SPLIT.global_rows(0)] = 0
         compares = compares.to(DEVICE.name)
 
         def part_of(outputs: Outputs, rows: Rows | None) -> Tensor:
-            own = torch.arange(11, device=DEVICE.name) if rows is None else rows[DEVICE.name]
-            probabilities, classes = outputs["logits"].sigmoid() * compares[own], F.one_hot(targets[own], 4)
+            samples = torch.arange(11, device=DEVICE.name) if rows is None else rows[DEVICE.name]
+            probabilities, classes = outputs["logits"].sigmoid() * compares[samples], F.one_hot(targets[samples], 4)
             return 1 - 2 * (probabilities * classes).sum() / (1 + probabilities.sum() + classes.sum())
 
         parts = WeighedLoss(part_of)
@@ -221,20 +228,18 @@ def on_a_device(at_once: bool) -> tuple[list[int], float, str]:
             parts.begin(Batch(SPLIT, None, (), (), (targets,), ()))
             for m in range(5):
                 rows = SPLIT.global_rows(m, device=DEVICE.name)
-                with DEVICE.waits_inside() as found:
+                with DEVICE.waits_inside() as waits_of_part:
                     try:
                         part = parts.part({"logits": leaf[rows]}, m)
                     except ConfigurationError as error:
-                        return [*waits, sum(found.values())], float(leaf.grad.abs().sum()), str(error)
+                        return [*waits, sum(waits_of_part.values())], float(leaf.grad.abs().sum()), str(error)
                 part.backward()
-                waits.append(sum(found.values()))
+                waits.append(sum(waits_of_part.values()))
     return waits, 0.0, ""
 
 
 @pytest.mark.parametrize(("at_once", "waits"), [(True, [2, 1]), (False, [1, 0, 0, 0, 0, 1])])
-def test_what_a_later_microbatch_shows_is_refused_without_waiting_and_trains_nothing(
-    at_once: bool, waits: list[int]
-) -> None:
+def test_a_loss_refused_in_a_later_microbatch_waits_rarely_and_trains_nothing(at_once: bool, waits: list[int]) -> None:
     waited, trained, error = run_apart(on_a_device, at_once)
     assert waited == waits
     assert trained == 0

@@ -1,4 +1,4 @@
-"""How many microbatches a step has when nobody says."""
+"""Tests of the default number of microbatches and of the division of small batches."""
 
 import itertools
 
@@ -16,8 +16,11 @@ def smallest(replicas, samples, microbatches):
     return min(Split((samples,) * replicas[0], rotation((1,) * replicas[0], microbatches)).sizes)
 
 
-def test_with_batch_normalisation_as_many_as_leave_each_eight_images():
-    """And as many for each replica of the widest stage, at least one; without four per stage and replica."""
+def test_with_batch_normalisation_microbatches_have_at_least_eight_images():
+    """Each replica of the widest stage runs equally many microbatches, at least one.
+
+    Without batch normalisation, the default is four microbatches per stage and per replica of the widest stage.
+    """
     assert default_microbatches((1, 2, 1)) == 24
     for replicas, samples in itertools.product(REPLICAS, (1, 3, 7, 8, 15, 16, 23, 24, 31, 32, 64, 100, 256)):
         widest, usual = max(replicas), default_microbatches(replicas)
@@ -33,13 +36,17 @@ def test_with_batch_normalisation_as_many_as_leave_each_eight_images():
 
 def test_a_smaller_last_batch_fills_fewer_microbatches():
     assert Split((5, 3), rotation((1, 1), 5), usual=16).sizes == (5, 3, 0, 0, 0)
-    for rows, own, usual in itertools.product(range(20), range(1, 6), range(1, 20)):
-        split = Split((rows,), (0,) * own, usual)
+    for rows, microbatches, usual in itertools.product(range(20), range(1, 6), range(1, 20)):
+        split = Split((rows,), (0,) * microbatches, usual)
         assert sum(split.sizes) == rows
         assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(split.bounds))
         if rows < usual:
-            full = max(Split((usual,), (0,) * own).sizes)
+            full = max(Split((usual,), (0,) * microbatches).sizes)
             filled = [size for size in split.sizes if size]
-            assert max(split.sizes) <= full + (full == 2), "as much memory, but for one sample"
-            assert min(filled, default=full) > 1 or full == 1 or rows == 1, "batch normalisation refuses one"
+            assert max(split.sizes) <= full + (full == 2), (
+                "microbatches need at most the usual memory, or one sample more"
+            )
+            assert min(filled, default=full) > 1 or full == 1 or rows == 1, (
+                "batch normalisation refuses a single sample"
+            )
             assert len(filled) <= -(-rows // full)

@@ -1,4 +1,4 @@
-"""Where NCCL waits for a rank that has ended, the others learn of it, and end."""
+"""Tests of the rank watch: if a rank dies while NCCL waits for it, the other ranks learn about the death and end."""
 
 import os
 import signal
@@ -19,15 +19,15 @@ from cnnstrategies.pipeline import transport
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.transport import PeerError
 
-SOON = 40.0  # seconds; until NCCL's time-out it would be ten minutes
+SOON = 40.0  # Seconds. NCCL's time-out would take ten minutes.
 
 
 class Kernel:
-    """A transfer that a lost rank leaves on the device until its group is aborted, whatever gloo tells.
+    """A transfer that waits on the device until its group is aborted, like NCCL's, even if gloo reports a lost rank.
 
     Args:
-        work: That of gloo.
-        aborted: Set when groups are aborted.
+        work: The transfer of gloo.
+        aborted: Event that is set when groups are aborted.
     """
 
     def __init__(self, work: Any, aborted: threading.Event) -> None:
@@ -43,7 +43,7 @@ class Kernel:
 
 
 def a_rank_is_killed(directory: Path) -> None:
-    """In its third step the last of three; the others write down what they raise, and when."""
+    """Train as one of three ranks. The last rank kills itself in its third step; the others record error and time."""
     rank = int(os.environ["LOCAL_RANK"])
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -87,11 +87,11 @@ def a_rank_is_killed(directory: Path) -> None:
                 (directory / str(rank)).write_text(f"{time.time()} {error}")
         until = time.monotonic() + SOON / 4
         while not (directory / "told 0").exists() and time.monotonic() < until:
-            time.sleep(0.01)  # Else rank 0 might see this one end before it is told.
+            time.sleep(0.01)  # Otherwise rank 0 might see this rank end before it is told about the lost rank.
     os._exit(1)
 
 
-def test_the_others_end_within_seconds_and_name_the_lost_rank(tmp_path: Path) -> None:
+def test_the_other_ranks_end_within_seconds_and_name_the_lost_rank(tmp_path: Path) -> None:
     assert run_started(3, lambda: a_rank_is_killed(tmp_path)) == [1, 1, -signal.SIGKILL]
     for rank in (0, 1):
         at, _, error = (tmp_path / str(rank)).read_text().partition(" ")

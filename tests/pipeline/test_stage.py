@@ -1,4 +1,4 @@
-"""A divided network computes what the whole one does, wherever it is cut."""
+"""Tests of dividing a network into stages: wherever it is cut, it computes the values of the whole network."""
 
 import random
 import sys
@@ -37,7 +37,7 @@ LARGE_TIMM = ["convnextv2_atto", "resnet26d", "regnetz_b16", "res2net50_14w_8s",
 
 
 class UNet(nn.Module):
-    """Skips over the stages in between, and an image that is used twice."""
+    """A U-Net with skip connections over the stages in between; the images are used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def compare_all(library: str, names: list[str]) -> list[str]:
     [
         ("timm", TIMM),
         ("own", ["UNet"]),
-        pytest.param("torchvision", TORCHVISION, marks=pytest.mark.cluster),  # They take long.
+        pytest.param("torchvision", TORCHVISION, marks=pytest.mark.cluster),  # These take long.
         pytest.param("torchvision", LARGE_TORCHVISION, marks=pytest.mark.cluster),
         pytest.param("timm", LARGE_TIMM, marks=pytest.mark.cluster),
     ],
@@ -107,7 +107,7 @@ def test_outputs_and_gradients_equal_the_whole_network(library: str, names: list
 
 
 class Changing(nn.Module):
-    """Two layers, and between them something that a trace would fix."""
+    """Two layers, and between them behaviour that a trace would fix."""
 
     def __init__(self, how: str = "") -> None:
         super().__init__()
@@ -159,32 +159,32 @@ FIXED = {
 
 
 @pytest.mark.parametrize("how", FIXED)
-def test_what_a_trace_would_fix_is_refused(how: str) -> None:
+def test_behaviour_that_a_trace_would_fix_is_refused(how: str) -> None:
     changing = Changing(how)
     with pytest.raises(ConfigurationError, match=FIXED[how]):
         trace(nn.Sequential(nn.Flatten(), changing) if "value" in how else changing)
 
 
 @pytest.mark.light
-def test_a_context_around_the_trace_is_no_context_of_the_network() -> None:
+def test_a_context_around_the_trace_is_not_a_context_of_the_network() -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         trace(Changing())
 
 
 @pytest.mark.light
-def test_an_attribute_of_traced_code_cannot_change_afterwards() -> None:
+def test_an_attribute_of_traced_code_cannot_be_changed_after_the_cut() -> None:
     stage = divide(Changing(), [2]).build(0)
-    with pytest.raises(ConfigurationError, match=r"gain = 5.0 is set on a part of the network that is cut"):
+    with pytest.raises(ConfigurationError, match=r"gain = 5.0 would have no effect: the network is cut"):
         stage.gain = 5.0
-    with pytest.raises(ConfigurationError, match=r"rate = 0.1 is set"):
+    with pytest.raises(ConfigurationError, match=r"rate = 0.1 would have no effect"):
         stage.block.rate = 0.1
     stage.train()
     stage.requires_grad_(False)
-    stage.get_submodule("block.0").anything = 1.0  # A layer keeps looking at its own.
+    stage.get_submodule("block.0").anything = 1.0  # A layer is not traced and reads its own attributes.
 
 
 class Halves(nn.Module):
-    """Branches on a shape, and computes a part without gradients."""
+    """A module that branches on a shape and computes one value without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,10 @@ class Halves(nn.Module):
 
 
 class ByShape(nn.Module):
-    """As segmentation_models_pytorch's check of its images, and timm's of an embedding's size."""
+    """A network that branches on shapes.
+
+    segmentation_models_pytorch checks the sizes of its images like this, and timm an embedding's size.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +221,7 @@ class ByBatch(ByShape):
         return images if images.shape[0] > 2 else -images
 
 
-def test_what_a_network_decides_by_shape_holds_for_its_images() -> None:
+def test_branches_on_shapes_hold_for_images_of_the_traced_shape() -> None:
     def compared() -> None:
         whole = nn.Sequential(nn.Conv2d(3, 4, 1), Halves(), nn.Flatten(), nn.Linear(32, 2)).double()
         images = torch.randn(3, 3, 8, 8, dtype=torch.float64)
@@ -259,7 +262,7 @@ def test_functions_of_einops_become_nodes(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Shared(nn.Module):
-    """Uses parameters twice, and goes on with a value that was changed in place, under its first name."""
+    """A network that uses parameters twice and uses a value under its first name after an in-place change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,8 +274,8 @@ class Shared(nn.Module):
         return self.third(x) + x
 
 
-def test_there_is_no_cut_inside_what_one_stage_must_have() -> None:
-    """Behind a cut before the change, one stage would change its own copy, and the next get the value as it was."""
+def test_operations_that_must_share_a_stage_are_not_cut_apart() -> None:
+    """After a cut before the in-place change, one stage would change its copy, and the next get the old value."""
     assert cut_positions(trace(Shared())) == [5, 6]
 
 
@@ -286,7 +289,7 @@ REFUSED = [
 
 
 @pytest.mark.light
-def test_what_cannot_run_is_refused() -> None:
+def test_layouts_cuts_and_backends_that_cannot_run_are_refused() -> None:
     for check, arguments, message in REFUSED:
         with pytest.raises(ConfigurationError, match=message):
             check(*arguments)  # type: ignore[operator]

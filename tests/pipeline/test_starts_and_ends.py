@@ -1,8 +1,8 @@
-"""Start and end ranks, and look at how each ends.
+"""Tests of the ranks' ends: no thread of a process group is left when the interpreter ends.
 
-A process ends badly where a thread of a group is still there: then C++ may abort it (exit code -6, `terminate called
-without an active exception`) after a right result, in one run of many and only where processors are scarce. So each
-rank looks, when all that it has registered for its end is done, whether there is one.
+If a group's thread is left, C++ may abort the process after a correct result (exit code -6, `terminate called without
+an active exception`), in one run of many and only on busy CPUs. So each rank looks for threads after all functions that
+it registered with `atexit`.
 """
 
 import atexit
@@ -28,7 +28,7 @@ from cnnstrategies.cli import main
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.strategies import HybridPipelineStrategy
 
-kept: list[Pipeline] = []  # As in a script whose variables are global.
+kept: list[Pipeline] = []  # Keeps pipelines alive, like global variables of a script.
 
 
 def make_network() -> nn.Module:
@@ -37,11 +37,13 @@ def make_network() -> nn.Module:
 
 
 def run_engine() -> None:
-    """What a script with plain torch does, in one rank."""
+    """Run a script with plain torch as one rank."""
     dist.init_process_group("gloo")
     with Pipeline(make_network(), ["0"], (1, 2), 4) as pipeline:
         images, targets = torch.randn(8, 1, 8, 8), torch.randint(5, (8,))
-        optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.1)  # Its first step imports much of torch.
+        optimizer = torch.optim.SGD(
+            pipeline.module.parameters(), lr=0.1
+        )  # The optimizer's first step imports much of torch.
         for _ in range(2):
             pipeline.step(images, targets, F.cross_entropy)
             optimizer.step()
@@ -51,7 +53,7 @@ def run_engine() -> None:
 
 
 def run_strategy() -> None:
-    """What a script with a Trainer does, in one rank; it leaves the end of the default group to the strategy."""
+    """Run a script with a Trainer as one rank. The strategy must destroy the default group."""
     strategy = HybridPipelineStrategy(replicas=[2, 1], cuts=["0"], microbatches=4)
     trainer = Trainer(accelerator="cpu", devices=3, strategy=strategy, max_steps=2, barebones=True)
     data = TensorDataset(torch.randn(32, 1, 8, 8), torch.randint(5, (32,)))
@@ -59,12 +61,12 @@ def run_strategy() -> None:
 
 
 def run_command() -> None:
-    """What the command line does, in one rank, with Lightning's DDP: all that ends the group is the command."""
+    """Run the command line with Lightning's DDP as one rank. The command must destroy the default group."""
     _command(1)
 
 
 def run_stopped_command() -> None:
-    """The same, where each rank receives SIGTERM in its first step."""
+    """Run the command line as one rank that receives SIGTERM in its first step."""
 
     def stop(self: GracefulStop, trainer: Trainer, module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
         if trainer.global_step == 0:

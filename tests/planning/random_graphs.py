@@ -1,4 +1,4 @@
-"""Random networks, links and jobs, small enough that all layouts can be tried; and networks of known costs."""
+"""Random networks, links and jobs, small enough to try all layouts; and networks of known costs."""
 
 import itertools
 import random
@@ -12,7 +12,7 @@ from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Profile, Value
 from cnnstrategies.planning.predict import Predictor
 
-MOST_NODES = 6  # on machines with several devices, where there are more layouts
+MOST_NODES = 6  # For clusters of several devices per machine, which allow more layouts.
 
 
 def chain(
@@ -23,7 +23,16 @@ def chain(
     samples: int = 1,
     input_bytes: int = 0,
 ) -> GraphCosts:
-    """Nodes one after another, of which the backward takes twice as long as the forward."""
+    """Return a chain of nodes whose backward takes twice as long as their forward.
+
+    Args:
+        times: Seconds of each node, forward and backward together.
+        sent: Bytes of the activations between two nodes.
+        parameters: Bytes of each node's parameters; without this argument nodes have no parameters.
+        saved: Bytes that each node saves for its backward.
+        samples: Samples of a microbatch.
+        input_bytes: Bytes of the microbatch's images.
+    """
     nodes = [
         NodeCost(f"n{index}", time / 3, 2 * time / 3, parameters[index] if parameters else 0, saved)
         for index, time in enumerate(times)
@@ -33,7 +42,10 @@ def chain(
 
 
 def random_costs(rng: random.Random) -> GraphCosts:
-    """A chain of 5 to 9 nodes with up to two skips, times over two and sizes over three orders of magnitude."""
+    """Return a chain of 5 to 9 nodes with up to two skip connections.
+
+    Times range over two orders of magnitude, sizes over three.
+    """
     size = rng.randrange(5, 10)
     nodes = []
     for index in range(size):
@@ -57,18 +69,18 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def predictor(costs: GraphCosts, network: Link | Cluster, devices: int, microbatches: int, **fixed: Any) -> Predictor:
-    """For costs of a microbatch, on equal devices or on a cluster."""
+    """Return a predictor for the costs of a microbatch, on equal devices or on a cluster."""
     cluster = network if isinstance(network, Cluster) else Cluster.flat(devices, network)
     samples = round(costs.microbatch_size * microbatches)
     return Predictor(Job(Profile(costs), cluster, samples, microbatches, **{"state_copies": 3, **fixed}))
 
 
-def all_layouts(of: Predictor) -> Iterator[Layout]:
-    job, devices, microbatches = of.job, of.job.cluster.devices, of.problem.microbatches
+def all_layouts(planner: Predictor) -> Iterator[Layout]:
+    job, devices, microbatches = planner.job, planner.job.cluster.devices, planner.problem.microbatches
     for count in [job.stages] if job.stages else range(1, devices + 1):
         for replicas in [job.replicas] if job.replicas else compositions(devices, count):
             if max(replicas) <= microbatches:
-                for cuts in itertools.combinations(of.costs.cut_positions, len(replicas) - 1):
+                for cuts in itertools.combinations(planner.costs.cut_positions, len(replicas) - 1):
                     yield Layout(cuts, replicas)
 
 
@@ -77,7 +89,7 @@ def random_link(rng: random.Random) -> Link:
 
 
 def random_question(rng: random.Random) -> Predictor:
-    """Up to four devices, the same link between any two."""
+    """Return a predictor for a random job on up to four devices, with equal links between all devices."""
     costs, link = random_costs(rng), random_link(rng)
     devices, microbatches = rng.choice([2, 3, 4]), rng.choice([2, 4, 6, 8])
     fixed: dict[str, Any] = {"schedule": rng.choice(["gpipe", "1f1b"])}
@@ -86,18 +98,20 @@ def random_question(rng: random.Random) -> Predictor:
     if kind == "stages" and stages * microbatches >= devices:
         fixed["stages"] = stages
     if kind == "replicas" and stages * microbatches >= devices:
-        fixed["replicas"] = rng.choice([one for one in compositions(devices, stages) if max(one) <= microbatches])
+        fixed["replicas"] = rng.choice(
+            [counts for counts in compositions(devices, stages) if max(counts) <= microbatches]
+        )
     return predictor(costs, link, devices, microbatches, **fixed)
 
 
-def with_unequal_devices(of: Predictor, rng: random.Random) -> Predictor:
-    """The same question for devices of which some are slower."""
-    hosts = tuple(replace(host, speed=rng.choice([0.25, 0.6, 1.0, 1.0])) for host in of.job.cluster.hosts)
-    return Predictor(replace(of.job, cluster=Cluster(hosts)))
+def with_unequal_devices(planner: Predictor, rng: random.Random) -> Predictor:
+    """Return a predictor for the same job on devices with random speeds."""
+    hosts = tuple(replace(host, speed=rng.choice([0.25, 0.6, 1.0, 1.0])) for host in planner.job.cluster.hosts)
+    return Predictor(replace(planner.job, cluster=Cluster(hosts)))
 
 
 def random_question_on_machines(rng: random.Random) -> Predictor:
-    """Two machines of four devices, of which the first may be half as fast."""
+    """Return a predictor for a random job on two machines of four devices; the first machine may be half as fast."""
     costs = random_costs(rng)
     while len(costs.nodes) > MOST_NODES:
         costs = random_costs(rng)
@@ -107,14 +121,14 @@ def random_question_on_machines(rng: random.Random) -> Predictor:
     return predictor(costs, cluster, 8, rng.choice([8, 12]), schedule=rng.choice(["gpipe", "1f1b"]))
 
 
-def excess(of: Predictor) -> float:
-    """The predicted time of what the search finds over that of the best of all layouts."""
-    found = of.search()
-    assert found is not None
-    layouts = list(all_layouts(of))
-    assert found in layouts, "what is asked for, with no more replicas of a stage than microbatches"
-    own = best = of.time(found)
+def excess(planner: Predictor) -> float:
+    """Return the predicted time of the search's layout, divided by the time of the best of all layouts."""
+    layout_found = planner.search()
+    assert layout_found is not None
+    layouts = list(all_layouts(planner))
+    assert layout_found in layouts, "the layout must satisfy the job's options, with at most one replica per microbatch"
+    search_time = best = planner.time(layout_found)
     for layout in layouts:
-        if of.problem.bound(layout) < best:  # Else it cannot be better: that bounds hold has a test of its own.
-            best = min(best, of.time(layout))
-    return own / best
+        if planner.problem.bound(layout) < best:  # Otherwise the layout cannot be better; another test checks bounds.
+            best = min(best, planner.time(layout))
+    return search_time / best

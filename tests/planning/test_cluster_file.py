@@ -1,4 +1,4 @@
-"""Clusters from YAML: what the numbers become, and mistakes told by file, place and what is accepted."""
+"""Tests of cluster files: the cluster that a file describes, and error messages with file, key and accepted values."""
 
 from pathlib import Path
 
@@ -25,15 +25,17 @@ def read(text: str, folder: Path) -> Cluster:
     return read_cluster(file)
 
 
-def test_numbers_become_devices_and_links(tmp_path: Path) -> None:
+def test_a_cluster_file_becomes_devices_and_links(tmp_path: Path) -> None:
     cluster = read(FILE, tmp_path)
     assert cluster.host_of == (0,) * 4 + (1,) * 4 + (2,) * 2
     assert cluster.speeds == (1.0,) * 8 + (0.5,) * 2
     assert cluster.memory == 16 * 2**30
     assert cluster.link(0, 3) == Link(12e9, 10 * 1e-6)
-    assert cluster.link(0, 4) == Link(0.625e9, 50 * 1e-6), "10 Gbit/s at an efficiency of a half"
+    assert cluster.link(0, 4) == Link(0.625e9, 50 * 1e-6), "10 Gbit/s at an efficiency of 0.5"
     assert cluster.link(8, 9).work == pytest.approx(7e-5)
-    assert cluster.link(4, 9).bandwidth == 0.5e9, "the slower of two networks"
+    assert cluster.link(4, 9).bandwidth == 0.5e9, (
+        "a link between two machines is as fast as the slower machine's network"
+    )
     assert (cluster.server_rate, cluster.hosts[0].price) == (2e9, 12.0)
     assert cluster.server_message == pytest.approx(8e-5)
 
@@ -65,13 +67,13 @@ MISTAKES = [
 ]
 
 
-def test_a_mistake_is_told_by_file_and_place(tmp_path: Path) -> None:
-    for old, new, said in MISTAKES:
+def test_an_error_in_a_cluster_file_names_the_file_and_the_key(tmp_path: Path) -> None:
+    for old, new, message in MISTAKES:
         assert old in FILE
         with pytest.raises(ConfigurationError) as error:
             read(FILE.replace(old, new), tmp_path)
         assert str(error.value).startswith(f"{tmp_path / 'cluster.yaml'}: ")
-        assert said in str(error.value)
+        assert message in str(error.value)
         assert "\n" not in str(error.value)
     with pytest.raises(ConfigurationError, match=r"none\.yaml: No such file"):
         read_cluster(tmp_path / "none.yaml")

@@ -1,4 +1,4 @@
-"""Candidates' runs side by side, with runs that only pretend."""
+"""Tests of `tune`'s contest between settings, with simulated trials of known speed."""
 
 import random
 import time
@@ -16,11 +16,11 @@ from cnnstrategies.planning.tune.trial import TrialError
 
 pytestmark = pytest.mark.light
 SPEEDS = {"fast": 1.5, "faster": 2.0, "slow": 0.6, "wrong": 3.0, "new": 1.2, "dies anew": 1.2}
-LUCKY = {"lucky": (1, 1.15), "lucky twice": (2, 1.15), "luckier": (1, 1.202)}  # In so many processes so fast.
+LUCKY = {"lucky": (1, 1.15), "lucky twice": (2, 1.15), "luckier": (1, 1.202)}  # Number of fast processes, their speed.
 
 
 class Pretended:
-    """A trial whose speed is known."""
+    """A simulated trial of known speed."""
 
     open: ClassVar[set["Pretended"]] = set()
     most = 0
@@ -32,7 +32,7 @@ class Pretended:
         self.kind = values.get("kind")
         often, speed = LUCKY.get(self.kind, (0, 1.0))
         self.speed = speed if Pretended.started.count(self.kind) < often else SPEEDS.get(self.kind, 1.0)
-        self.draw = random.Random(str(self.kind))  # Not its hash, which differs from process to process.
+        self.draw = random.Random(str(self.kind))  # Strings' hashes differ between processes; their seeds do not.
         Pretended.started.append(self.kind)
         self.asked = 0
         Pretended.open.add(self)
@@ -71,7 +71,7 @@ def pretended(monkeypatch, tmp_path):
 
 def test_the_fastest_wins_and_every_candidate_gets_a_row(pretended):
     winner, rows = pretended("fast", "faster", "slow", "even", "broken", together=2)
-    assert Pretended.most == 3, "no more beside the default than are allowed"
+    assert Pretended.most == 3, "two candidates may run together, and the default runs beside them"
     assert winner == "faster"
     assert {name: row.verdict.outcome for name, row in rows.items() if row.verdict} == {
         "fast": "behind",
@@ -82,7 +82,7 @@ def test_the_fastest_wins_and_every_candidate_gets_a_row(pretended):
     assert rows["broken"].trouble == "the compiler failed"
 
 
-def test_a_candidate_that_dies_in_its_rounds_ends_nothing_else(pretended):
+def test_a_candidate_that_dies_in_its_rounds_does_not_stop_the_contest(pretended):
     for kind, trouble in (("dying", "out of memory"), ("dies anew", "the compiler failed")):
         winner, rows = pretended(kind)
         assert winner is None
@@ -92,31 +92,33 @@ def test_a_candidate_that_dies_in_its_rounds_ends_nothing_else(pretended):
     assert rows["dying"].trouble == "out of memory"
 
 
-def test_what_changes_the_loss_is_refused_unless_allowed(pretended):
+def test_a_setting_that_changes_the_loss_is_refused_unless_it_may_change_learning(pretended):
     _, rows = pretended("wrong", effect=Effect.ROUNDING)
     assert "changes the loss: 1.81 instead of 1.8" in rows["wrong"].trouble
     assert pretended("wrong")[0] == "wrong"
 
 
-# A process may be quicker than its equal as long as it lives; twice as fast is no luck.
+# By case: settings that are tried, the winner, the winner's number of rounds, and the settings of the started processes
+# (None: the default). By chance a process can be faster than an equal process for as long as it runs, but it cannot be
+# twice as fast.
 CASES = {
-    "alone, nothing was chosen": (["faster"], "faster", 11, [None, "faster"]),
-    "the fastest of some is in part the luckiest": (["faster", "slow"], "faster", 7, [None, "faster", "slow"]),
-    "a small gain must show in pairs of new processes, in turn": (
+    "a single candidate": (["faster"], "faster", 11, [None, "faster"]),
+    "the fastest of two candidates": (["faster", "slow"], "faster", 7, [None, "faster", "slow"]),
+    "a small gain must be confirmed by pairs of new processes in alternating order": (
         ["new"], "new", 21, [None, "new", "new", None, None, "new", "new", None],
     ),
     "lucky once": (["lucky"], None, None, [None, "lucky", "lucky", None]),
     "lucky twice": (["lucky twice"], None, None, [None, "lucky twice", "lucky twice", None, None, "lucky twice"]),
-    "then the next is tried": (
+    "the second candidate is tried after the first was not confirmed": (
         ["new", "luckier"], "new", 21, [None, "new", "luckier", "luckier", None, "new", None, None, "new", "new", None],
     ),
 }  # fmt: skip
 
 
-def test_a_gain_wins_that_shows_again(pretended):
+def test_a_gain_wins_only_if_new_processes_confirm_it(pretended):
     for case, (tried, winner, rounds, started) in CASES.items():
-        found, rows = pretended(*tried)
-        assert found == winner, case
+        chosen, rows = pretended(*tried)
+        assert chosen == winner, case
         assert Pretended.started == started, case
         for name, row in rows.items():
             if name == winner:
@@ -139,7 +141,7 @@ def test_a_gain_without_time_to_confirm_is_undecided(pretended, monkeypatch):
     assert rows["new"].verdict.outcome == "undecided"
 
 
-def test_a_default_that_does_not_run_ends_it(pretended, monkeypatch):
+def test_a_default_that_does_not_run_ends_the_contest(pretended, monkeypatch):
     def fails(self):
         raise TrialError("out of memory")
 
@@ -155,8 +157,8 @@ def test_settings_are_combined_in_all_ways():
     assert combined[-1] == Setting("last, compiled, bf16", dict.fromkeys(effects, 1), Effect.LEARNING)
 
 
-def test_an_overlay_is_nested_yaml_and_written_whole(tmp_path, monkeypatch):
-    """Programs that write the same one, as those of a sweep do that end at once, do not take each other's file."""
+def test_an_overlay_is_nested_yaml_and_replaced_in_one_step(tmp_path, monkeypatch):
+    """Programs that write the same overlay do not use each other's temporary file, for example trials of a sweep."""
     replace, names = Path.replace, []
 
     def note(self, target):

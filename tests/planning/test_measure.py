@@ -1,4 +1,4 @@
-"""What is measured of networks and connections, and that nothing of the network is touched."""
+"""Tests of measuring networks and links; measuring must not change the network."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +19,11 @@ CPU = torch.device("cpu")
 
 
 class Network(nn.Module):
-    """In-place operations, a skip, a split, dropout, BatchNorm, a bare parameter, a shared layer, images used again."""
+    """A network with the constructs that are hard to measure.
+
+    They are in-place operations, a skip connection, a split, dropout, BatchNorm, a parameter outside a layer, a shared
+    layer, and images that the last layer reads again.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,15 +61,19 @@ def test_nodes_cost_time_and_bytes(microbatch: Tensor) -> None:
     nodes = {node.name: node for node in costs.nodes}
     assert all(node.forward > 0 for node in costs.nodes)
     assert nodes["body"].backward > 0
-    assert costs.parameter_bytes == sum(parameter.nbytes for parameter in network.parameters()), "each once"
+    assert costs.parameter_bytes == sum(parameter.nbytes for parameter in network.parameters()), (
+        "shared parameters count once"
+    )
     assert nodes["mul"].parameter_bytes == network.scale.nbytes
     assert nodes["halves"].parameter_bytes > nodes["halves_1"].parameter_bytes == 0
     position = {node.name: index for index, node in enumerate(costs.nodes)}
     assert position["halves_1"] not in costs.cut_positions, "uses of the same parameters stay together"
-    one = 4 * 16 * 16 * 16 * 4
-    assert costs.sent_bytes[position["norm"]] == one + microbatch.nbytes
-    assert costs.sent_bytes[position["mul"]] == 2 * one + microbatch.nbytes, "the skip crosses too"
-    assert costs.sent_gradient_bytes[position["mul"]] == 2 * one, "images have none"
+    activation_bytes = 4 * 16 * 16 * 16 * 4
+    assert costs.sent_bytes[position["norm"]] == activation_bytes + microbatch.nbytes
+    assert costs.sent_bytes[position["mul"]] == 2 * activation_bytes + microbatch.nbytes, (
+        "the skip connection is also sent"
+    )
+    assert costs.sent_gradient_bytes[position["mul"]] == 2 * activation_bytes, "images have no gradient"
     assert costs.sent_bytes[0] == costs.sent_bytes[len(costs.nodes)] == 0
     known = {tensor.untyped_storage().data_ptr() for tensor in (*network.parameters(), *network.buffers(), microbatch)}
     sizes: dict[int, int] = {}
@@ -79,36 +87,38 @@ def test_nodes_cost_time_and_bytes(microbatch: Tensor) -> None:
     with preserved(network), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         _alive = network.train()(microbatch)
     saved = sum(node.saved_bytes for node in costs.nodes)
-    assert saved == pytest.approx(sum(sizes.values()), rel=0.02), "what autograd saves for the whole network"
+    assert saved == pytest.approx(sum(sizes.values()), rel=0.02), "all nodes together save what the whole network saves"
 
 
-def test_profiling_leaves_no_trace_and_finds_the_same_apart(microbatch: Tensor) -> None:
-    """Nodes that are measured one at a time have the bytes that they have as a whole."""
+def test_profiling_changes_nothing_and_node_by_node_finds_the_same_bytes(microbatch: Tensor) -> None:
+    """Nodes that are measured one at a time have the same bytes as nodes of a whole run."""
     network = Network().eval()
     network.body.train()
     network.stem.weight.grad = torch.full_like(network.stem.weight, 3.0)
     state = {name: value.clone() for name, value in network.state_dict().items()}
     modes = [module.training for module in network.modules()]
-    found = []
+    profiles = []
     for device in (None, CPU):
         random_state = torch.get_rng_state()
-        found.append(profile_of(network, microbatch, repeats=1, apart_on=device))
+        profiles.append(profile_of(network, microbatch, repeats=1, apart_on=device))
         assert torch.equal(torch.get_rng_state(), random_state)
         assert [module.training for module in network.modules()] == modes
         assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
         left = {name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None}
         assert list(left) == ["stem.weight"]
         assert torch.equal(left["stem.weight"], torch.full_like(network.stem.weight, 3.0))
-    whole, apart = (replace(one, nodes=[replace(node, forward=0, backward=0) for node in one.nodes]) for one in found)
+    whole, apart = (
+        replace(costs, nodes=[replace(node, forward=0, backward=0) for node in costs.nodes]) for costs in profiles
+    )
     assert apart == whole
-    assert all(node.forward > 0 for node in found[1].nodes)
-    assert next(node for node in found[1].nodes if node.name == "body").backward > 0
+    assert all(node.forward > 0 for node in profiles[1].nodes)
+    assert next(node for node in profiles[1].nodes if node.name == "body").backward > 0
 
 
 def test_a_network_too_large_for_its_device_is_measured_apart(
     microbatch: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And half precision halves what is sent."""
+    """A network that runs out of memory is measured node by node; half precision halves the bytes sent."""
 
     def full(*arguments: Any, apart_on: torch.device | None = None) -> GraphCosts:
         if apart_on is None:
@@ -125,7 +135,7 @@ def test_a_network_too_large_for_its_device_is_measured_apart(
     assert half.sent_gradient_bytes[1] * 2 == whole.sent_gradient_bytes[1]
 
 
-def test_what_was_changed_is_restored_after_an_error() -> None:
+def test_a_network_is_restored_after_an_error() -> None:
     network = nn.BatchNorm1d(3)
 
     def fail_in_the_middle() -> None:
@@ -158,7 +168,7 @@ def test_each_node_gets_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) 
     assert [node.backward for node in nodes] == pytest.approx([2.0, 5.0])
 
 
-def test_an_optimizer_holds_what_its_kind_and_options_say() -> None:
+def test_the_number_of_optimizer_states_depends_on_class_and_options() -> None:
     parameters = [nn.Parameter(torch.zeros(3))]
     kinds = (
         torch.optim.SGD(parameters, 0.1),
@@ -179,7 +189,7 @@ def test_loopback_has_a_plausible_latency_and_bandwidth() -> None:
         measure_local_link(CPU, "carrier-pigeon")
 
 
-def test_held_up_small_messages_make_no_endless_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delayed_small_messages_do_not_make_the_bandwidth_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_links.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(measure_links.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(measure_links, "round_trips", lambda *_: [0.003, 0.002])

@@ -1,4 +1,4 @@
-"""Plans of pipelines: numbers that can be worked out by hand, and refusals."""
+"""Tests of pipeline plans: numbers that can be worked out by hand, and refusals."""
 
 import io
 from dataclasses import replace
@@ -17,7 +17,7 @@ from cnnstrategies.planning.report import stages_table
 
 pytestmark = pytest.mark.light
 
-# Four nodes of 10 ms forward and 20 ms backward, for 2 samples.
+# Four nodes that take 10 ms forward and 20 ms backward for 2 samples.
 COSTS = chain([0.03] * 4, sent=1000, parameters=[400] * 4, saved=5000, samples=2, input_bytes=700)
 
 
@@ -47,27 +47,32 @@ def test_stages_times_memory_and_step_by_hand() -> None:
         4 * 800 + 1 * (1000 + 10000),
     ]
     held, _ = plan(2, schedule="gpipe", stages=2, state_copies=2)
-    assert held.stage_memory(layout, False)[0] == 2 * 800 + 4 * (700 + 10000), "gpipe holds all"
+    assert held.stage_memory(layout, False)[0] == 2 * 800 + 4 * (700 + 10000), "gpipe holds all microbatches"
     light, _ = plan(2, schedule="gpipe", stages=2, state_copies=2, activation_checkpointing="always")
-    assert light.stage_memory(layout, False)[0] == 2 * 800 + 4 * 700 + 10000, "or with checkpoints their inputs"
+    assert light.stage_memory(layout, False)[0] == 2 * 800 + 4 * 700 + 10000, "with checkpointing only the inputs"
     assert light.time(layout) == pytest.approx(held.time(layout) * 4 / 3), "the forward runs twice"
 
 
 def test_replicas_run_microbatches_as_fast_as_their_devices_do() -> None:
-    """A stage of two takes 60 ms for a microbatch on one device and 180 on the other; the last stage takes 60."""
+    """Shares of microbatches follow the devices' speeds.
+
+    The first stage has two replicas: a microbatch takes 60 ms on the first device and 180 ms on the second. The last
+    stage takes 60 ms.
+    """
     link = Link(bandwidth=1e15, latency=0.0)
     cluster = Cluster(tuple(Host(1, link, link, speed=speed) for speed in (1.0, 1 / 3, 1.0)))
     layout = Layout((2,), (2, 1))
-    # The slow device's third microbatch comes back after 20 + 3 * 60 ms, and its backward takes 120; of two, the first
-    # comes back after 140, when both forwards are done, and both backwards follow.
+    # With shares 3 and 1, the slow device's microbatch is the third in the last stage: its gradient comes back after
+    # 20 + 3 * 60 ms, and the backward takes 120 ms. With two microbatches each, the first gradient comes back after
+    # 140 ms, when the slow device has done both forwards, and two backwards follow.
     dealt, equal = (3, 1, 4), ()
-    for given, shares, seconds in ((None, dealt, 0.32), ((3, 1, 1), dealt, 0.32), ((1, 1, 1), equal, 0.38)):
-        made = predictor(COSTS, cluster, 3, 4, shares=given)
+    for requested, shares, seconds in ((None, dealt, 0.32), ((3, 1, 1), dealt, 0.32), ((1, 1, 1), equal, 0.38)):
+        made = predictor(COSTS, cluster, 3, 4, shares=requested)
         assert made.problem.shares((2, 1)) == shares
         assert made.time(layout) == pytest.approx(seconds)
         assert made.time(layout) >= made.problem.bound(layout)
     assert predictor(COSTS, cluster, 3, 8).problem.dealt(0, 2) == (6, 2)
-    assert predictor(COSTS, cluster, 3, 5).problem.dealt(0, 2) == (4, 1), "soonest, where no share is a whole number"
+    assert predictor(COSTS, cluster, 3, 5).problem.dealt(0, 2) == (4, 1), "the fastest whole numbers"
 
 
 def test_the_table_fits_80_columns() -> None:
@@ -77,7 +82,7 @@ def test_the_table_fits_80_columns() -> None:
     assert "…" not in printed(*plan(2, replace(COSTS, nodes=tuple(wide), values=tuple(values)), stages=2))
 
 
-def test_what_does_not_fit_or_divide_is_refused_with_the_remedy() -> None:
+def test_plans_that_do_not_fit_or_divide_are_refused_with_the_remedy() -> None:
     for fixed in ({"stages": 2}, {"cuts": (1,)}):
         with pytest.raises(ConfigurationError, match=r"memory_limit=100: on 2 devices with 4 micro.* needs"):
             plan(2, memory_limit=100, **fixed)

@@ -1,4 +1,4 @@
-"""Profiles: costs for other batch sizes, and CSV files."""
+"""Tests of profiles: costs for other batch sizes, and CSV files."""
 
 import importlib
 from dataclasses import replace
@@ -38,22 +38,26 @@ def test_a_published_file_is_read(tmp_path: Path) -> None:
     file.write_text(CSV)
     profile = read_profile(file, 32)
     read = profile.costs
-    assert [node.name for node in read.nodes] == ["n2", "n3", "n4", "n5", "n6"], "loading is no part of the network"
+    assert [node.name for node in read.nodes] == ["n2", "n3", "n4", "n5", "n6"], (
+        "the input node is not a part of the network"
+    )
     assert read.nodes[0] == NodeCost("n2", 0.002, 0.004, 700, 8000)
-    assert read.cut_positions == (2, 4), "not between a layer and what changes its output in place"
-    assert read.sent_bytes[2] == 8000 + 3000, "of the images, which the last node needs once more"
+    assert read.cut_positions == (2, 4), (
+        "no cut between a layer and an operation that changes the layer's output in place"
+    )
+    assert read.sent_bytes[2] == 8000 + 3000, "the last node needs the images as well"
     assert read.sent_gradient_bytes[2] == 8000
     assert read.input_bytes == 3000
     assert (profile.batch_norm, profile.nodes_have_names, profile.fixed) == (True, False, ())
-    assert profile.at(16).nodes[0] == NodeCost("n2", 0.001, 0.002, 700, 4000), "proportional to the samples"
+    assert profile.at(16).nodes[0] == NodeCost("n2", 0.001, 0.002, 700, 4000), "proportional to the number of samples"
 
 
-def test_times_are_a_line_through_two_batch_sizes() -> None:
+def test_times_are_interpolated_linearly_from_two_batch_sizes() -> None:
     small = replace(costs(samples=4), nodes=tuple(NodeCost(f"a{i}", 0.007, 0.03, 400, 2500) for i in range(4)))
     profile = from_two_sizes(costs(), small, batch_norm=False)
     node = profile.at(16).nodes[0]
     assert node.forward == pytest.approx(0.004 + 16 * 0.00075)
-    assert node.backward == pytest.approx(0.02), "a smaller batch that took longer counts as all fixed"
+    assert node.backward == pytest.approx(0.02), "if the smaller batch took longer, all of the time counts as fixed"
     assert profile.at(8) == costs()
 
 
@@ -64,24 +68,25 @@ MISTAKES = [
     ("n4 n3", "n4 n6", 6, "inputs: no earlier row has the node 'n6'"),
     ("n4,Batch", "n3,Batch", 5, "node 'n3' is also in line 4"),
     ('"Conv2d(3, 64)"', "Conv2d(3, 64)", 3, "the number of values differs from the number of columns"),
-    (CSV, "\n".join(CSV.splitlines()[:2]), 1, "the file has no node of a network"),
+    (CSV, "\n".join(CSV.splitlines()[:2]), 1, "the file has no row for a node of the network"),
 ]
 
 
-def test_a_wrong_row_is_told_by_file_and_line(tmp_path: Path) -> None:
+def test_an_error_in_a_profile_names_file_and_line(tmp_path: Path) -> None:
     file = tmp_path / "net.csv"
-    for old, new, line, said in MISTAKES:
+    for old, new, line, message in MISTAKES:
         assert old in CSV
         file.write_text(CSV.replace(old, new))
         with pytest.raises(ConfigurationError) as error:
             read_profile(file, 32)
         assert str(error.value).startswith(f"{file}, line {line}: ")
-        assert said in str(error.value)
+        assert message in str(error.value)
 
 
-@pytest.mark.parametrize("number", [0, 3, 4])  # A network each; all are in the page.
+# One configuration of each network; the documentation shows all configurations.
+@pytest.mark.parametrize("number", [0, 3, 4])
 def test_published_profiles_lead_to_the_published_choices(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """PipeDream's, but for one choice that is explained; and speed-ups near the measured ones."""
+    """Predicted choices are PipeDream's except for one explained choice; speedups are near the measured speedups."""
     folder = ROOT / "benchmarks" / "planning"
     monkeypatch.syspath_prepend(folder)
     published = importlib.import_module("published")

@@ -1,4 +1,4 @@
-"""Rounds of times, and what may be said of them."""
+"""Tests of `tune`'s race: rounds of measured times and the statistics that decide."""
 
 import math
 import random
@@ -6,13 +6,13 @@ import statistics
 
 import pytest
 
-from cnnstrategies.planning.tune.race import SOONEST, Race, interval, p_value, signed_rank_ways
+from cnnstrategies.planning.tune.race import FEWEST_ROUNDS, Race, interval, p_value, signed_rank_ways
 
 pytestmark = pytest.mark.light
 
 
 def raced(speeds: dict[str, float], seed: int, noise: float = 0.03) -> Race:
-    """A race on a machine whose speed drifts by half and whose steps vary."""
+    """Return a finished race on a machine whose speed drifts between 0.9 and 1.7 and whose steps vary."""
     draw = random.Random(seed)
     race = Race(list(speeds))
     number = 0
@@ -25,27 +25,27 @@ def raced(speeds: dict[str, float], seed: int, noise: float = 0.03) -> Race:
 
 
 def test_equal_settings_have_no_winner():
-    named = 0
+    mistaken = 0
     for seed in range(40):
         race = raced(dict.fromkeys("abcdefg", 1.0), seed)
-        named += any(one.outcome in ("faster", "slower") for one in race.verdicts.values())
-    assert named <= 1, f"{named} of 40 races between equals had a winner or a loser"
+        mistaken += any(verdict.outcome in ("faster", "slower") for verdict in race.verdicts.values())
+    assert mistaken <= 1, f"{mistaken} of 40 races between equals had a winner or a loser"
 
 
-def test_a_real_gain_is_seen_in_the_drift_and_losers_leave_early():
-    found, rounds = 0, []
+def test_a_real_gain_is_detected_despite_drift_and_losers_leave_early():
+    detected, rounds = 0, []
     for seed in range(20):
         race = raced({"fast": 1.3, "slow": 0.7, "same": 1.0}, seed)
-        found += race.verdicts["fast"].outcome == "faster" and race.verdicts["slow"].outcome == "behind"
+        detected += race.verdicts["fast"].outcome == "faster" and race.verdicts["slow"].outcome == "behind"
         rounds.append(race.verdicts["slow"].rounds)
         little = raced({"same": 1.0, "little": 1.01}, seed).verdicts["little"]
         assert little.outcome in ("undecided", "no difference", "behind")
         assert 1.2 < race.verdicts["fast"].speed < 1.4
-    assert found == 20
-    assert statistics.median(rounds) == SOONEST
+    assert detected == 20
+    assert statistics.median(rounds) == FEWEST_ROUNDS
 
 
-def test_the_interval_holds_the_middle_as_often_as_it_says():
+def test_the_confidence_interval_covers_the_median_at_its_nominal_rate():
     draw, held = random.Random(7), 0
     for _ in range(1000):
         low, _, high = interval([draw.gauss(0.5, 1) for _ in range(17)], 0.05)
@@ -53,8 +53,8 @@ def test_the_interval_holds_the_middle_as_often_as_it_says():
     assert 0.93 <= held / 1000 <= 0.975
 
 
-def test_the_distribution_is_wilcoxons():
-    """Table of the signed-rank statistic: at most 10 (n = 11) and 89 (n = 25) for 5 %, two-sided."""
+def test_the_distribution_is_wilcoxons_signed_rank_distribution():
+    """Critical values agree with published tables of the signed-rank statistic for 5 %, two-sided (n = 11: 10)."""
     for count, most in ((11, 10), (17, 34), (25, 89)):
         ways = signed_rank_ways(count)
         assert sum(ways) == 2**count
@@ -63,6 +63,6 @@ def test_the_distribution_is_wilcoxons():
     assert p_value([0.1, -0.2, 0.3, -0.4]) > 0.5
 
 
-def test_too_few_rounds_say_nothing():
+def test_too_few_rounds_give_an_infinite_interval():
     low, _, high = interval([0.5, 0.6, 0.7], 0.05)
     assert (low, high) == (-math.inf, math.inf)

@@ -1,4 +1,4 @@
-"""Microbatches are dealt anew as the timetable gains by it, which can be worked out by hand."""
+"""Tests of rebalancing microbatches between replicas, with gains that can be worked out by hand."""
 
 from math import inf
 
@@ -10,43 +10,45 @@ from cnnstrategies.planning.redeal import redeal
 pytestmark = pytest.mark.light
 
 
-def found(placement, times, step=0.0, most=(inf, inf, inf, inf)):
-    """With a backward that takes twice as long as the forward."""
+def redeal_by(placement, times, step=0.0, most=(inf, inf, inf, inf)):
+    """Return the proposed rebalancing if each rank takes these seconds per microbatch, two thirds in the backward."""
     seconds = [[time / 3 for time in times], [2 * time / 3 for time in times]]
     return redeal(placement, "gpipe", False, [(0, 1)], seconds, step, most)
 
 
-def test_replicas_of_a_stage_are_dealt_what_they_are_quick_at():
-    """One of the first stage takes three times as long for each: 4 of 3 s become 2, beside 6 of 1 s."""
+def test_a_fast_replica_gets_more_microbatches_than_a_slow_replica():
+    """The second replica takes 3 s per microbatch, the first 1 s: shares of 4 and 4 become 6 and 2."""
     now = Placement((2, 1), microbatches=8)
-    proposed = found(now, [1.0, 3.0, 0.03])
+    proposed = redeal_by(now, [1.0, 3.0, 0.03])
     assert proposed.shares == (6, 2, 8)
     assert proposed.gain == pytest.approx(12.0 / 6.0 - 1, abs=0.02)
-    # What a step takes beyond its timetable it takes afterwards, too.
-    assert found(now, [1.0, 3.0, 0.03], step=24.0).gain == pytest.approx(24.0 / 18.0 - 1, abs=0.02)
+    # The time of a step outside the timetable stays the same.
+    assert redeal_by(now, [1.0, 3.0, 0.03], step=24.0).gain == pytest.approx(24.0 / 18.0 - 1, abs=0.02)
 
 
-def test_shares_are_those_of_ranks_however_these_are_numbered():
+def test_shares_belong_to_ranks_under_any_placement():
     now = Placement((2, 2), "replicas", microbatches=8)
     assert now.ranks(0) == [0, 2]
-    assert found(now, [1.0, 0.5, 3.0, 0.5]).shares == (6, 4, 2, 4)
+    assert redeal_by(now, [1.0, 0.5, 3.0, 0.5]).shares == (6, 4, 2, 4)
 
 
 def test_no_rank_runs_more_microbatches_than_it_can_hold():
     now = Placement((2, 1), microbatches=8)
-    assert found(now, [1.0, 3.0, 0.03], most=[5, 9, 9]).shares == (5, 3, 8)
-    assert found(now, [1.0, 3.0, 0.03], most=[4, 9, 9]) is None
-    assert found(now, [1.0, 3.0, 0.03], most=[5, 2, 3]).shares == (5, 3, 8), "what it holds now it can hold"
+    assert redeal_by(now, [1.0, 3.0, 0.03], most=[5, 9, 9]).shares == (5, 3, 8)
+    assert redeal_by(now, [1.0, 3.0, 0.03], most=[4, 9, 9]) is None
+    assert redeal_by(now, [1.0, 3.0, 0.03], most=[5, 2, 3]).shares == (5, 3, 8), (
+        "the current number of microbatches fits"
+    )
 
 
 @pytest.mark.parametrize(
     ("shares", "times"),
     [
         ((), [1.0, 1.0, 0.1]),
-        ((6, 2, 8), [1.0, 3.0, 0.03]),  # They have that.
-        ((), [1.0, 3.0, 2.0]),  # The second stage takes longer.
+        ((6, 2, 8), [1.0, 3.0, 0.03]),  # The shares are already the best.
+        ((), [1.0, 3.0, 2.0]),  # The second stage is the slowest.
         ((), [1.0, 1.02, 0.1]),
     ],
 )
-def test_nothing_is_dealt_anew_where_a_step_gains_little(shares, times):
-    assert found(Placement((2, 1), microbatches=8, shares=shares), times) is None
+def test_shares_stay_if_a_step_gains_little(shares, times):
+    assert redeal_by(Placement((2, 1), microbatches=8, shares=shares), times) is None

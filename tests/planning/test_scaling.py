@@ -1,4 +1,4 @@
-"""Each planted cause is the first reason, with a remedy whose gain is what the plant took; a healthy run has none."""
+"""Tests of `scaling`: each planted cause is the first reason, with its remedy and gain; a healthy run has no reason."""
 
 from dataclasses import replace
 
@@ -27,18 +27,28 @@ HEALTHY = Facts(
 
 
 def run(*ranks, rounds=5):
-    """A run whose ranks wait for the slowest in their all-reduce; each is given by what it has more than the usual."""
-    own = [{**PARTS, **{name: PARTS.get(name, 0.0) + more for name, more in given.items()}} for given in ranks]
-    step = max(sum(parts.values()) for parts in own) + 0.0025 * (len(ranks) > 1)
+    """Return a run whose ranks wait for the slowest rank in their all-reduce.
+
+    Args:
+        ranks: For each rank, the additional seconds of a step by part.
+        rounds: Number of measured rounds.
+    """
+    rank_parts = [{**PARTS, **{name: PARTS.get(name, 0.0) + more for name, more in extra.items()}} for extra in ranks]
+    step = max(sum(parts.values()) for parts in rank_parts) + 0.0025 * (len(ranks) > 1)
     waiting = [
-        {**parts, "communication": parts.get("communication", 0.0) + step - sum(parts.values())} for parts in own
+        {**parts, "communication": parts.get("communication", 0.0) + step - sum(parts.values())} for parts in rank_parts
     ]
     rates = [len(ranks) * SAMPLES / step] * rounds
     return MeasuredRun([Rank(SAMPLES, parts, ("communication",)) for parts in waiting], rates)
 
 
-def found(*more, **facts):
-    """What is measured where each of two ranks has that much more in a step, and other facts."""
+def measurements(*more, **facts):
+    """Return the measurements of a run on two ranks.
+
+    Args:
+        more: For each rank, the additional seconds of a step by part.
+        facts: Facts that differ from the healthy run's facts.
+    """
     ranks = more or ({}, {})
     largest = run(*ranks)
     larger = 4 * largest.slowest.compute / 1.1
@@ -52,49 +62,53 @@ def both(**more):
 LOADS = {"loader": 2 * SAMPLES / 0.16}
 PLANTED = {
     "slow loader": (
-        found(*both(data=0.15), load=Sample(0.005, 0.005, 0.005), **LOADS),
+        measurements(*both(data=0.15), load=Sample(0.005, 0.005, 0.005), **LOADS),
         "the loader is slower",
         {"data.init_args.num_workers": 2},
     ),
     "slow disk": (
-        found(*both(data=0.15), load=Sample(0.005, 0.0005, 0.005), **LOADS),
+        measurements(*both(data=0.15), load=Sample(0.005, 0.0005, 0.005), **LOADS),
         "waits for storage",
         {"data.init_args.num_workers": 2},
     ),
     "interpreter's lock": (
-        found(*both(data=0.15), load=Sample(0.005, 0.005, 0.01), **LOADS),
+        measurements(*both(data=0.15), load=Sample(0.005, 0.005, 0.01), **LOADS),
         "interpreter's lock",
         {"data.init_args.num_workers": 2},
     ),
     "slow rank": (
-        found({}, {"forward": 0.03, "backward": 0.06}),
+        measurements({}, {"forward": 0.03, "backward": 0.06}),
         "rank 1 is slower",
         {"trainer.strategy": "ddp_balanced"},
     ),
-    "slow link": (found(*both(communication=0.3), link=0.32), "the link is slow", {"trainer.strategy": "ddp_bf16"}),
+    "slow link": (
+        measurements(*both(communication=0.3), link=0.32),
+        "the link is slow",
+        {"trainer.strategy": "ddp_bf16"},
+    ),
     "threads": (
-        found(*both(forward=0.1, backward=0.2), threads=8, cores=2, with_fewer=2 * SAMPLES / STEP),
+        measurements(*both(forward=0.1, backward=0.2), threads=8, cores=2, with_fewer=2 * SAMPLES / STEP),
         "threads compete",
         {"ComputeSettings.threads": 1},
     ),
     "host reads": (
-        found(*both(forward=0.05), accelerator=True, reads={"module.py:7": 1.0}, read_seconds=0.05),
+        measurements(*both(forward=0.05), accelerator=True, reads={"module.py:7": 1.0}, read_seconds=0.05),
         "makes the host wait",
         {},
     ),
-    "callback": (found(*both(**{"callback Sleeper": 0.05})), "Sleeper takes long", {}),
+    "callback": (measurements(*both(**{"callback Sleeper": 0.05})), "Sleeper takes long", {}),
     "small batches": (
-        found(larger=1.2 * 0.094),
+        measurements(larger=1.2 * 0.094),
         "batches are small",
         {"data.init_args.batch_size": 4 * SAMPLES},
     ),
     "validation": (
-        found(epoch=EpochCosts(100, 15.0, 0.1)),
+        measurements(epoch=EpochCosts(100, 15.0, 0.1)),
         "validation takes long",
         {"trainer.check_val_every_n_epoch": 15},
     ),
     "logger": (
-        found(*both(**{"logger HugeLogger": 0.05}), log_every=1),
+        measurements(*both(**{"logger HugeLogger": 0.05}), log_every=1),
         "loggers take long",
         {"trainer.log_every_n_steps": 50},
     ),
@@ -113,27 +127,27 @@ def test_a_planted_cause_comes_first_with_its_remedy(name):
     assert f"{first.gain:.2f} times" in lines
 
 
-def test_a_healthy_run_has_no_reason_and_says_how_near_it_is_to_its_limit():
-    assert reasons(found()) == []
-    lines = report.sentences(found(), [])
-    assert any(line.startswith("No cause was found: training reaches 0.94 of the rate") for line in lines)
+def test_a_healthy_run_has_no_reason_and_reports_its_distance_from_the_limit():
+    assert reasons(measurements()) == []
+    lines = report.sentences(measurements(), [])
+    assert any(line.startswith("No cause was found: training reaches 94% of the samples/s") for line in lines)
 
 
-def test_every_rule_has_a_planted_cause_or_is_named_here():
+def test_every_rule_finds_its_planted_cause():
     seen = {rule.__name__ for rule in RULES for planted, _, _ in PLANTED.values() if any(True for _ in rule(planted))}
-    slow = found(*both(transfer=0.05), epoch=EpochCosts(100, 0.5, 5.0))
-    assert {one.cause for one in reasons(slow)} == {
+    slow = measurements(*both(transfer=0.05), epoch=EpochCosts(100, 0.5, 5.0))
+    assert {reason.cause for reason in reasons(slow)} == {
         "the transfer of batches to the device is slow",
         "checkpoints take long",
     }
     assert seen | {"checkpoints", "transfer"} == {rule.__name__ for rule in RULES}
 
 
-def test_gains_are_what_is_left_without_the_cause():
-    """With epochs of steps alone, a step without the cause; else all of an epoch."""
-    sleeps = found(*both(**{"callback Sleeper": 0.05}), epoch=EpochCosts())
+def test_a_gain_is_the_speedup_of_removing_the_cause():
+    """If epochs consist of steps only, the gain of a remedy is the gain in the time of a step."""
+    sleeps = measurements(*both(**{"callback Sleeper": 0.05}), epoch=EpochCosts())
     assert reasons(sleeps)[0].gain == pytest.approx(0.15 / 0.1)
-    balanced = reasons(found({}, {"forward": 0.03, "backward": 0.06}, epoch=EpochCosts()))[0]
+    balanced = reasons(measurements({}, {"forward": 0.03, "backward": 0.06}, epoch=EpochCosts()))[0]
     compute, slow = 0.094, 0.184
     step = 0.19
     assert balanced.gain == pytest.approx(step / (step - slow + 2 / (1 / compute + 1 / slow)))
@@ -141,36 +155,36 @@ def test_gains_are_what_is_left_without_the_cause():
 
 
 def test_loaders_that_compute_get_no_more_processes_than_cores():
-    """What waits for storage may have more; where no core is free, another remedy is told."""
-    busy = found(*both(data=0.15), load=Sample(0.005, 0.005, 0.005), cores=2, **LOADS)
+    """Loaders that wait for storage may have more processes than cores; for others, a different remedy is proposed."""
+    busy = measurements(*both(data=0.15), load=Sample(0.005, 0.005, 0.005), cores=2, **LOADS)
     assert reasons(busy)[0].values == {}
     assert "shards" in reasons(busy)[0].remedy
-    waits = found(*both(data=0.15), load=Sample(0.005, 0.0005, 0.005), cores=2, **LOADS)
+    waits = measurements(*both(data=0.15), load=Sample(0.005, 0.0005, 0.005), cores=2, **LOADS)
     assert reasons(waits)[0].values == {"data.init_args.num_workers": 2}
 
 
 def test_settings_that_a_configuration_does_not_have_are_not_written():
-    own_data = found(*both(data=0.15), load=Sample(0.005, 0.005, 0.005), keys={}, **LOADS)
+    own_data = measurements(*both(data=0.15), load=Sample(0.005, 0.005, 0.005), keys={}, **LOADS)
     assert reasons(own_data)[0].values == {}
-    own_strategy = found({}, {"forward": 0.06, "backward": 0.06}, strategy="hybrid_pipeline")
+    own_strategy = measurements({}, {"forward": 0.06, "backward": 0.06}, strategy="hybrid_pipeline")
     assert reasons(own_strategy)[0].values == {}
 
 
-def test_stages_that_differ_are_no_slow_rank():
-    slow = found({}, {"forward": 0.06, "backward": 0.06}, strategy="hybrid_pipeline")
-    ranks = [replace(one, waiting=("communication", "receive")) for one in slow.largest.ranks]
+def test_stages_with_different_times_are_not_reported_as_slow_ranks():
+    slow = measurements({}, {"forward": 0.06, "backward": 0.06}, strategy="hybrid_pipeline")
+    ranks = [replace(rank, waiting=("communication", "receive")) for rank in slow.largest.ranks]
     stages = replace(slow, runs=[slow.runs[0], replace(slow.largest, ranks=ranks)])
     assert "slower than the others" in reasons(slow)[0].cause
     assert reasons(stages) == []
 
 
 def test_the_table_adds_up_and_names_weak_and_strong_scaling():
-    slow = found({}, {"forward": 0.03, "backward": 0.06})
+    slow = measurements({}, {"forward": 0.03, "backward": 0.06})
     kinds = report.by_kind(slow.largest)
     assert sum(kinds.values()) == pytest.approx(slow.largest.step)
     assert kinds[report.WAITS_FOR_OTHERS] == pytest.approx(0.045)
     assert "weak scaling" in report.sentences(slow, [])[0]
     halves = replace(
-        slow, runs=[slow.runs[0], MeasuredRun([replace(one, samples=16) for one in slow.largest.ranks], [100.0])]
+        slow, runs=[slow.runs[0], MeasuredRun([replace(rank, samples=16) for rank in slow.largest.ranks], [100.0])]
     )
-    assert "each of 2 devices sees 16 (strong scaling)" in report.sentences(halves, [])[0]
+    assert "each of 2 devices has 16 samples (strong scaling)" in report.sentences(halves, [])[0]

@@ -1,4 +1,4 @@
-"""The simulator, and what sums of gradients cost in it, against times that can be worked out by hand."""
+"""Tests of the simulator and of the costs of summing gradients, against times that can be worked out by hand."""
 
 import itertools
 
@@ -39,8 +39,8 @@ def chain(stages: int, size: int = 1, back: int = 1) -> dict[tuple[int, int], St
     return {(index, index + 1): StageMessage(size, back) for index in range(stages - 1)}
 
 
-def test_gpipe_takes_sum_plus_slowest_times_m_minus_one() -> None:
-    """T = sum t_i + (M - 1) max t_i, for forward and backward each; 1F1B as long where stages are equal."""
+def test_a_gpipe_step_takes_the_sum_plus_m_minus_one_times_the_slowest_stage() -> None:
+    """Forwards and backwards each take T = sum t_i + (M - 1) max t_i. With equal stages 1F1B takes as long."""
     for times in ([1.0], [1.0, 3.0], [2.0, 1.0, 4.0], [3.0, 1.0, 1.0, 2.0]):
         for microbatches in (1, 2, 7):
             stages = [stage(time, 2 * time) for time in times]
@@ -62,7 +62,7 @@ STEPS = {
         4.0 + (0.5 + 2.0) + (0.5 + 1.0),
         (gpipe(2, 1), [stage(1.0, 1.0)] * 2, chain(2, 200, 100), Link(bandwidth=100.0, latency=0.5)),
     ),
-    "and who sends and who receives it": (
+    "sender and receiver work for each message": (
         4.0 + 4 * 1.0,
         (gpipe(2, 1), [stage(1.0, 1.0)] * 2, chain(2), Link(bandwidth=float("inf"), latency=0.0, work=1.0)),
     ),
@@ -82,24 +82,28 @@ STEPS = {
         1.0 + 10.0 + 2.0,
         (gpipe(3, 1), [stage(1.0, 1.0)] * 3, SKIP, Link(bandwidth=1.0, latency=0.0)),
     ),
-    # A ring of two moves each byte once each way: 300 bytes in 3 s, hidden by a backward of 4 s but for a bucket.
+    # A ring of two ranks sends each byte once in each direction: 300 bytes take 3 s. A backward of 4 s hides all of it
+    # except the last bucket.
     "a bucket is reduced after the backward": (5.0 + 1.0, (ALONE, [stage(1.0, 4.0, 300)], {}, QUICK, 100)),
-    "all of them where they are one bucket": (5.0 + 3.0, (ALONE, [stage(1.0, 4.0, 300)], {}, QUICK, 1000)),
+    "a single bucket is reduced after the whole backward": (
+        5.0 + 3.0,
+        (ALONE, [stage(1.0, 4.0, 300)], {}, QUICK, 1000),
+    ),
 }
 
 
-def test_steps_take_what_can_be_worked_out_by_hand() -> None:
+def test_steps_take_the_time_worked_out_by_hand() -> None:
     for name, (seconds, step) in STEPS.items():
         assert simulate(*step).step_time == pytest.approx(seconds), name
 
 
-def test_orders_that_wait_for_each_other_are_refused() -> None:
+def test_task_orders_that_deadlock_are_refused() -> None:
     tasks = [[Task("backward", 0, 0), Task("forward", 0, 0)], [Task("forward", 1, 0), Task("backward", 1, 0)]]
     with pytest.raises(ValueError, match=r"rank 0 waits forever for the inputs of .*backward"):
         simulate(tasks, [stage(1.0, 1.0)] * 2, chain(2), FREE)
 
 
-def test_every_timetable_can_be_carried_out() -> None:
+def test_every_timetable_runs_without_deadlock() -> None:
     layouts = ([1, 1], [3, 1], [1, 3], [1, 4, 1], [2, 2], [2, 1, 3], [1, 1, 1, 1])
     for replicas, microbatches in itertools.product(layouts, (1, 3, 8, 13)):
         stages = len(replicas)
@@ -109,21 +113,24 @@ def test_every_timetable_can_be_carried_out() -> None:
             assert len([span for span in step.spans if span.kind == "backward"]) == microbatches * stages
 
 
-def test_1f1b_holds_no_more_microbatches_than_a_stage_needs() -> None:
+def test_1f1b_limits_the_microbatches_in_flight_per_stage() -> None:
     first = timetable([1, 1], 3)[0]
     assert [f"{task.kind[0]}{task.microbatch}" for task in first] == ["f0", "f1", "b0", "f2", "b1", "b2"]
     for run_ahead, most in ((False, [4, 2, 2, 1]), (True, [5, 2, 2, 1])):
         tasks = timetable([1, 2, 1], 12, "1f1b", run_ahead)
-        held = [max(itertools.accumulate(1 if task.kind == "forward" else -1 for task in own)) for own in tasks]
+        held = [
+            max(itertools.accumulate(1 if task.kind == "forward" else -1 for task in rank_tasks))
+            for rank_tasks in tasks
+        ]
         assert held == most
 
 
 def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="schedule='2f2b': accepted are gpipe and 1f1b"):
+    with pytest.raises(ConfigurationError, match="schedule='2f2b' is not known; use gpipe or 1f1b"):
         timetable([1, 1], 4, "2f2b")
 
 
-def test_rings_go_through_what_connects_their_devices() -> None:
+def test_a_ring_uses_the_links_between_its_devices() -> None:
     cluster = Cluster((Host(4, Link(10, 0.5), Link(100, 0.1)),) * 2)
     assert all_reduce(cluster, 0, 8)(800) == pytest.approx(2 * 7 * (0.5 + 800 / 8 / 10))
     assert all_reduce(cluster, 4, 4)(800) == pytest.approx(2 * 3 * (0.1 + 2)), "inside one machine"
@@ -131,7 +138,7 @@ def test_rings_go_through_what_connects_their_devices() -> None:
     assert Link(float("inf"), 0.0, work=1.0).all_reduce_time(400, 4) == pytest.approx(2 * 3 * 2 * 1.0)
 
 
-def test_a_bucket_waits_for_its_gradients_and_for_the_one_before() -> None:
+def test_a_bucket_waits_for_its_gradients_and_for_the_previous_bucket() -> None:
     assert BUCKET_BYTES == gradients.BUCKET_BYTES
     gathered = buckets([(1.0, 10), (2.0, 0), (3.0, 30), (4.0, 30), (5.0, 5)], size=50, first=10)
     assert gathered == [BucketCost(1.0, 10), BucketCost(4.0, 60), BucketCost(5.0, 5)]

@@ -1,4 +1,4 @@
-"""Programs that are forked from a process which has imported their module."""
+"""Tests of `tune`'s trials: programs that are forked from a process that has imported their module."""
 
 import signal
 
@@ -44,14 +44,14 @@ def start(tmp_path, monkeypatch):
         program.close(0.1)
 
 
-def test_its_end_is_told_and_all_its_processes_end_with_it(start):
-    failed, told, ended, waiting = start("fails"), start("tells"), start("ends"), start("waits")
-    for one in (failed, told, ended):
-        one.process.join(30)
+def test_a_trial_reports_its_end_and_ends_all_its_processes(start):
+    failed, reporting, ended, waiting = start("fails"), start("tells"), start("ends"), start("waits")
+    for program in (failed, reporting, ended):
+        program.process.join(30)
     assert failed.process.exitcode == 1
     with pytest.raises(trial.TrialError, match="out of memory"):
         failed.wait_until_ready()
-    assert told.cause() == "no such row", "of the rank that was the first"
+    assert reporting.cause() == "no such row", "the first rank's error is the cause"
     assert ended.cause().startswith("it ended by itself")
     wait_until(lambda: waiting.output.read_text().endswith("\n"), waiting.output.read_text)
     group = int(waiting.output.read_text())
@@ -59,4 +59,4 @@ def test_its_end_is_told_and_all_its_processes_end_with_it(start):
     waiting.close()
     assert waiting.process.exitcode == -signal.SIGTERM
     assert "ended by SIGTERM" in waiting.cause()
-    assert not kill_group(group, 10), "what it has started goes on"
+    assert not kill_group(group, 10), "a process that the trial started is still running"

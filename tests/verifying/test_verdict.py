@@ -1,4 +1,4 @@
-"""What counts as equal, and how batches of ranks become global ones."""
+"""Tests of the comparison of two runs' values, and of joining the ranks' batches into global batches."""
 
 from collections import namedtuple
 from pathlib import Path
@@ -18,34 +18,40 @@ pytestmark = pytest.mark.light
 Pair = namedtuple("Pair", "image target")
 
 
-def unequal(one: object, many: object, dtype: torch.dtype = torch.float64) -> list[str]:
-    return [found.name for found in differences(one, many, dtype) if not found.is_equal]
+def unequal(first: object, second: object, dtype: torch.dtype = torch.float64) -> list[str]:
+    return [difference.name for difference in differences(first, second, dtype) if not difference.is_equal]
 
 
 def test_only_rounding_counts_as_equal() -> None:
-    one = {"a": {"weight": torch.tensor([1.0, 100.0], dtype=torch.float64)}, "steps": [3, {"rate": 0.1}], "name": "x"}
-    assert unequal(one, {"a": {"weight": one["a"]["weight"] * (1 + 1e-12)}, "steps": [3, {"rate": 0.1}]}) == []
+    reference = {
+        "a": {"weight": torch.tensor([1.0, 100.0], dtype=torch.float64)},
+        "steps": [3, {"rate": 0.1}],
+        "name": "x",
+    }
+    assert (
+        unequal(reference, {"a": {"weight": reference["a"]["weight"] * (1 + 1e-12)}, "steps": [3, {"rate": 0.1}]}) == []
+    )
     off = {"a": {"weight": torch.tensor([1.0, 100.001], dtype=torch.float64)}, "steps": [4, {"rate": 0.1}]}
-    assert unequal(one, off) == ["a.weight", "steps[0]"]
-    assert unequal(one, off, torch.float32) == ["steps[0]"], "in float32 steps in one part of 10,000 are rounding"
+    assert unequal(reference, off) == ["a.weight", "steps[0]"]
+    assert unequal(reference, off, torch.float32) == ["steps[0]"], "in float32 a difference of 1e-5 is rounding"
     assert unequal(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan])) == []
     assert unequal(torch.tensor([1.0, torch.nan]), torch.tensor([2.0, torch.nan])) == [""]
 
 
-def test_what_one_run_alone_has_is_a_difference() -> None:
-    """A gradient that is None on one device leaves no momentum; zeros in its place would."""
-    one = {"w": torch.ones(2)}
+def test_a_value_that_only_one_run_has_is_a_difference() -> None:
+    """A gradient of None leaves no momentum, and a gradient of zeros does, so None and zeros must differ."""
+    first = {"w": torch.ones(2)}
     undefined = {"w": torch.tensor([0.0, torch.nan])}
-    for many in ({}, {"w": None}, {"w": torch.zeros(3)}, undefined, {**one, "v": 1.0}):
-        assert unequal(one, many)
-        assert unequal(many, one)
-        assert not row_of("weights", list(differences(one, many, torch.float64))).equal
+    for second in ({}, {"w": None}, {"w": torch.zeros(3)}, undefined, {**first, "v": 1.0}):
+        assert unequal(first, second)
+        assert unequal(second, first)
+        assert not row_of("weights", list(differences(first, second, torch.float64))).equal
 
 
 def test_batches_of_ranks_are_joined_by_samples_in_rank_order() -> None:
-    one = {"x": torch.zeros(2, 3), "names": ["a", "b"], "pair": Pair(torch.zeros(2), (torch.ones(2),)), "scale": 2}
-    two = {"x": torch.ones(1, 3), "names": ["c"], "pair": Pair(torch.ones(1), (torch.ones(1),)), "scale": 2}
-    both = joined([one, two])
+    first = {"x": torch.zeros(2, 3), "names": ["a", "b"], "pair": Pair(torch.zeros(2), (torch.ones(2),)), "scale": 2}
+    second = {"x": torch.ones(1, 3), "names": ["c"], "pair": Pair(torch.ones(1), (torch.ones(1),)), "scale": 2}
+    both = joined([first, second])
     assert both["x"].tolist() == [[0.0] * 3] * 2 + [[1.0] * 3]
     assert both["names"] == ["a", "b", "c"]
     assert isinstance(both["pair"], Pair)
@@ -60,22 +66,22 @@ def boxes(*counts: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("images", [torch.zeros(2, 3, 8, 8), tuple(torch.zeros(2, 3, 8, 8))], ids=["stacked", "listed"])
 def test_lists_of_tensors_are_joined_sample_by_sample(images: Any) -> None:
-    one = (images, [{"boxes": box} for box in boxes(2, 1)], boxes(2, 2))
-    two = (images, [{"boxes": box} for box in boxes(2, 2)], boxes(0, 3))
-    joint = joined([one, two])
+    first = (images, [{"boxes": box} for box in boxes(2, 1)], boxes(2, 2))
+    second = (images, [{"boxes": box} for box in boxes(2, 2)], boxes(0, 3))
+    joint = joined([first, second])
     assert [len(target["boxes"]) for target in joint[1]] == [2, 1, 2, 2]
     assert [len(box) for box in joint[2]] == [2, 2, 0, 3]
     assert [image.shape for image in joint[0]] == [(3, 8, 8)] * 4
 
 
-def test_what_cannot_be_joined_is_refused() -> None:
+def test_a_batch_that_cannot_be_joined_is_refused() -> None:
     for part in (torch.tensor(1.0), object()):
         with pytest.raises(ConfigurationError, match="which verify cannot join over the ranks"):
             joined([[part], [part]])
-        assert joined([part]) is part, "of one rank alone it is taken as it is"
+        assert joined([part]) is part, "the batch of a single rank needs no joining"
 
 
-def test_global_batches_come_in_the_epochs_that_loaded_them(tmp_path: Path) -> None:
+def test_global_batches_are_grouped_by_the_epochs_that_loaded_them(tmp_path: Path) -> None:
     for rank in (0, 1):
         (tmp_path / str(rank)).mkdir()
         for index in range(3):
@@ -91,15 +97,15 @@ def test_global_batches_come_in_the_epochs_that_loaded_them(tmp_path: Path) -> N
     assert len(samples(folders[0])[1]) == 3
 
 
-def test_what_processes_do_differently_is_turned_off_and_said() -> None:
+def test_random_layers_are_turned_off_and_reported() -> None:
     network = nn.Sequential(
         *(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.3), nn.MultiheadAttention(4, 2, 0.1)),
         StochasticDepth(0.2, "row"),
     )
-    network[0].drop_rate = 0.2  # As of networks that call F.dropout.
-    said = settle(network)
+    network[0].drop_rate = 0.2  # Networks that call F.dropout have such an attribute.
+    notes = settle(network)
     network.train()
     assert [layer.training for layer in network] == [True, False, True, True, True]
     assert network[2].p == network[3].dropout == network[4].p == network[0].drop_rate == 0.0
-    assert len(said) == 2
+    assert len(notes) == 2
     assert settle(nn.Linear(2, 2)) == []

@@ -1,4 +1,4 @@
-"""Runs that are compared: equal, not equal and since when, or refused; from Python and by the command."""
+"""Tests of `verify` from Python and as a command: equal runs, unequal runs with the first difference, refusals."""
 
 import traceback
 from pathlib import Path
@@ -20,7 +20,7 @@ from cnnstrategies.verifying.runs import TrainingError
 
 
 class Data(LightningDataModule):
-    """Of 24 samples; with batches of 4 an epoch on two processes has 3 steps."""
+    """Data of 24 samples. With batches of 4, an epoch on two processes has 3 steps."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(0)
@@ -30,7 +30,7 @@ class Data(LightningDataModule):
 
 
 class Module(LightningModule):
-    """With a schedule that is as long as the run, another that counts epochs, and things that are logged."""
+    """A module with a schedule as long as the run, a second schedule that counts epochs, and logged values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Module(LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        assert self.trainer.max_epochs > 0, "schedules that are as long as these are made from it"
+        assert self.trainer.max_epochs > 0, "schedules as long as the run are made from max_epochs"
         optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
         cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, int(self.trainer.estimated_stepping_batches))
         return [optimizer], [
@@ -57,16 +57,16 @@ class Module(LightningModule):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "hybrid_pipeline"])
-def test_equal_is_said_with_what_was_compared(strategy: str) -> None:
+def test_a_verdict_of_equality_lists_what_was_compared(strategy: str) -> None:
     verdict = cnnstrategies.verify(Module(), Data(), strategy, steps=5)
     assert verdict.equal, verdict
-    said = str(verdict)
-    assert said.startswith("equal to one device\n")
+    text = str(verdict)
+    assert text.startswith("equal to one device\n")
     for words in ("weights    equal: 6 compared", "schedules  equal: ", "dropout is off (layers: 1)"):
-        assert words in said
+        assert words in text
     if strategy == "ddp":
-        assert "5 on 40 samples, 24 of them different, loaded by 2 of 2 processes" in said
-        assert "they cover only rank 0's batches: loss, metric_step (set sync_dist=True)" in said
+        assert "5 on 40 samples, 24 of them different, loaded by 2 of 2 processes" in text
+        assert "they cover only rank 0's batches: loss, metric_step (set sync_dist=True)" in text
 
 
 @pytest.mark.light
@@ -81,16 +81,16 @@ def test_strategies_are_forked_and_others_are_refused() -> None:
 
 
 @pytest.mark.light
-def test_refusals_of_any_kind_are_found_in_a_ranks_output() -> None:
+def test_refusals_of_every_class_are_recognised_in_a_ranks_output() -> None:
     for kind in (ConfigurationError, NotHereError):
         printed = f"Traceback\n{''.join(traceback.format_exception_only(kind('self.model.update: why; remedy')))}"
-        found = runs.REFUSAL.search(printed)
-        assert found is not None
-        assert found[1].strip() == "self.model.update: why; remedy"
+        match = runs.REFUSAL.search(printed)
+        assert match is not None
+        assert match[1].strip() == "self.model.update: why; remedy"
 
 
 class Drifts(Module):
-    """From its third step on each process trains on something else, and its batches are noisy."""
+    """A module with noisy batches, whose processes weight their losses differently from the third step on."""
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch[0] + 1e-16 * torch.randn(batch[0].shape), batch[1]
@@ -100,14 +100,14 @@ class Drifts(Module):
         return loss * (1 + self.global_rank) if self.global_step > 1 else loss
 
 
-def test_differences_are_told_after_which_step_and_what() -> None:
+def test_a_verdict_of_inequality_names_the_first_step_and_the_values() -> None:
     verdict = cnnstrategies.verify(Drifts(), Data(), "ddp", steps=5)
     assert not verdict.equal
-    said = str(verdict)
-    assert said.startswith("NOT equal to one device\n")
-    assert "first difference after step 3: weights: 6 of 6 differ, most strongly net." in said
-    assert "unlike one device: random draws (as in dropout) are each process's own" in said
-    assert "the training step or a batch hook draws random numbers" in said
+    text = str(verdict)
+    assert text.startswith("NOT equal to one device\n")
+    assert "first difference after step 3: weights: 6 of 6 differ, most strongly net." in text
+    assert "unlike one device: random draws (as in dropout) are each process's own" in text
+    assert "the training step or a batch hook draws random numbers" in text
 
 
 class Single(Module):
@@ -115,7 +115,7 @@ class Single(Module):
         return super().training_step(batch, index) + (self.net(batch[0]) @ torch.zeros(3, 1, dtype=torch.float32)).sum()
 
 
-def test_what_float64_cannot_train_is_compared_in_float32() -> None:
+def test_a_module_that_float64_cannot_train_is_compared_in_float32() -> None:
     verdict = cnnstrategies.verify(Single(), Data(), "ddp", steps=2)
     assert verdict.equal, verdict
     assert (
@@ -129,7 +129,7 @@ class Fails(Module):
         raise ZeroDivisionError("of the user's own")
 
 
-def test_a_training_that_fails_is_no_verdict() -> None:
+def test_a_failing_training_raises_an_error_instead_of_a_verdict() -> None:
     with pytest.raises(TrainingError, match=r"under the strategy:\n(.*\n)*.*ZeroDivisionError: of the user's own"):
         cnnstrategies.verify(Fails(), Data(), "ddp", steps=2)
 
@@ -137,21 +137,21 @@ def test_a_training_that_fails_is_no_verdict() -> None:
 QUICK = ("verify", "--config=quickstart", "--steps=3", "--model.init_args.network.init_args.widths=[4, 8]")
 
 
-def test_the_command_exits_as_it_says_and_leaves_nothing(run_cli: Any, tmp_path: Path) -> None:
+def test_the_commands_exit_status_matches_its_verdict_and_no_file_is_left(run_cli: Any, tmp_path: Path) -> None:
     short = ("--trainer.max_epochs=1", "--trainer.limit_train_batches=4", "--trainer.accumulate_grad_batches=2")
     still = "--model.init_args.optimizer.init_args.lr=0.0"
-    code, said = run_cli(*QUICK, *short, still)
-    assert code == 1, said
-    assert "3 on 192 samples, " in said, "of two epochs, for there are to be three steps"
-    assert "loaded by 2 of 2 processes" in said
-    assert "; 0 weights have changed" in said
-    for refused in (
+    code, output = run_cli(*QUICK, *short, still)
+    assert code == 1, output
+    assert "3 on 192 samples, " in output, "an epoch has two steps, so three steps need two epochs"
+    assert "loaded by 2 of 2 processes" in output
+    assert "; 0 weights have changed" in output
+    for argument in (
         "--data.init_args.global_batch_size=1",
         "--data.init_args.roots=x",
         "--trainer.strategy=FSDPStrategy",
     ):
-        code, said = run_cli(*QUICK, refused)
-        assert code == 2, said
-        assert said.startswith("cnnstrategies: error: ")
-        assert said.count("\n") == 1
+        code, output = run_cli(*QUICK, argument)
+        assert code == 2, output
+        assert output.startswith("cnnstrategies: error: ")
+        assert output.count("\n") == 1
     assert not list(tmp_path.iterdir())

@@ -110,7 +110,7 @@ class Driver:
                 if ends.code in (0, REFUSED):
                     return ends.code
                 if start == most:
-                    _say(f"The run ends, because {ends.why}, and cluster.ray.max_restarts={start} is reached")
+                    _say(f"The run cannot continue: {ends.why}, and cluster.ray.max_restarts={start}")
                     return ends.code
                 _say(f"The run restarts (restart {start + 1} of at most {most}), because {ends.why}")
         raise AssertionError

@@ -1,6 +1,8 @@
-"""The coordinator's side of collectives.
+"""The coordinator's side of the workers' collectives.
 
-Collectives are numbered rounds; each is complete when every worker of the group has contributed.
+Here a collective is an operation of the workers through the coordinator: each worker contributes a value, and receives
+the values of all workers. Collectives are numbered. A collective is complete once every worker of the group has
+contributed.
 """
 
 import math
@@ -14,24 +16,25 @@ from cnnstrategies.paramserver.coordinator.settings import WORKER
 from cnnstrategies.paramserver.core.node import Buffer, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
 
-# collective of all workers after a boundary that admitted workers: with it the admitted workers begin
+# Name of the collective that follows a boundary that has admitted workers. The admitted workers begin with it.
 ADMITTED = "admitted"
-# field of the answer to a worker that is admitted after a boundary: number of the boundary's collective
+# Field of messages. In a request: whether the worker may be admitted between two boundaries. In the reply to a worker
+# that was admitted between two boundaries: number of the last boundary's collective.
 MIDWAY = "midway"
 UNEVEN = (
-    "one worker has ended an epoch, or training, that another worker continues; give all workers the same number of "
-    "batches, and stop all workers at the same step (trainer.should_stop)"
+    "one worker has finished an epoch or its training while another worker continues; give all workers the same number "
+    "of batches, and stop all workers at the same step (trainer.should_stop)"
 )
-MOST_NAMED = 4
+MOST_NAMED = 4  # largest number of members that a message names one by one
 
 
 class CollectiveWait(NamedTuple):
-    """Members that wait, and the members for which they wait.
+    """Members that wait for other members in a collective or a step.
 
     Attributes:
-        operation: Name of the collective, or of the step, in which the members wait.
-        waiting: Names of the members that wait.
-        others: Names of the members that have not come yet.
+        operation: Name of the collective or the step.
+        waiting: Names of the waiting members.
+        others: Names of the members for which they wait.
     """
 
     operation: str
@@ -43,7 +46,7 @@ class CollectiveWait(NamedTuple):
 
 
 def abbreviated(names: Sequence[str]) -> str:
-    """Return the first names as text, with the number of the remaining names."""
+    """Return a text with the first `MOST_NAMED` names and the number of the remaining names."""
     remaining = len(names) - MOST_NAMED
     return ", ".join(names[:MOST_NAMED]) + (f" and {remaining} more" if remaining > 0 else "")
 
@@ -54,7 +57,7 @@ class _Contribution(NamedTuple):
     sequence: int
     operation: str
     frames: Sequence[Buffer]
-    midway: bool  # whether the worker may be admitted after a boundary
+    midway: bool  # whether the worker may be admitted between two boundaries
 
 
 @dataclass
@@ -65,7 +68,7 @@ class _Result:
     view: int = 0
     frames: list[Buffer] = field(default_factory=list)
     admitted: list[int] = field(default_factory=list)
-    midway: int | None = None  # the boundary after which workers are admitted; they receive its contents later
+    midway: int | None = None  # for workers admitted between two boundaries: number of the last boundary's collective
 
     def message(self, request: int, joined: bool) -> Message:
         fields = {"sequence": self.sequence, "ids": self.ids, "sizes": self.sizes, "joined": joined}
@@ -75,20 +78,29 @@ class _Result:
 
 
 class Rounds:
-    """The collectives of a run, one after the other.
+    """The collectives of a run. There is one current collective at a time.
 
-    A collective that seals ends the set-up: from then on views name the workers. At a boundary the workers that have
-    arrived since the last boundary are admitted to the group. If worker 0 is lost, the boundary waits for it, because
-    otherwise the other workers could finish before worker 0 is back. The results of sealing collectives and of
-    boundaries wait until all servers have seen the view that they lead to.
+    Two kinds of collectives change the membership:
 
-    A joiner is not one of the run's original workers. It takes part neither in the run's set-up nor in the collectives
-    at the end of an epoch. A joiner may also be admitted after a boundary, as long as the others have not met since
-    then; it receives the results of that boundary. An original worker may be admitted in the same way if it says so,
-    after a boundary that admitted no workers.
+    - The collective with the flag ``seal`` ends the set-up. From then on views contain the workers.
+    - A collective with the flag ``boundary`` admits the workers that wait for admission. If worker 0 is lost, the
+      boundary waits until worker 0 is back, because otherwise the other workers could finish the training without it.
+
+    The results of these collectives are sent only after all servers have seen the view with the new membership.
+
+    A worker may also be admitted between two boundaries. It then receives the result of the last boundary. This is
+    possible as long as the group has not begun another collective since that boundary (apart from `ADMITTED`), and
+    samples are left for the worker. For an original worker that was started again there are two more conditions: its
+    request contains the flag ``midway``, and the last boundary admitted no workers. Joiners are not original workers.
+    They do not take part in the set-up or in the collectives at the end of an epoch.
+
+    Args:
+        roster: The members of the run.
+        dispatcher: The chunks of samples.
+        answer: Function that sends a reply to a worker.
 
     Attributes:
-        sequence: Number of complete collectives.
+        sequence: Number of complete collectives, which is also the number of the current collective.
     """
 
     def __init__(self, roster: Roster, dispatcher: Dispatcher, answer: Callable[[Peer, Message], None]) -> None:
@@ -96,25 +108,38 @@ class Rounds:
         self._dispatcher = dispatcher
         self._answer = answer
         self.sequence = 0
-        self._log: dict[int, _Result] = {}
-        self._pending: dict[int, _Contribution] = {}
-        self._flags: tuple[bool, bool] = (False, False)
-        self._joiners: dict[int, _Contribution] = {}
-        self._boundary: _Result | None = None  # the last boundary
-        self._operation = ""  # the last operation
+        self._log: dict[int, _Result] = {}  # By number: results of the collectives before the end of the set-up.
+        self._pending: dict[int, _Contribution] = {}  # By worker: contributions to the current collective.
+        self._flags: tuple[bool, bool] = (False, False)  # whether the current collective has `seal` and `boundary`
+        self._joiners: dict[int, _Contribution] = {}  # By worker: contributions of workers that wait for admission.
+        self._boundary: _Result | None = None  # result of the last boundary
+        self._operation = ""  # name of the last complete collective
+        # Results that wait until all servers have seen a view. For each result: the contributions to which it is the
+        # reply, each with whether its worker is newly admitted.
         self._held_results: list[tuple[_Result, list[tuple[_Contribution, bool]]]] = []
-        # The last result sent to each worker; a worker that asks again receives it again.
+        # By worker: its last contribution, the result that was sent, and whether the worker was newly admitted. A
+        # worker that repeats the request gets the same result again.
         self._sent: dict[int, tuple[_Contribution, _Result, bool]] = {}
 
     def collect(self, member: Member, message: Message) -> str | None:
-        """Take a worker's contribution. Return the reason why the run cannot go on, if it cannot."""
+        """Act on a worker's contribution to a collective.
+
+        Args:
+            member: The worker.
+            message: The worker's request.
+
+        Returns the reason why the run cannot go on; None if it can.
+
+        Raises:
+            ControlError: A field of the request is missing or invalid.
+        """
         sequence, operation = message.integer("sequence"), message.string("operation")
         seal, boundary = message.flag("seal"), message.flag("boundary")
         peer, identity = member.peer, member.peer.id
         midway = message.fields.get(MIDWAY) is True
         contribution = _Contribution(peer, message.request, sequence, operation, message.frames, midway)
         if sequence < member.last_collective:
-            return None  # The message is late: its sender has that result.
+            return None  # This is a late copy of an old request: the worker has received the result.
         member.last_collective = sequence
         if identity in self._sent:
             last, result, joined = self._sent[identity]
@@ -143,7 +168,7 @@ class Rounds:
         return None
 
     def go_on(self) -> None:
-        """Continue with everything that may have become possible after a change."""
+        """Complete the current collective, admit workers and send results, as far as the membership now allows it."""
         self._complete()
         self._admit_midway()
         held, self._held_results = self._held_results, []
@@ -152,20 +177,20 @@ class Rounds:
 
     @property
     def over(self) -> str | None:
-        """The reason why no worker can be admitted any more, if workers wait for admission."""
+        """Error message if workers wait for admission, but no worker is left in the group; None otherwise."""
         if self._joiners and not self._roster.group:
             names = ", ".join(_workers(self._joiners))
             return f"training is over: no worker is left that could admit {names}"
         return None
 
     def forget(self, worker: int) -> None:
-        """Remove the contribution of a worker that is gone from the present round."""
+        """Remove the contributions of a worker that is no longer a member."""
         self._joiners.pop(worker, None)
         self._pending.pop(worker, None)
         self._sent.pop(worker, None)
 
     def _complete(self) -> None:
-        """End the present round if no contribution is missing."""
+        """Complete the current collective if all workers of the group have contributed."""
         roster = self._roster
         if len(self._pending) < max(1, len(roster.group)) or not roster.group <= self._pending.keys():
             return
@@ -197,11 +222,11 @@ class Rounds:
         self._send_when_seen(result, replies)
 
     def _admit_midway(self) -> None:
-        """Admit workers after the last boundary, if the others have not met since and the workers get samples."""
+        """Admit workers between two boundaries if the conditions in this class's docstring hold."""
         boundary, roster = self._boundary, self._roster
         if not self._joiners or boundary is None or self._pending or self._held_results:
             return
-        # Workers that were admitted at the boundary begin first, with one more collective of all workers.
+        # If the boundary admitted workers, the collective `ADMITTED` follows and must be complete.
         since = self.sequence - 1 - boundary.sequence
         if since != bool(boundary.admitted) or (since and self._operation != ADMITTED):
             return
@@ -223,7 +248,7 @@ class Rounds:
         self._send_when_seen(result, [(contribution, True) for contribution in joiners.values()])
 
     def _send_when_seen(self, result: _Result, replies: list[tuple[_Contribution, bool]]) -> None:
-        """Send a result now, or keep it until the servers have seen the view that it leads to."""
+        """Send a result now, or keep it until all servers have seen the view with the result's new membership."""
         if result.view and self._roster.not_seen(result.view):
             self._held_results.append((result, replies))
             return
@@ -233,7 +258,7 @@ class Rounds:
     def _send(self, contribution: _Contribution, result: _Result, joined: bool) -> None:
         peer = contribution.peer
         last, *_ = self._sent.get(peer.id, (contribution,))
-        # A held result may be sent after the worker has received it by another way and has gone on to the next
+        # A held result may be sent after the worker has received it in another reply, and has gone on to a later
         # collective.
         if last.peer != peer or last.sequence <= contribution.sequence:
             self._sent[peer.id] = contribution, result, joined
@@ -243,18 +268,18 @@ class Rounds:
 
     @property
     def view(self) -> int:
-        """The first view that all servers must see before a held result is sent; 0 if no result is held."""
+        """Number of the view that all servers must see before the first held result is sent; 0 if no result is held."""
         return self._held_results[0][0].view if self._held_results else 0
 
     @property
     def _awaited_writer(self) -> list[int]:
-        """Worker 0, if it is lost and not back yet."""
+        """A list with worker 0 if it is lost and not back yet; otherwise an empty list."""
         present = self._roster.group | self._joiners.keys()
         return [] if WRITER in present or self._roster.has_left(WRITER) else [WRITER]
 
     @property
     def waits(self) -> list[CollectiveWait]:
-        """The present waits: which members wait in which collective, and for which other members."""
+        """The current waits of workers for other workers or for servers."""
         group = _workers(self._roster.group)
         waits = []
         if self._pending:
@@ -272,9 +297,10 @@ class Rounds:
         return waits
 
     def deadlock(self) -> list[CollectiveWait]:
-        """Return the waits that keep each other from ending, if there are any.
+        """Return two waits that block each other; an empty list if there is no deadlock.
 
-        Some workers wait in a collective while others, before they come to it, need a step from the waiting workers.
+        In a deadlock some workers wait in a collective for the other workers, and these need pushes of the waiting
+        workers before they can finish their step and reach the collective.
         """
         figures = {member.peer.id: member.figures for member in self._roster.members if member.peer.role == WORKER}
         pushed = {worker: figures[worker]["pushed"] for worker in self._pending if "pushed" in figures.get(worker, {})}

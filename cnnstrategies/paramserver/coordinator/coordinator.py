@@ -1,19 +1,22 @@
-"""The coordinator: membership, and everything on which all processes must agree. ps-lite calls it the scheduler.
+"""The coordinator: it manages the membership and everything else on which all processes of a run must agree.
 
-Servers and workers register here and send heartbeats. They receive numbered views of the membership, and workers gather
-small values through the coordinator. Collectives are numbered. A collective is complete when every worker of the group
-has contributed, or has left or died, so a death does not block the others forever.
+In ps-lite the same process is called the scheduler.
 
-A worker that is started again replays the set-up: the coordinator keeps the results of all collectives up to the start
-of training, and sends the worker the same results that the others received. The worker is admitted to the group at the
-next boundary, once every server has seen the view with that worker. A boundary is a collective at which no worker is in
-the middle of a step.
+Servers and workers register with the coordinator and send heartbeats to it. The coordinator sends them numbered views
+of the membership. Workers exchange small values in collectives through the coordinator. Only the live workers of the
+group take part in a collective, so the death of a worker does not block the other workers.
 
-A coordinator serves one session. When every worker has left, the servers end, and later processes are told that the
-session is over. A script may have several sessions in sequence, each with its own coordinator at the same place; a
-worker that is ahead of the others asks again until the coordinator of its session is there.
+The coordinator keeps the results of all collectives before the start of training. A worker that is started again
+repeats these collectives, and receives the same results as the other workers. The worker is then admitted to the group
+at the next boundary, which is a collective at a time when no worker is in the middle of a step. The boundary's result
+is sent only after all servers have seen the view with the new worker.
 
-A coordinator that was killed continues in another process from its journal; see :mod:`.journal`.
+A coordinator serves one session. Once every worker has left, the session is over and the servers end. A process that
+comes later receives the message that the session is over. A script may have several sessions in sequence, each with its
+own coordinator at the same endpoint. A worker that reaches the next session before the other workers repeats its
+registration until the coordinator of that session has started.
+
+If the coordinator's process is killed, another process continues from its journal; see :mod:`.journal`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,22 +30,23 @@ from cnnstrategies.paramserver.core.node import Buffer, ControlError, Effects, E
 from cnnstrategies.paramserver.core.requests import DONE, PROBE, REFUSED, UNKNOWN, Answering
 
 TICK = "tick"
-# The fields of the answer; None if the answer comes later.
+# Fields of a handler's reply; None if the reply is sent later.
 Fields = Mapping[str, object] | None
-STOPPED_SHARE = 0.25  # share of the time-out; without an event for longer than this, the process was stopped
+# Fraction of the time-out. If this much time passes without an event, the coordinator's process was stopped meanwhile.
+STOPPED_FRACTION = 0.25
 
 
 class Coordinator:
-    """Registration, views, collectives and chunks of data for one run: a role; see the module's text.
+    """The role of the coordinator. It serves registrations, views, collectives and chunks of samples for one session.
 
     Attributes:
-        answering: The requests of all members.
-        roster: The members.
+        answering: The requests that members have sent.
+        roster: The members of the run.
         dispatcher: The chunks of samples.
         rounds: The collectives.
-        ended: The message about the run's end; None before the end.
-        signal: The signal that a member has received, after which all members are to stop; 0 if there is none.
-        specification: The run's specification from the first worker; None before it arrives.
+        ended: The message with which the run has ended; None before the end.
+        signal: Number of the signal that a member has received, after which all members must stop; 0 before.
+        specification: The run's specification, as JSON in one frame; None before the first worker has sent it.
     """
 
     def __init__(self, settings: CoordinatorSettings) -> None:
@@ -58,14 +62,15 @@ class Coordinator:
         self.ended: Message | None = None
         self.signal = 0
         self.specification: Sequence[Buffer] | None = None
-        self._awaiting_specification: dict[Peer, int] = {}  # with the number of the request
+        self._awaiting_specification: dict[Peer, int] = {}  # By member: number of its request for the specification.
         self._deadlock: list[CollectiveWait] = []
         self._deadlock_since = 0.0
-        # the view that servers must see because results wait for it, and since when
+        # The view that all servers must see before a result can be sent, and the time since which the result waits.
         self._view, self._view_since = 0, 0.0
-        self._stopping: float | None = None
+        self._stopping: float | None = None  # time at which a supervision requested the end
+        # By node: number that identifies the node's supervision.
         self._supervisions = {0: settings.supervisor} if settings.supervisor else {}
-        # The kinds of messages of each role after its registration.
+        # By kind of message: the handler. A process may send these messages after its registration.
         common_handlers: dict[str, Callable[[float, Member, Message], Fields]] = {
             "leave": self._leave,
             "get": self._get,
@@ -92,7 +97,7 @@ class Coordinator:
     # The role
 
     def start(self, now: float) -> Effects:
-        """Begin to wait for the members, or continue after another process of this coordinator was killed."""
+        """Begin to wait for the members, or continue after this coordinator's earlier process was killed."""
         if self._last_time is None:
             self._last_time = self.roster.began = now
         else:
@@ -100,7 +105,7 @@ class Coordinator:
         return [Timer(TICK, now + self._tick)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
-        """Act on a message, if it belongs to this session."""
+        """Act on a message from a watcher, or on a message that belongs to this session."""
         if sender.role == status.WATCHER:
             awake_time = now - self._stopped_seconds
             waits = [*self.rounds.waits, *self.rounds.deadlock()[1:]]
@@ -114,7 +119,7 @@ class Coordinator:
         return self._take_effects()
 
     def on_timer(self, now: float, name: str) -> Effects:
-        """Check for silent members and for waits that do not end."""
+        """Check for silent members and for deadlocks, and set the timer for the next check."""
         awake = self._awake_time(now)
         if self.rounds.view != self._view:
             self._view, self._view_since = self.rounds.view, awake
@@ -124,10 +129,13 @@ class Coordinator:
         return [*self._take_effects(), Timer(TICK, now + self._tick)]
 
     def _awake_time(self, now: float) -> float:
-        """Return the time without the pauses in which this process was stopped; members were not silent then."""
-        assert self._last_time is not None, "it has begun"
+        """Return the current time minus all pauses in which this process was stopped.
+
+        With this time, a pause of this process does not count as silence of the members.
+        """
+        assert self._last_time is not None, "the coordinator has started"
         passed, self._last_time = now - self._last_time, now
-        if passed > STOPPED_SHARE * self._settings.timeout:
+        if passed > STOPPED_FRACTION * self._settings.timeout:
             self._stopped_seconds += passed
         return now - self._stopped_seconds
 
@@ -155,7 +163,7 @@ class Coordinator:
             self._handle_supervision(now, sender, message)
         elif message.kind == "over":
             if member is None and self.roster.member_at(sender.role, sender.id) is not None:
-                raise ControlError("the end of another process's run")
+                raise ControlError(f"{message.kind}: another process is the member {sender}")
             self.roster.stop_expecting(sender.role, sender.id)
             if member is not None:
                 self.roster.remove(member, left=True)
@@ -170,7 +178,7 @@ class Coordinator:
     def _request(self, now: float, member: Member, message: Message) -> None:
         handler = self._handlers[member.peer.role].get(message.kind)
         if handler is None:
-            raise ControlError(f"a {member.peer.role} does not send {message.kind!r}")
+            raise ControlError(f"a {member.peer.role} must not send the request {message.kind!r}")
         if self.ended is not None and message.kind != "leave":
             self._send(member.peer, self.ended)
             return
@@ -192,7 +200,7 @@ class Coordinator:
             self._send(sender, Message(UNKNOWN, {"ids": message.integers("ids")}))
 
     def _check_deadlock(self, now: float) -> None:
-        """End the run if workers have waited for each other for the length of the time-out."""
+        """End the run if two groups of workers have waited for each other for longer than the time-out."""
         deadlock = self.rounds.deadlock()
         if deadlock != self._deadlock:
             self._deadlock, self._deadlock_since = deadlock, now
@@ -200,11 +208,14 @@ class Coordinator:
             self._finish(": ".join(["no worker can go on", "; ".join(map(str, deadlock)), UNEVEN]))
 
     def _after_change(self, now: float) -> None:
-        """Continue with everything that waited for a change."""
+        """Continue the collectives after an event. If a supervision has requested the end, end this role when possible.
+
+        The role can end once all members are gone.
+        """
         if self._stopping is not None and not self.roster.members:
             late = now - self._stopping > self._settings.timeout
             if late or not self.roster.missing():
-                self._effects.append(End("was told to stop", clean=True))
+                self._effects.append(End("a supervision requested the end", clean=True))
         if self.ended is None:
             self.rounds.go_on()
             if (reason := self.rounds.over) is not None:
@@ -214,14 +225,14 @@ class Coordinator:
 
     def _hello(self, now: float, sender: Peer, message: Message) -> None:
         if self.roster.gone.get(sender):
-            return  # The process has left, perhaps before it heard that it was a member.
+            return  # This is a late copy of the registration of a process that has left already.
         if (end := self._end_for(sender)) is not None:
             self._send(sender, Message(REFUSED, end, request=message.request))
         elif self.roster.admit(now, sender, message):
             self._send(sender, Message(DONE, self.roster.view_message.fields, request=message.request))
 
     def _refuse(self, sender: Peer, message: Message) -> None:
-        """Tell a process that is not a member why the run is over for it."""
+        """Tell a process that is not a member why it cannot take part, if the run is over or does not admit it."""
         if self.roster.gone.get(sender):
             if message.kind == "leave":
                 self._send(sender, Message(DONE, request=message.request))
@@ -230,7 +241,7 @@ class Coordinator:
             self._send(sender, Message("ended", end))
 
     def _end_for(self, sender: Peer) -> Fields:
-        """Return why the run is over for a process that is not a member; None if it is not over."""
+        """Return the fields of the message that ends a process that is not a member; None if it may register."""
         refusal = self.roster.refusal(sender)
         if refusal is not None:
             return {"message": refusal, "clean": False}
@@ -267,7 +278,7 @@ class Coordinator:
                 self._finish("the session is over: every worker has left", clean=True)
 
     def _forget(self, member: Member) -> None:
-        """Remove everything about a process that is no longer a member, so that nothing waits for it."""
+        """Drop the requests and contributions of a process that is no longer a member."""
         self.answering.forget(member.peer)
         self._awaiting_specification.pop(member.peer, None)
         if member.peer.role == WORKER:
@@ -276,7 +287,7 @@ class Coordinator:
                 self._leave_group(member.peer.id)
 
     def _leave_group(self, worker: int) -> None:
-        # A worker that was started again may have taken chunks before it was admitted.
+        # This also concerns workers outside the group: a worker may take chunks before it is admitted.
         self.dispatcher.lose(worker)
         if worker in self.roster.group:
             self.roster.group.discard(worker)
@@ -291,7 +302,7 @@ class Coordinator:
         return None
 
     def _put(self, now: float, member: Member, message: Message) -> Fields:
-        """Keep the first specification that arrives, and send it to the members that wait for it."""
+        """Keep the specification if it is the first one, and send the kept one to the members that wait for it."""
         if self.specification is None:
             self.specification = message.frames
         for peer, request in self._awaiting_specification.items():
@@ -327,7 +338,7 @@ class Coordinator:
         return {"done": self.dispatcher.progress(number)} if message.flag("tell") else {}
 
     def _signal(self, now: float, member: Member, message: Message) -> Fields:
-        """Tell all members to stop because one member has received a signal; the first signal counts."""
+        """Tell all members to stop because one member has received a signal. Only the first signal is passed on."""
         self.signal = self.signal or message.integer("signal")
         self.roster.tell_all(self._stopping_message())
         return {}
@@ -338,14 +349,14 @@ class Coordinator:
     # Messages from supervisions
 
     def _handle_supervision(self, now: float, sender: Peer, message: Message) -> None:
-        # The supervision that started this process is known. On another node, the first process to send a message
-        # counts.
+        # The supervision that started this process is known. For every other node, the first process that sends a
+        # message in the name of the node's supervision is accepted as its supervision.
         known = self._supervisions.setdefault(sender.id, sender.process) if sender.id < self._settings.nodes else -1
         if known != sender.process:
-            raise ControlError(f"{message.kind} from another supervision")
+            raise ControlError(f"{message.kind}: the sender is not the supervision of node {sender.id}")
         handler = self._supervision_handlers.get(message.kind)
         if handler is None:
-            raise ControlError(f"a supervision does not send {message.kind!r}")
+            raise ControlError(f"a supervision must not send the request {message.kind!r}")
         self._send(sender, Message(DONE, handler(now, sender, message) or {}, request=message.request))
 
     def _died(self, now: float, sender: Peer, message: Message) -> Fields:
@@ -365,7 +376,10 @@ class Coordinator:
         return {"silent": self.roster.silent, "ended": None if self.ended is None else dict(self.ended.fields)}
 
     def _stop(self, now: float, sender: Peer, message: Message) -> Fields:
-        """End once the members of other nodes know why; the sender has ended the members of its own node."""
+        """End the run for a supervision that has ended the members of its node.
+
+        This role ends once the members on other nodes have confirmed the end, or after the time-out.
+        """
         ended = {(role, identity) for role, identity in message.table("members", str, int)}
         self._finish("the run is over", clean=True)
         self._stopping = now if self._stopping is None else self._stopping
@@ -388,7 +402,7 @@ class Coordinator:
         return self._end(now, member.peer, message)
 
     def _finish(self, text: str, clean: bool = False) -> None:
-        """Tell all members that the run is over, and why."""
+        """End the run, and tell all members the reason. If the run has ended before, nothing changes."""
         if self.ended is None:
             self.ended = Message("ended", {"message": text, "clean": clean})
             self.roster.tell_all(self.ended)

@@ -1,7 +1,8 @@
-"""Chunks of an epoch's samples, given to workers on request: faster workers take more chunks.
+"""Dynamic assignment of samples: workers request chunks of an epoch, so that faster workers process more chunks.
 
-A worker may take chunks ahead of what it has processed, and therefore reports its progress. Chunks that a dead worker
-had taken and not processed are given out again: every sample is processed exactly once, or at least once after a death.
+A worker may request chunks before it has processed its earlier ones, and therefore reports its progress. If a worker
+dies, the chunks that it has not processed are assigned to other workers. Every sample is processed exactly once in an
+epoch without deaths. After a death some samples may be processed twice, but none is left out.
 """
 
 from collections import deque
@@ -13,7 +14,13 @@ from cnnstrategies.paramserver.core.node import ControlError
 
 @dataclass(frozen=True)
 class Chunk:
-    """Positions ``start`` to ``stop`` (exclusive) in the order of ``epoch``; empty if no samples are left."""
+    """A range of positions in an epoch's order of samples. An empty chunk means that no samples are left.
+
+    Attributes:
+        epoch: Number of the epoch.
+        start: First position.
+        stop: Position after the last one.
+    """
 
     epoch: int
     start: int
@@ -25,14 +32,14 @@ class Chunk:
 
 @dataclass
 class Share:
-    """One worker's part of an epoch.
+    """The chunks of an epoch that were assigned to one worker.
 
     Attributes:
-        held: Chunks that are not processed, in the order in which they were taken.
-        finished: Number of positions in the processed chunks.
-        taken: Number of positions in all chunks taken.
-        last_ordinal: Number of the last request; -1 before the first.
-        last_answer: Answer to the last request; an empty chunk has told the worker that there are no more.
+        held: Assigned chunks that are not processed yet, in the order of their assignment.
+        finished: Number of positions in the chunks that are processed.
+        taken: Number of positions in all assigned chunks.
+        last_ordinal: Number of the worker's last request; -1 before the first request.
+        last_answer: The chunk in the reply to the last request. It is empty if no samples were left.
     """
 
     held: deque[Chunk] = field(default_factory=deque)
@@ -42,20 +49,20 @@ class Share:
     last_answer: Chunk | None = None
 
     def advance(self, processed: int) -> None:
-        """Note that the worker has processed `processed` positions of the epoch in total."""
+        """Note the total number of positions that the worker has processed in this epoch."""
         while self.held and self.finished + len(self.held[0]) <= processed:
             self.finished += len(self.held.popleft())
 
 
 @dataclass
 class Epoch:
-    """An epoch's chunks.
+    """The chunks of one epoch.
 
     Attributes:
-        waiting: Chunks that are not given out.
-        samples: Number of samples of the epoch.
-        chunk: Number of samples of a chunk.
-        shares: Each worker's part.
+        waiting: Chunks that are not assigned to a worker. They may belong to an earlier epoch.
+        samples: Number of samples in the epoch.
+        chunk: Number of samples in a chunk; the epoch's last chunk may be smaller.
+        shares: By worker: the chunks that were assigned to the worker.
     """
 
     waiting: deque[Chunk]
@@ -65,7 +72,7 @@ class Epoch:
 
 
 def done_chunks(text: str) -> list[int]:
-    """Return the numbers of the chunks in a text of :meth:`Dispatcher.progress`; an empty text has none.
+    """Return the numbers of the processed chunks in a text that :meth:`Dispatcher.progress` returned.
 
     Raises:
         ControlError: The text does not consist of hexadecimal digits.
@@ -77,33 +84,35 @@ def done_chunks(text: str) -> list[int]:
     return [number for number, bit in enumerate(bits[:1:-1]) if bit == "1"]
 
 
-MOST_CHUNKS = 1 << 21  # per epoch
+MOST_CHUNKS = 1 << 21  # largest number of chunks in an epoch
 
 
 class Dispatcher:
-    """The chunks of the epochs of one run. It uses no sockets and no clock."""
+    """The assignment of chunks to workers in all epochs of a run. The class does not use sockets or clocks."""
 
     def __init__(self) -> None:
         self._epochs: dict[int, Epoch] = {}
-        self._boundary_epoch: int | None = None  # the epoch at whose beginning the workers' last boundary was
+        self._boundary_epoch: int | None = None  # The epoch that began at the workers' last boundary.
 
     def begin(self, number: int, samples: int, chunk: int, done: str = "") -> int:
-        """Cut an epoch into chunks, if no other worker has begun the epoch before.
+        """Begin an epoch: cut it into chunks. If another worker has begun the epoch before, nothing changes.
 
-        Chunks that a worker left at its death at the end of an earlier epoch come first.
+        Chunks of earlier epochs that no worker has processed, because a worker died, are assigned first.
 
         Args:
             number: Number of the epoch.
-            samples: Number of samples of the epoch.
-            chunk: Number of samples of a chunk.
-            done: Chunks to leave out, as :meth:`progress` described them to the run that saved the checkpoint.
+            samples: Number of samples in the epoch.
+            chunk: Number of samples in a chunk.
+            done: Chunks that were processed before the checkpoint from which the run continues, as a text that
+                :meth:`progress` returned. These chunks are left out.
 
         Returns:
-            The number of samples of the epoch; 0 for an epoch that is over.
+            The number of samples in the epoch; 0 if the epoch is over or its size is invalid.
         """
         if number in self._epochs:
             return self._epochs[number].samples
-        # A worker that is started again begins to load before it knows the others' epoch.
+        # A worker that was started again may begin an epoch that is over, because it does not know the epoch of the
+        # other workers yet.
         if chunk < 1 or samples > chunk * MOST_CHUNKS or number < max(self._epochs, default=number):
             return 0
         skipped = set(done_chunks(done))
@@ -119,21 +128,21 @@ class Dispatcher:
         return samples
 
     def take(self, worker: int, number: int, processed: int, workers: Collection[int], ordinal: int) -> Chunk:
-        """Return the next chunk for a worker.
+        """Assign the next chunk to a worker.
 
-        Every worker gets at least one chunk of an epoch, if there are enough chunks: a worker without any would not
-        take part in the collectives of the epoch.
+        The last chunks of an epoch are reserved for workers that have not received a chunk yet, because a worker
+        without chunks could not take part in the collectives of the epoch.
 
         Args:
-            worker: Id of the worker that asks.
+            worker: Id of the worker that requests a chunk.
             number: Number of the epoch.
-            processed: Positions of this epoch that the worker has processed, in the order in which it got them.
-            workers: Ids of all workers that must get at least one chunk. Another worker gets a chunk only if enough
-                chunks are left for these workers.
-            ordinal: Number of the worker's request in this epoch. A repeated request gets the same answer.
+            processed: Number of positions that the worker has processed in this epoch. It processes its chunks in the
+                order of their assignment.
+            workers: Ids of the workers for which a chunk is reserved. Joiners are not among them.
+            ordinal: Number of the worker's request in this epoch. A repeated request gets the same reply.
 
         Returns:
-            The chunk; an empty one when there are no more.
+            The assigned chunk; an empty chunk if no chunk is left for the worker.
         """
         empty = Chunk(number, 0, 0)
         epoch = self._epochs.get(number)
@@ -147,8 +156,8 @@ class Dispatcher:
         idle = {other for other in workers if other != worker and not self._has_samples(epoch, other)}
         needs_one = worker in workers and not share.taken
         if needs_one and not epoch.waiting:
-            # The worker was admitted late. What was left for it waits in the next epoch, which another worker has
-            # begun.
+            # The worker was admitted late, and another worker has begun the next epoch. The chunk that was reserved for
+            # this worker was moved to that epoch.
             epoch, needs_one = self._epochs[max(self._epochs)], False
             idle = {other for other in workers if not self._has_samples(epoch, other)}
         if not epoch.waiting or (not needs_one and len(epoch.waiting) <= len(idle)):
@@ -160,7 +169,10 @@ class Dispatcher:
         return chunk
 
     def progress(self, number: int) -> str:
-        """Return the chunks of an epoch that are known to be processed: one bit for each, in hexadecimal digits."""
+        """Return the processed chunks of an epoch as hexadecimal digits: bit i is set if chunk i is processed.
+
+        The text is empty if the epoch is unknown.
+        """
         if number not in self._epochs:
             return ""
         epoch = self._epochs[number]
@@ -174,28 +186,35 @@ class Dispatcher:
         return f"{int(bits or '0', 2):x}"
 
     def processed(self, worker: int, number: int, processed: int) -> None:
-        """Note how many positions of an epoch a worker has processed in total."""
+        """Note the total number of positions of an epoch that a worker has processed.
+
+        Args:
+            worker: Id of the worker.
+            number: Number of the epoch.
+            processed: Number of processed positions.
+        """
         epoch = self._epochs.get(number)
         if epoch is not None and worker in epoch.shares:
             epoch.shares[worker].advance(processed)
 
     def give_back(self, worker: int, before: int) -> None:
-        """Take back a worker's chunks of the epochs before epoch `before`.
+        """Take back a worker's unprocessed chunks of all epochs before epoch `before`.
 
-        A worker that was started again takes chunks before it knows the others' epoch, and does not process them.
+        A worker that was started again may request chunks of an earlier epoch before it knows the epoch of the other
+        workers. It does not process these chunks.
         """
         for number in [number for number in self._epochs if number < before]:
             self._take_back(self._epochs[number].shares.pop(worker, Share()))
 
     def mark_boundary(self) -> None:
-        """Note that all workers are at the beginning of the newest epoch."""
+        """Note that all workers have just met at a boundary, and now begin the newest epoch."""
         self._boundary_epoch = max(self._epochs, default=None)
 
     def may_join(self, worker: int) -> bool:
-        """Whether an original worker that was started again may join in the epoch that follows the last boundary.
+        """Return whether an original worker that was started again may be admitted before the next boundary.
 
-        If the worker has begun to load that epoch, it must not have been told that no samples are left. Once a worker
-        has begun the next epoch, no worker may join before the next boundary.
+        This is not possible after another worker has begun the next epoch. It is also not possible if the worker has
+        requested a chunk of the current epoch and received the reply that no samples are left.
         """
         if self._boundary_epoch is None or self._boundary_epoch != max(self._epochs):
             return False
@@ -203,21 +222,30 @@ class Dispatcher:
         return worker not in epoch.shares or self._has_samples(epoch, worker)
 
     def can_spare(self, workers: Collection[int], others: bool) -> bool:
-        """Whether all given workers, and one more if `others` is true, would get samples of the newest epoch."""
+        """Return whether enough chunks of the newest epoch are left for workers without chunks.
+
+        Args:
+            workers: Ids of the workers that must each get at least one chunk.
+            others: Whether one more chunk must be left, for joiners.
+        """
         if not self._epochs:
             return False
         epoch = self._epochs[max(self._epochs)]
         return len(epoch.waiting) >= others + sum(1 for worker in workers if not self._has_samples(epoch, worker))
 
     def lose(self, worker: int) -> None:
-        """Take back the chunks that a dead worker has not processed; they are given out first."""
+        """Take back the unprocessed chunks of a worker that has died or left. They are assigned before other chunks."""
         for epoch in reversed(self._epochs.values()):
             share = epoch.shares.pop(worker, None)
             if share is not None:
                 self._take_back(share)
 
     def _take_back(self, share: Share) -> None:
-        """Put unprocessed chunks first into the newest epoch: some workers may have finished the chunks' own epoch."""
+        """Put a worker's unprocessed chunks at the front of the newest epoch's waiting chunks.
+
+        Some workers may already have finished the epoch to which the chunks belong, and only request chunks of the
+        newest epoch.
+        """
         self._epochs[max(self._epochs)].waiting.extendleft(reversed(share.held))
 
     @staticmethod

@@ -1,14 +1,14 @@
-"""The journal of a coordinator that may be killed: another process continues from it where the coordinator stopped.
+"""The journal of a coordinator. If the coordinator's process is killed, another process continues from the journal.
 
-A coordinator is a state machine: the messages and timers that it receives, with their times, determine everything that
-it sends. Each of these inputs is written down before the coordinator acts on it; a process that reads the inputs again
-reaches the same state and has sent the same messages. To the members such a death is a pause in which messages are
-lost, and no member relies on single messages. From time to time the pickled state machine replaces all inputs before
-it.
+A coordinator is a state machine: its inputs, which are messages and timers with their times, determine its state and
+the messages that it sends. The journal contains every input, written before the coordinator acts on it. A new process
+that reads the journal repeats the inputs, and so reaches the same state. For the members, the death of the old process
+is only a pause in which messages may be lost, and the protocol repeats lost messages. From time to time the pickled
+state of the coordinator replaces the inputs in the journal.
 
-Nothing is synced to a disk: a written record outlives the process that has written it, and no run outlives the machine
-of rank 0, on which the journal lies. A process that is killed while it writes leaves half a record, and no member has
-received a message that depends on that record.
+The journal is not synced to a disk. It needs to outlive the coordinator's process, but not the machine of rank 0, on
+which it is stored, because no run outlives that machine. If a process is killed while it writes a record, the record is
+incomplete and is ignored: no member has received a message that depends on it.
 """
 
 import contextlib
@@ -22,32 +22,36 @@ from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.status import WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, Effects, Message, Peer
 
-MOST_RECORDS = 10_000  # before the state replaces them: reading so many records takes half a second
-MOST_BYTES = 1 << 26
-HEAD = struct.Struct("<II")  # bytes that follow, and their CRC-32
+# Number of records after which the coordinator's state replaces them. A process reads this many in half a second.
+MOST_RECORDS = 10_000
+MOST_BYTES = 1 << 26  # size of the records, in bytes, after which the coordinator's state replaces them
+HEAD = struct.Struct("<II")  # length in bytes and CRC-32 of the record's body, which follows
 
 
 class JournalStore(Protocol):
-    """The place of a journal."""
+    """The file or other store that contains a journal."""
 
     def read(self) -> bytes:
         """Return the whole contents."""
 
     def append(self, record: bytes) -> None:
-        """Write a record at the end."""
+        """Add a record at the end."""
 
     def replace(self, contents: bytes) -> None:
-        """Replace the contents. A process that is killed meanwhile leaves either the old contents or the new ones."""
+        """Replace the contents atomically. If the process is killed, the store has the old or the new contents."""
 
 
 class Journaled:
-    """A coordinator that writes down its inputs: a role.
+    """The role of a coordinator that writes its inputs to a journal.
 
     Args:
-        coordinator: A coordinator without any inputs; the attribute is the coordinator after the journal's inputs.
-        store: The place of the journal, which no other process writes.
-        follows: Whether the coordinator's last process was killed, and this one continues from the journal.
+        coordinator: A coordinator that has not received any inputs.
+        store: Store of the journal. No other process writes to it.
+        follows: Whether the coordinator's last process was killed, so that this process continues from the journal.
         most: Number of records after which the coordinator's state replaces them.
+
+    Attributes:
+        coordinator: The coordinator, in the state after all inputs of the journal.
     """
 
     def __init__(
@@ -64,19 +68,19 @@ class Journaled:
         store.replace(contents[:whole])  # The next record must not follow half a record.
 
     def start(self, now: float) -> Effects:
-        """Begin, or continue; see :class:`.Coordinator` for what the methods do."""
+        """Write the time to the journal, and call :meth:`.Coordinator.start`."""
         self._write((now,))
         return self.coordinator.start(now)
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
-        """Act on a message."""
-        if sender.role != WATCHER:  # A watcher changes nothing.
-            # Pickling tuples takes a tenth of the time of pickling the classes.
+        """Write a message to the journal, and call :meth:`.Coordinator.on_message`."""
+        if sender.role != WATCHER:  # A watcher's message does not change the coordinator's state.
+            # Pickling tuples takes a tenth of the time that pickling `Peer` and `Message` takes.
             self._write((now, tuple(sender), tuple(message)))
         return self.coordinator.on_message(now, sender, message)
 
     def on_timer(self, now: float, name: str) -> Effects:
-        """Act on a timer whose time has come."""
+        """Write a timer to the journal, and call :meth:`.Coordinator.on_timer`."""
         self._write((now, name))
         return self.coordinator.on_timer(now, name)
 
@@ -84,7 +88,7 @@ class Journaled:
         if self._records >= self._most or self._bytes > MOST_BYTES:
             whole = _packed(self.coordinator)
             self._store.replace(whole)
-            # A large state is not written again before as many bytes of records have followed.
+            # The negative size delays the next replacement, so that a large state is not written too often.
             self._records, self._bytes = 0, -len(whole)
         packed = _packed(record)
         self._store.append(packed)
@@ -100,7 +104,7 @@ class Journaled:
             case (now, str(name)):
                 self.coordinator.on_timer(now, name)
             case (now, sender, message):
-                with contextlib.suppress(ControlError):  # The coordinator raised the same error then.
+                with contextlib.suppress(ControlError):  # The earlier process raised the same error.
                     self.coordinator.on_message(now, Peer(*sender), Message(*message))
 
 
@@ -110,9 +114,10 @@ def _packed(record: object) -> bytes:
 
 
 def _records(contents: bytes) -> Iterator[tuple[Any, int]]:
-    """Yield each record up to the first incomplete one, with the position of its end.
+    """Yield the complete records, each with the position of its end in the contents.
 
-    Unpickling runs code from the contents. The store belongs to the user, as do the programs of the run.
+    Unpickling can run code that the contents name. This is safe here, because only the user, who also owns the programs
+    of the run, can write to the store.
     """
     start = 0
     while len(contents) - start >= HEAD.size:

@@ -1,4 +1,4 @@
-"""A process's side of the coordinator's protocol: registration, heartbeats, the newest view, and requests."""
+"""The members' side of the protocol with the coordinator: registration, heartbeats, views and requests."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,31 +10,33 @@ from cnnstrategies.paramserver.core.view import View
 
 COORDINATOR = Peer("coordinator", 0)
 BEAT = "beat"
-VIEW = 0  # call number of the effect that announces a new view; no call has this number
-STOPPED_SHARE = 0.25  # share of the time-out; if the timer is late by more, this process was stopped
-LEAVING_SHARE = 0.5  # share of the time-out for which a process that leaves waits for the coordinator's answer
-LEFT_UNHEARD = "this process has left; the coordinator did not confirm it, and may have ended before"
+VIEW = 0  # Call number of a `Return` that announces a new view. Calls have other numbers.
+# Fraction of the time-out. If a heartbeat's timer is late by more, this process was stopped meanwhile.
+STOPPED_FRACTION = 0.25
+# Fraction of the time-out. A process that leaves waits this long for the coordinator's reply.
+LEAVING_FRACTION = 0.5
+LEFT_UNHEARD = "this process has left without a reply from the coordinator, which may have ended before"
 
 
 class Participant:
-    """A member of a run: a role.
+    """The role of a worker or server in the protocol with the coordinator.
 
-    Its calls are the coordinator's kinds of requests, and ``seen``, which says that this process follows the view with
-    the field ``number``.
+    Each call makes the role send a request of the call's kind to the coordinator, apart from the call ``seen``. With
+    that call, the process reports that it now acts on a view, whose number is in the field ``number``.
 
     Args:
-        address: This process's place, and the coordinator's.
-        process: Number that distinguishes this process from another one that claims the same place.
+        address: Identity of this process, and the coordinator's endpoint.
+        process: Random number that distinguishes this process from other processes with the same identity.
         hello: Fields of the registration.
 
     Attributes:
-        peer: This process.
-        view: The newest view; None before the coordinator has answered.
-        ended: Why the run is over; None before its end.
-        signal: The signal that a process of the run has received, after which all are to stop; 0 if there is none.
-        seen: Number of the newest view that this process follows.
-        figures: Function that returns this process's figures; see :data:`.status.FIGURES`.
-        losses: Number of processes that the run has lost, as far as is known here.
+        peer: Identity of this process in messages.
+        view: The newest view; None before the coordinator has accepted the registration.
+        ended: The effect with which this role has ended; None before the end.
+        signal: Number of the signal that a member has received, after which all members must stop; 0 before.
+        seen: Number of the newest view on which this process acts.
+        figures: Function that returns this process's figures; see :func:`.status.figures_of`.
+        losses: Number of processes that the run has lost, according to the coordinator's last message.
         heard: Time of the coordinator's last message.
     """
 
@@ -54,12 +56,12 @@ class Participant:
         self._taken_chunks: dict[int, int] = {}
 
     def start(self, now: float) -> Effects:
-        """Register."""
+        """Send the registration and set the timer for heartbeats."""
         self.heard = now
         return [*self._asking.ask(now, "hello", self._hello), *self._schedule_beat(now)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
-        """Act on a message of the coordinator."""
+        """Act on a message from the coordinator."""
         self.heard = now
         if message.kind in REPLIES:
             request, effects = self._asking.on_reply(now, message)
@@ -75,18 +77,18 @@ class Participant:
         return []
 
     def on_timer(self, now: float, name: str) -> Effects:
-        """Send a heartbeat, or a probe of the open requests."""
+        """Send a heartbeat or a probe, depending on the timer. End the role if the coordinator is silent too long."""
         if self.ended is not None:
             return []
         if name == TIMER:
             return self._asking.on_timer(now)
         late = now - self._next_beat
-        if late > STOPPED_SHARE * self._address.timeout:
-            # This process was stopped; the coordinator was not silent. Its messages from that time may have been read
-            # just now.
+        if late > STOPPED_FRACTION * self._address.timeout:
+            # This process was stopped, so the time of the pause does not count as silence of the coordinator. Messages
+            # that arrived during the pause may have been read just now, hence the minimum.
             self.heard = min(now, self.heard + late)
         leaving = any(request.message.kind == "leave" for request in self._asking.open.values())
-        if leaving and now - self.heard > LEAVING_SHARE * self._address.timeout:
+        if leaving and now - self.heard > LEAVING_FRACTION * self._address.timeout:
             return self._end(LEFT_UNHEARD, clean=True)
         patience = self._address.timeout if self.view is not None else self._address.appear
         if now - self.heard > patience:
@@ -101,11 +103,11 @@ class Participant:
         return [*self._beat(), *self._schedule_beat(now)]
 
     def on_call(self, now: float, call: Call) -> Effects:
-        """Send a request to the coordinator, or report which view this process follows."""
+        """Send a request to the coordinator, or report the view on which this process acts."""
         if self.ended is not None:
             return [Return(call.number, self.ended.reason)]
         if call.kind == "leave" and self.view is None:
-            return self._end("this process has not taken part", clean=True)
+            return self._end("this process has left before the coordinator accepted its registration", clean=True)
         if call.kind == "seen":
             self.seen = max(self.seen, call.fields["number"])
             return self._beat()
@@ -118,7 +120,10 @@ class Participant:
 
     @property
     def idle(self) -> bool:
-        """Whether this process may end: the coordinator has confirmed its last messages."""
+        """Whether this process may end: the coordinator has replied to all requests that must not be lost at the end.
+
+        These requests report that this process leaves, that the run must end, or that a signal has arrived.
+        """
         kinds = ("leave", "end", "signal")
         requests = tuple(self._asking.open.values())
         return self.ended is not None or all(request.message.kind not in kinds for request in requests)
@@ -173,28 +178,31 @@ class Participant:
 
 
 class Reporter:
-    """A supervision: a role. Its calls are the coordinator's kinds of requests."""
+    """The role of a supervision in the protocol with the coordinator.
+
+    Each call makes the role send a request of the call's kind to the coordinator.
+    """
 
     def __init__(self, session: int) -> None:
         self._asking = Asking(COORDINATOR, {"session": session})
 
     def start(self, now: float) -> Effects:
-        """Send the open requests again, over a new connection."""
+        """Send all open requests again. Call this after every new connection to the coordinator."""
         return self._asking.resend()
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
-        """Act on a reply."""
+        """Act on a reply from the coordinator."""
         if message.kind not in REPLIES:
             return []
         request, effects = self._asking.on_reply(now, message)
         return effects if request is None else [*effects, Return(request.call, message)]
 
     def on_timer(self, now: float, name: str) -> Effects:
-        """Send a probe of the open requests."""
+        """Send a probe if requests are open."""
         return self._asking.on_timer(now)
 
     def on_call(self, now: float, call: Call) -> Effects:
-        """Send a request to the coordinator; a request for the present status replaces an older one."""
+        """Send a request to the coordinator. A new request for the status replaces an open one."""
         if call.kind == "status":
             self._asking.drop("status")
         return self._asking.ask(now, call.kind, call.fields, call.frames, call.number)

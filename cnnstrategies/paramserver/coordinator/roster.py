@@ -1,7 +1,7 @@
-"""Membership: which processes become members, which stop being members, and whether the run goes on without them.
+"""The coordinator's list of members: who may register, who is removed, and whether the run goes on after a loss.
 
-Members learn of each other through numbered views. A member that is gone does not return; a later incarnation may take
-its place.
+A process that has been removed cannot become a member again. Another process may take its place with a higher
+incarnation. The coordinator sends every change of the membership to all members, as a view with the next number.
 """
 
 from collections import deque
@@ -12,11 +12,11 @@ from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, Coord
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 
-WRITER = 0  # the worker that writes checkpoints and logs; the run ends if it is lost and does not return
-CONFIRM_SECONDS = 5.0  # how long a supervision may take to say whether a silent member is replaced
-PATIENCE = 6  # time-outs in which a live server must follow a view
-MOST_FAULTS = 50
-LONGEST = 300  # characters of a fault
+WRITER = 0  # id of the worker that writes checkpoints and logs; the run ends if it is lost and not replaced
+CONFIRM_SECONDS = 5.0  # seconds within which a supervision must report whether a silent member is replaced
+PATIENCE = 6  # number of time-outs after which a live server must have seen a view for which a result waits
+MOST_FAULTS = 50  # largest number of faults in the history
+LONGEST = 300  # largest number of characters in a fault's description
 
 
 @dataclass
@@ -24,18 +24,18 @@ class Member:
     """A process that has registered.
 
     Attributes:
-        peer: The process's role, number and incarnation.
-        process: Its process id, for messages to the user.
-        host: Name of its machine.
-        seen: Time of its last heartbeat or message.
-        endpoint: Where a server listens.
-        public_key: Its CURVE key.
-        acknowledged: Number of the newest view that it has reported to follow.
-        since: For a server, the number of the first view with it, or of training's first view if training waited for
-            it.
-        last_collective: The newest collective to which a worker has contributed.
-        figures: Its last report on itself; see :data:`.status.FIGURES`.
-        measured: Time of that report.
+        peer: The process's role, id, incarnation and random number.
+        process: The operating system's process id, for messages to the user.
+        host: Host name of the process.
+        seen: Time of the last message from the process.
+        endpoint: Address at which a server listens; empty for workers.
+        public_key: The process's public CURVE key; empty without encryption.
+        acknowledged: Number of the newest view on which the process has reported to act.
+        since: For a server: number of the first view that contains this process. If training waited for the server,
+            the number of the view with which training began.
+        last_collective: For a worker: number of the newest collective to which it has contributed.
+        figures: The process's last figures by name; see :func:`.status.figures_of`.
+        measured: Time at which the figures arrived.
     """
 
     peer: Peer
@@ -52,7 +52,13 @@ class Member:
 
     @classmethod
     def from_hello(cls, peer: Peer, hello: Message, now: float) -> "Member":
-        """Return the member that a registration describes."""
+        """Return the member for a registration.
+
+        Args:
+            peer: Identity of the process.
+            hello: The registration's message.
+            now: The current time.
+        """
         host, endpoint, key = (hello.string(name) for name in ("host", "endpoint", "public_key"))
         return cls(peer, hello.integer("process"), host[:255], now, endpoint, key)
 
@@ -61,11 +67,11 @@ class Member:
 
 
 class History:
-    """The last faults of the run: deaths, returns and restarts, each with its time.
+    """The last faults of the run: deaths of members, replacements of members, and restarts of the coordinator.
 
     Attributes:
-        faults: Times and descriptions, oldest first.
-        losses: Number of lost processes.
+        faults: Time and description of each fault, oldest first.
+        losses: Number of processes that the run has lost.
         restarts: Number of times that the coordinator was started again.
     """
 
@@ -79,7 +85,7 @@ class History:
         self.faults.append((now, text[:LONGEST]))
 
     def note_restart(self, now: float) -> None:
-        """Note that this coordinator continues after another process of it was killed."""
+        """Note that this coordinator continues after its earlier process was killed."""
         self.losses += 1
         self.restarts += 1
         self.note(now, "the coordinator was started again")
@@ -87,14 +93,15 @@ class History:
 
 @dataclass
 class _Place:
-    """State of one place: a role and a number.
+    """State of a member's place. Every role and id has a place, which one process can have at a time.
 
     Attributes:
-        member: The present member.
-        appeared: Whether nothing waits for the place's first process any more.
-        incarnation: The lowest incarnation that may register; the ones before are over.
-        lost: The incarnations below this one are counted as lost.
-        promise: Time until which a process must take the place, and why the run ends otherwise.
+        member: The process that has the place; None if the place is free.
+        appeared: Whether the coordinator no longer waits for the place's first process.
+        incarnation: Lowest incarnation that may register.
+        lost: Lowest incarnation that is not counted as lost yet.
+        promise: Time by which another process must take the place, and the error message with which the run ends
+            otherwise; None if the run does not wait for a process.
     """
 
     member: Member | None = None
@@ -105,17 +112,24 @@ class _Place:
 
 
 class Roster:
-    """The members of a run.
+    """The members of a run, and their places.
+
+    Args:
+        settings: The coordinator's settings.
+        send: Function that sends a message to a process.
+        forget: Function to call after a member has been removed as lost.
+        finish: Function that ends the run with an error message.
 
     Attributes:
-        began: When the coordinator began to wait for members.
-        group: Ids of the workers that take part in collectives; at first all expected workers.
-        sealed: Whether training has begun. Before that views contain no workers.
-        lost_servers: Ids of the servers that have died and not come back.
-        silent: Role, id and incarnation of each member that was silent; the supervisions end these processes.
+        began: Time at which the coordinator began to wait for members.
+        group: Ids of the workers that take part in collectives. At first these are all original workers.
+        sealed: Whether training has begun. Views contain no workers before.
+        lost_servers: Ids of the servers that have died and were not replaced.
+        silent: Role, id and incarnation of each member that was removed after a long silence. The supervisions end
+            these processes.
         history: The last faults.
-        view_message: The view as a message, which all members share, so that it is encoded once.
-        gone: Former members, with whether they left on purpose; for a joiner's place only the last one.
+        view_message: Message with the current view. All members get the same object, so that it is encoded only once.
+        gone: By former member: whether it left on purpose. For each place of a joiner only the last process is kept.
     """
 
     def __init__(
@@ -139,7 +153,7 @@ class Roster:
         places = [(SERVER, server) for server in range(settings.servers)]
         places += [(WORKER, worker) for worker in range(settings.workers + settings.max_joiners)]
         self._places = {place: _Place() for place in places}
-        # members that were silent when the run was over: they may still ask why it ended
+        # Members that were removed after the end of the run because they were silent. They may still ask why it ended.
         self._silent_at_end: set[Peer] = set()
         self._view = View(0, (), ())
         self.view_message = self._make_view_message()
@@ -148,37 +162,40 @@ class Roster:
 
     @property
     def members(self) -> list[Member]:
-        """All members: the servers, then the workers."""
+        """All members: first the servers, then the workers."""
         return [place.member for place in self._places.values() if place.member is not None]
 
     def member_at(self, role: str, identity: int) -> Member | None:
-        """Return the member with a role and a number, whatever its incarnation."""
+        """Return the member with a role and an id, whatever its incarnation; None if the place is free or unknown."""
         place = self._places.get((role, identity))
         return None if place is None else place.member
 
     def find(self, peer: Peer) -> Member | None:
-        """Return the member that is exactly this process."""
+        """Return the member whose role, id, incarnation and random number are those of a process; None otherwise."""
         member = self.member_at(peer.role, peer.id)
         return member if member is not None and member.peer == peer else None
 
     def is_joiners_place(self, role: str, identity: int) -> bool:
-        """Whether a place is for joiners, which nothing waits for."""
+        """Return whether a place is reserved for joiners. The run does not wait for joiners."""
         return role == WORKER and identity >= self._settings.workers
 
     @property
     def original_workers(self) -> set[int]:
-        """The group without joiners: a run without original workers ends."""
+        """Ids of the group's original workers: all workers of the group except joiners."""
         return {worker for worker in self.group if not self.is_joiners_place(WORKER, worker)}
 
     def free_place(self) -> tuple[int, int] | None:
-        """Return the lowest free number among the places for joiners, and an incarnation that was never used there."""
+        """Return the id of a free place for a joiner, and an incarnation that no process has used there.
+
+        Return None if no place is free. The free place with the lowest id is returned.
+        """
         for (role, identity), place in self._places.items():
             if place.member is None and self.is_joiners_place(role, identity):
                 return identity, place.incarnation
         return None
 
     def missing(self) -> list[str]:
-        """Return the names of the expected members that have never appeared."""
+        """Return the names of the members for whose first process the coordinator still waits."""
         absent = [
             (role, identity)
             for (role, identity), place in self._places.items()
@@ -187,29 +204,35 @@ class Roster:
         return [f"{role} {identity}" for role, identity in sorted(absent, key=lambda place: place[0] == SERVER)]
 
     def has_left(self, worker: int) -> bool:
-        """Whether a worker has left on purpose."""
+        """Return whether a worker has left on purpose."""
         return any(left and peer[:2] == (WORKER, worker) for peer, left in self.gone.items())
 
     def stop_expecting(self, role: str, identity: int) -> None:
-        """Wait no longer for the first process of a place."""
+        """No longer wait for the first process of a place."""
         if place := self._places.get((role, identity)):
             place.appeared = True
 
     def remove(self, member: Member, left: bool = False) -> None:
-        """Remove a member, which has left on purpose or is lost."""
+        """Remove a member from its place.
+
+        Args:
+            member: The member.
+            left: Whether the member has left on purpose. Otherwise it is lost.
+        """
         peer = member.peer
         place = self._places[peer.role, peer.id]
         place.member = None
         if self.is_joiners_place(peer.role, peer.id):
-            # Joiners come as a new incarnation in each epoch: the place's number suffices to know the earlier ones.
+            # A joiner may come in each epoch as a new incarnation, so `gone` must not keep all of them. The lowest
+            # incarnation that may register is enough to recognise the earlier processes.
             place.incarnation = max(place.incarnation, peer.incarnation + 1)
             self.gone = {other: on_purpose for other, on_purpose in self.gone.items() if other[:2] != peer[:2]}
         self.gone[peer] = left
 
-    # Joining
+    # Registration
 
     def refusal(self, peer: Peer) -> str | None:
-        """Return why a process that is not a member cannot become one; None if it can."""
+        """Return the error message for a process that cannot become a member; None if it can."""
         settings, place = self._settings, self._places.get((peer.role, peer.id))
         if place is None:
             joiners = f", and {settings.max_joiners} places for workers that join" if settings.max_joiners else ""
@@ -219,18 +242,28 @@ class Roster:
             )
         if (peer in self.gone or peer.incarnation < place.incarnation) and peer not in self._silent_at_end:
             return (
-                f"{peer} was silent for {settings.timeout:g} s and counts as dead: the run goes on without it; "
-                "raise `timeout` if it was only busy"
+                f"{peer} was silent for {settings.timeout:g} s and counts as dead, so the run goes on without it: "
+                "raise `timeout` if the process was only busy"
             )
         known = place.member
         if known is not None and known.peer != peer and known.peer.incarnation >= peer.incarnation:
-            return f"{peer} was registered already ({known}), or has been replaced"
+            return f"{peer} was registered already ({known}), or another process has replaced it"
         return None
 
     def admit(self, now: float, peer: Peer, hello: Message) -> bool:
-        """Register a process that is not refused. Return whether it is a member.
+        """Make a process a member if its place is free. Call this only if :meth:`refusal` returns None.
 
-        The process does not become a member while another one, which is not known to be dead, has its place.
+        While an earlier incarnation has the place, and is not known to be dead, the process has to wait.
+
+        Args:
+            now: The current time.
+            peer: Identity of the process.
+            hello: The registration's message.
+
+        Returns whether the process is a member now.
+
+        Raises:
+            ControlError: A field of the registration is missing or invalid.
         """
         place = self._places[peer.role, peer.id]
         if place.member is not None:
@@ -242,26 +275,27 @@ class Roster:
         if peer.incarnation and not self.is_joiners_place(peer.role, peer.id):
             self.history.note(now, f"{member} has taken the place of the process before it")
         if peer.role == SERVER:
-            # A server that is replaced before it was missed has also lost its state.
             self.lost_servers.discard(peer.id)
-            # Training has waited for a server that comes late, so the server is as old as the others. This does not
-            # hold if another server had died in its place before: training may then have begun with the copies.
+            # Training waits for the first process of a server, so this process counts as old as the other servers. If
+            # the first process has died, training may have begun with other servers that hold its slices. The new
+            # process then lacks the values, and must count as younger than those servers.
             member.since = (self._view.begun if was_waited_for else 0) or self.number + 1
             self.publish()
         return True
 
-    # Losing
+    # Losses of members
 
     def check_members(self, now: float, over: bool, view: int, waited: float) -> None:
-        """Remove the members that were silent for too long; to be called several times a second.
+        """Remove members that were silent for too long, and end the run if it cannot go on. Call this regularly.
 
-        Servers that delay a result are also removed.
+        This also removes servers that send heartbeats but do not act on a new view for which a result waits.
 
         Args:
-            now: The present time.
-            over: Whether the run is over, so that a loss has no consequences.
-            view: Number of the view that all servers must see before a result is sent; 0 if no result waits.
-            waited: Seconds for which that result has waited.
+            now: The current time.
+            over: Whether the run is over. Silent members are then removed without further consequences.
+            view: Number of the view that all servers must see before a collective's result can be sent; 0 if no result
+                waits.
+            waited: Seconds for which the result has waited.
         """
         timeout, appear = self._settings.timeout, self._settings.appear
         silent = [member for member in self.members if now - member.seen > timeout]
@@ -275,32 +309,34 @@ class Roster:
         for member in silent:
             self._remove_silent(now, member, f"was silent for {timeout:g} s")
         for member in self.members:
-            # A server that has not seen any view is still being set up.
+            # A server that has not seen any view is still starting, and gets more time.
             patience = PATIENCE * timeout if member.acknowledged > 0 else max(appear, PATIENCE * timeout)
             if member.peer.role == SERVER and member.acknowledged < view and waited > patience:
                 self._remove_silent(now, member, f"has not followed view {view} for {patience:g} s")
         if now - self.began > appear and (missing := self.missing()):
             self._finish(
-                f"{', '.join(missing)} did not appear within {appear:g} s: start the run on all "
-                "its machines, and dedicated servers; --interconnect.wait sets how long to wait"
+                f"{', '.join(missing)} did not appear within {appear:g} s: start the run on all its machines, start "
+                "the dedicated servers, or wait longer with --interconnect.wait"
             )
         for place in self._places.values():
             if place.promise is not None and now > place.promise[0]:
                 self._finish(place.promise[1])
 
     def died(self, now: float, member: Member, how: str, replaced: bool, over: bool = False) -> None:
-        """Note that a process has died, as its supervision reports; it may be unregistered, or removed already.
+        """Act on a supervision's report that a process has died.
+
+        The process may have died before it registered, or may have been removed from the members already.
 
         Args:
-            now: The present time.
+            now: The current time.
             member: The process.
-            how: How it died, for the user.
-            replaced: Whether another process takes its place.
-            over: Whether the run is over, so that the loss has no consequences.
+            how: Cause of the death, for messages to the user.
+            replaced: Whether the supervision starts another process in its place.
+            over: Whether the run is over. The process is then removed without further consequences.
         """
         place = self._places.get((member.peer.role, member.peer.id))
         if place is None or member.peer.incarnation < place.incarnation:
-            return  # The death was reported before, or another process has the place now.
+            return  # This death was reported before, or a later incarnation has the place.
         place.incarnation = member.peer.incarnation + 1
         place.appeared |= not replaced
         known = place.member
@@ -310,17 +346,23 @@ class Roster:
             self.remove(known)
             self._forget(known)
             member = known
-        if not over:  # After the run nothing needs a view of the remaining members.
+        if not over:
             self._decide_without(now, member, how, replaced)
 
     def _is_cut_off(self, now: float) -> bool:
-        """Whether it is more likely that this process is cut off than that all members have died at once."""
+        """Return whether the coordinator has probably lost its network connection.
+
+        The method returns True if there are several members and all of them were silent for half the time-out, because
+        it is unlikely that all members die at the same time. Silent members must not be removed then. If all members
+        were silent for the whole time-out, the method also ends the run.
+        """
         members = self.members
         quiet = now - max((member.seen for member in members), default=now)
         timeout = self._settings.timeout
         if len(members) > 1 and quiet > timeout:
             self._finish(
-                f"the coordinator has heard none of the {len(members)} members for {timeout:g} s: it is cut off"
+                f"the coordinator has not heard any of the {len(members)} members for {timeout:g} s: check the network "
+                "connection of its machine"
             )
         return len(members) > 1 and quiet > timeout / 2
 
@@ -329,23 +371,23 @@ class Roster:
         if not self.is_joiners_place(*member.peer[:2]):  # Joiners are not started by a supervision.
             self.silent.append([*member.peer[:3]])
         self._forget(member)
-        # The supervision asks for the silent members, ends them, and reports whether they are replaced. This takes a
-        # moment, unless the supervision itself is gone.
+        # The supervisions request the list of silent members, end these processes, and report whether they replace
+        # them. If no report arrives in this time, the supervision itself may be gone.
         confirmed = min(self._settings.timeout, CONFIRM_SECONDS)
         self._decide_without(now, member, how, replaced=self._settings.supervised, seconds=confirmed)
 
     def _decide_without(
         self, now: float, member: Member, how: str, replaced: bool, seconds: float | None = None
     ) -> None:
-        """Decide whether the run goes on without a member that was removed.
+        """Decide whether the run goes on without a removed member, and end the run if it cannot.
 
         Args:
-            now: The present time.
+            now: The current time.
             member: The removed member.
-            how: How it was lost, for the user.
-            replaced: Whether another process may take its place.
-            seconds: How long to wait for that process or its announcement; None for as long as a process may take to
-                appear.
+            how: Cause of the loss, for messages to the user.
+            replaced: Whether another process may take the member's place.
+            seconds: Seconds to wait for the other process, or for a report that it will come; None to wait as long as
+                for the first process of a place.
         """
         peer = member.peer
         place = self._places[peer.role, peer.id]
@@ -364,15 +406,15 @@ class Roster:
             self._finish(f"{member} {how}, and no worker is left")
 
     def _without_server(self, member: Member, how: str) -> str | None:
-        """Return why the run cannot go on without a server; None if other servers have copies of its slices."""
+        """Return the error message if the run cannot go on without a server; None if other servers hold its slices."""
         self.lost_servers.add(member.peer.id)
         if self._has_copies:
-            self.publish()  # The copies of its slices take over; if the server returns, it has no state.
+            self.publish()
             return None
         return f"{member} {how}: its parameters are lost; with replication: 2 a run survives this"
 
     def _without_worker(self, member: Member, how: str) -> str | None:
-        """Return why the run cannot go on without a worker; None if it can."""
+        """Return the error message if the run cannot go on without a worker; None if it can."""
         if self.is_joiners_place(*member.peer[:2]):
             return None
         if not self.sealed:
@@ -386,7 +428,7 @@ class Roster:
 
     @property
     def number(self) -> int:
-        """The number of the present view."""
+        """Number of the current view."""
         return self._view.number
 
     @property
@@ -394,7 +436,7 @@ class Roster:
         return len(self.lost_servers) <= self._settings.survivable
 
     def publish(self) -> None:
-        """Number the changed view, and send it to all members."""
+        """Send a new view with the current members to all members."""
         members = self.members
         servers = [member for member in members if member.peer.role == SERVER]
         workers = [m for m in members if m.peer.role == WORKER and m.peer.id in self.group] if self.sealed else []
@@ -417,7 +459,13 @@ class Roster:
             self._send(member.peer, message)
 
     def not_seen(self, number: int) -> list[str]:
-        """Return the names of the servers that do not follow a view yet; lost servers with copies do not count."""
+        """Return the names of the servers that do not yet act on a view.
+
+        Lost servers are left out if other servers hold their slices.
+
+        Args:
+            number: Number of the view.
+        """
         servers = set(range(self._settings.servers)) - (self.lost_servers if self._has_copies else set())
         seen = {m.peer.id for m in self.members if m.peer.role == SERVER and m.acknowledged >= number}
         return [f"{SERVER} {server}" for server in sorted(servers - seen)]

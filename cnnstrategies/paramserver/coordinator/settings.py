@@ -3,38 +3,39 @@
 from dataclasses import dataclass, field
 
 SERVER, WORKER = "server", "worker"
-SECRET_BITS = 62  # bits of the number that identifies a process to the coordinator; other processes cannot guess it
+# Number of random bits in the number that identifies a process to the coordinator. Other processes cannot guess it.
+SECRET_BITS = 62
 
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
     """Settings of a coordinator."""
 
-    endpoint: str  # where it listens
-    workers: int  # number of workers to wait for
-    servers: int  # number of servers to wait for; 0 where nothing is trained
-    timeout: float = 10.0  # seconds without a heartbeat after which a member counts as dead
+    endpoint: str  # address at which the coordinator listens
+    workers: int  # number of original workers, which the coordinator waits for
+    servers: int  # number of servers, which the coordinator waits for; 0 if the run does not train
+    timeout: float = 10.0  # seconds without a message after which a member counts as dead
     appear: float = 600.0  # seconds within which each member, and each replacement of a member, must register
-    survivable: int = 0  # number of servers that may be lost: copies of each slice beyond the first
-    supervised: bool = False  # whether supervisions may replace silent processes, and report it
-    # number among the sessions that follow one another at this endpoint; messages of other sessions are dropped
+    survivable: int = 0  # number of servers that may be lost without losing a slice
+    supervised: bool = False  # whether supervisions may replace silent processes, and then report this
+    # Number of this session among the sessions in sequence at this endpoint. Messages of other sessions are dropped.
     session: int = 0
-    nodes: int = 1  # number of nodes; each has a supervision
-    # number that identifies the supervision that starts the coordinator; 0 if there is none
+    nodes: int = 1  # number of nodes; each node has a supervision
+    # Number that identifies the supervision that has started the coordinator; 0 without such a supervision.
     supervisor: int = field(default=0, repr=False)
-    # number of workers that may join the training; their ids follow the other workers', and nothing waits for them
+    # Number of workers that may join during training. Their ids come after the ids of the original workers.
     max_joiners: int = 0
 
 
 @dataclass(frozen=True)
 class Address:
-    """A process's place in a run, and the coordinator's endpoint."""
+    """The identity of a process in a run, with the settings of its connection to the coordinator."""
 
     coordinator: str  # the coordinator's endpoint
     role: str  # worker, server or supervision
-    id: int  # number among the processes of the same role
-    incarnation: int = 0  # number of processes that had this place before
+    id: int  # number among the processes with the same role
+    incarnation: int = 0  # number of earlier processes with the same role and id
     heartbeat: float = 0.5  # seconds between two heartbeats
-    timeout: float = 10.0  # seconds of silence after which either side counts the other as dead
-    appear: float = 60.0  # seconds in which the coordinator must have answered once
-    session: int = 0
+    timeout: float = 10.0  # seconds without a message after which the coordinator counts as dead
+    appear: float = 60.0  # seconds within which the coordinator must reply for the first time
+    session: int = 0  # number of the session; see `CoordinatorSettings`

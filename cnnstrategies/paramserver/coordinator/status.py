@@ -1,4 +1,7 @@
-"""A coordinator's answers to watchers; they change nothing, and the coordinator keeps nothing about them."""
+"""A coordinator's replies to watchers. A watcher is a process that asks for the state of a run but is not a member.
+
+The coordinator does not keep any state about watchers, and their questions do not change its state.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,9 +11,10 @@ from cnnstrategies.paramserver.coordinator.settings import WORKER, CoordinatorSe
 from cnnstrategies.paramserver.core.node import INTEGER_LIMIT, ControlError, Message
 from cnnstrategies.paramserver.core.requests import DONE
 
-WATCHER = "watcher"  # a role without membership
-# a watcher's questions: the state of the run, and a place for a worker that wants to join
+WATCHER = "watcher"  # role of a process that is not a member
+# Kinds of a watcher's questions: WATCH asks for the state of the run, PLACE for a free worker id for a joiner.
 WATCH, PLACE = "watch", "place"
+# Names of the figures that members report with their heartbeats; see `figures_of`.
 FIGURES = ("step", "samples", "sent", "received", "waited", "staleness", "pushed", "needs")
 
 
@@ -22,21 +26,21 @@ def answer(
     waits: Sequence[CollectiveWait],
     ended: Message | None,
 ) -> Message:
-    """Return the answer to a watcher's question.
+    """Return the reply to a watcher's question.
 
     Args:
         settings: The coordinator's settings.
         roster: The members of the run.
-        now: The present time.
+        now: The current time.
         question: The watcher's message.
-        waits: The present waits of the collectives.
-        ended: The message about the run's end, if the run is over.
+        waits: The current waits in collectives.
+        ended: The message with which the run has ended; None before the end.
 
     Raises:
-        ControlError: The question is unknown.
+        ControlError: The kind of the question is unknown.
     """
     if question.kind not in (WATCH, PLACE):
-        raise ControlError(f"a {WATCHER} does not send {question.kind!r}")
+        raise ControlError(f"a {WATCHER} must not send the request {question.kind!r}")
     fields = _run(settings, roster, now, waits) if question.kind == WATCH else _place(settings, roster, ended is None)
     fields["ended"] = None if ended is None else dict(ended.fields)
     return Message(DONE, fields, request=question.request)
@@ -60,7 +64,7 @@ def _run(
                 "process": member.process,
                 "host": member.host,
                 "silent": now - member.seen,
-                # A worker that has registered but is not admitted takes no part in steps.
+                # A worker that has registered, but is not admitted to the group yet, does not take part in steps.
                 "takes_part": member.peer.role != WORKER or member.peer.id in roster.group,
                 "measured": member.measured - roster.began,
                 "figures": dict(member.figures),
@@ -75,7 +79,10 @@ def _run(
 
 
 def _place(settings: CoordinatorSettings, roster: Roster, goes_on: bool) -> dict[str, object]:
-    """Return a free place for a joiner, if there is one; two joiners that ask at once may get the same place."""
+    """Return the reply to a joiner that asks for a free worker id.
+
+    The id is not reserved, so two joiners that ask at the same time may get the same id.
+    """
     place = roster.free_place() if goes_on else None
     return {
         "session": settings.session,
@@ -87,12 +94,18 @@ def _place(settings: CoordinatorSettings, roster: Roster, goes_on: bool) -> dict
 
 
 def figures_of(message: Message) -> Mapping[str, float] | None:
-    """Return the figures of a heartbeat; None if it has none.
+    """Return the figures in a member's heartbeat by name; None if the heartbeat contains no figures.
 
-    All but ``step``, ``pushed`` and ``needs`` are sums since the member's start: samples, bytes sent and received,
-    seconds waited for the servers, and the number of others' updates between the values that a worker computed with and
-    its own update. A server's ``step`` is its number of updates. ``pushed`` is the number of the run's common steps
-    that a worker has pushed. A worker goes on when all others have pushed the step ``needs``.
+    | name      | meaning                                                                                         |
+    | --------- | ----------------------------------------------------------------------------------------------- |
+    | step      | a worker's step; a server's number of updates                                                   |
+    | samples   | number of samples since the member's start                                                      |
+    | sent      | number of bytes sent since the member's start                                                   |
+    | received  | number of bytes received since the member's start                                               |
+    | waited    | seconds that a worker has waited for the servers since its start                                |
+    | staleness | number of other workers' updates between a worker's pull and its push, summed over its steps    |
+    | pushed    | number of the run's steps that a worker has pushed                                              |
+    | needs     | number of the run's steps that all other workers must push before this worker can go on         |
 
     Raises:
         ControlError: A figure has an unknown name or is not a number.
@@ -101,8 +114,8 @@ def figures_of(message: Message) -> Mapping[str, float] | None:
     if figures is None:
         return None
     if not isinstance(figures, dict) or any(name not in FIGURES for name in figures):
-        raise ControlError(f"{message.kind}: the figures have unknown names")
-    # A comparison with NaN is false.
+        raise ControlError(f"{message.kind}: a figure has an unknown name")
+    # The range check also refuses NaN, because comparisons with NaN are false.
     if any(type(figure) not in (int, float) or not 0 <= figure < INTEGER_LIMIT for figure in figures.values()):
-        raise ControlError(f"{message.kind}: a figure is not a number")
+        raise ControlError(f"{message.kind}: a figure is not a number from 0 to 2^63")
     return figures

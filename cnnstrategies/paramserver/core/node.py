@@ -1,7 +1,8 @@
 """Roles: state machines that receive messages, timers and calls, and return the effects to carry out.
 
-A role has no socket, thread, clock, file or random number. A driver runs it over sockets, and the simulator runs it in
-virtual time. Both pass the present time to the role and carry out the effects that it returns.
+A role does not use sockets, threads, clocks, files or random numbers. A driver runs a role over sockets, and the
+simulator runs a role in virtual time. The driver or simulator passes the current time to every method of the role, and
+carries out the effects that the method returns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,17 +13,17 @@ INTEGER_LIMIT = 1 << 63  # Integers in messages are below this number.
 
 
 class ControlError(ValueError):
-    """A message that does not have the form of its kind."""
+    """A malformed message: a field is missing or invalid, or the sender may not send messages of this kind."""
 
 
 class Peer(NamedTuple):
-    """A process that takes part in a run.
+    """The identity of a process that takes part in a run.
 
     Attributes:
         role: ``worker``, ``server``, ``supervision`` or ``coordinator``.
-        id: Number among the processes of the same role.
-        incarnation: Number of processes that had this place before.
-        process: Number that distinguishes two processes with the same incarnation.
+        id: Number of the process among the processes with the same role.
+        incarnation: Number of earlier processes with the same role and id.
+        process: Number that distinguishes two processes with the same role, id and incarnation.
     """
 
     role: str
@@ -39,9 +40,10 @@ class Message(NamedTuple):
 
     Attributes:
         kind: What the message requests or reports.
-        fields: Contents, as values that JSON can hold.
-        frames: Buffers that belong to the message.
-        request: Number of the request, which its answer repeats; 0 for a message that is neither and may be lost.
+        fields: Contents of the message by name, as values that JSON can represent.
+        frames: Binary contents of the message.
+        request: Number of the request. The reply to a request has the same number. All other messages have the number
+            0; they may be lost.
     """
 
     kind: str
@@ -50,10 +52,10 @@ class Message(NamedTuple):
     request: int = 0
 
     def integer(self, name: str, least: int = 0) -> int:
-        """Return a field that must be an integer of at most 63 bits, and not below `least`.
+        """Return a field that must be an integer from `least` to 2^63 - 1.
 
         Raises:
-            ControlError: It is not; the same holds for the other methods.
+            ControlError: The field is missing or has another type or value. The other methods raise this error as well.
         """
         value = self.fields.get(name)
         if type(value) is not int or not least <= value < INTEGER_LIMIT:
@@ -61,12 +63,12 @@ class Message(NamedTuple):
         return value
 
     def real(self, name: str) -> float:
-        """Return a field that must be a number that is not negative, or NaN, as norms may be."""
+        """Return a field that must be NaN or a number of at least 0: norms and clipping factors can be NaN."""
         value = self.fields.get(name)
         if type(value) is int and 0 <= value < INTEGER_LIMIT:
             return float(value)
         if type(value) is not float or value < 0:
-            raise ControlError(f"{self.kind}: {name} is not a norm or a factor")
+            raise ControlError(f"{self.kind}: {name} is not NaN or a number of at least 0")
         return value
 
     def string(self, name: str) -> str:
@@ -77,35 +79,41 @@ class Message(NamedTuple):
         return value
 
     def flag(self, name: str) -> bool:
-        """Whether a field is true; a missing field is false."""
+        """Return whether a field is present and true."""
         return self.fields.get(name) is True
 
     def integers(self, name: str) -> list[int]:
-        """Return a field that must be a list of at most 65,536 integers, as in :meth:`integer`."""
+        """Return a field that must be a list of at most 65,536 integers, each from 0 to 2^63 - 1."""
         value = self.fields.get(name)
         if not isinstance(value, list) or len(value) > 1 << 16 or not _is_row(value, (int,) * len(value)):
-            raise ControlError(f"{self.kind}: {name} is not a list of numbers")
+            raise ControlError(f"{self.kind}: {name} is not a list of at most 65,536 integers from 0 to 2^63 - 1")
         return value
 
     def object(self, name: str) -> Mapping[str, Any]:
-        """Return a field that must be an object."""
+        """Return a field that must be a JSON object."""
         value = self.fields.get(name)
         if not isinstance(value, dict):
-            raise ControlError(f"{self.kind}: {name} is not an object")
+            raise ControlError(f"{self.kind}: {name} is not a JSON object")
         return value
 
     def part(self, name: str) -> "Message | None":
-        """Return a field that must be an object, or None, as a message with the object's fields."""
+        """Return an optional field, which must be a JSON object, as a message whose fields are the object's entries.
+
+        Return None if the field is missing or null.
+        """
         return None if self.fields.get(name) is None else Message(self.kind, self.object(name))
 
     def table(self, name: str, *columns: type) -> list[tuple[Any, ...]]:
-        """Return a field that must be a list of rows, with one value of the given type for each column.
+        """Return a field that must be a list of rows with one value for each column.
 
-        Integers must be as in :meth:`integer`.
+        Args:
+            name: Name of the field.
+            columns: Types of the columns. An integer must be from 0 to 2^63 - 1.
         """
         value = self.fields.get(name)
         if not isinstance(value, list) or not all(_is_row(row, columns) for row in value):
-            raise ControlError(f"{self.kind}: {name} is not a table of {len(columns)} columns")
+            types = ", ".join(column.__name__ for column in columns)
+            raise ControlError(f"{self.kind}: {name} is not a list of rows with the types {types}")
         return [tuple(row) for row in value]
 
 
@@ -116,28 +124,43 @@ def _is_row(row: Any, columns: Sequence[type]) -> bool:
 
 
 class Send(NamedTuple):
-    """Effect: send a message, if the peer can be reached."""
+    """Effect: send a message to a peer. The message is dropped if the peer cannot be reached."""
 
     to: Peer
     message: Message
 
 
 class Timer(NamedTuple):
-    """Effect: call :meth:`Role.on_timer` at a time. It replaces the timer of the same name; None cancels that timer."""
+    """Effect: set a timer, which calls :meth:`Role.on_timer` once. An earlier timer with the same name is replaced.
+
+    Attributes:
+        name: Name of the timer.
+        at: Time of the call; None to cancel the timer.
+    """
 
     name: str
     at: float | None
 
 
 class Return(NamedTuple):
-    """Effect: end a call with its result, a message, or with the reason why there is no result."""
+    """Effect: return the result of a call to the role's own process.
+
+    Attributes:
+        call: Number of the call.
+        value: The result, or a text with the reason why the call failed.
+    """
 
     call: int
     value: Message | str
 
 
 class End(NamedTuple):
-    """Effect: end the role; it returns no further effects."""
+    """Effect: end the role. The role does not return effects after this one.
+
+    Attributes:
+        reason: Why the role ends, for the user.
+        clean: Whether the role ends as planned.
+    """
 
     reason: str
     clean: bool
@@ -148,7 +171,7 @@ Effects = list[Effect]
 
 
 class Call(NamedTuple):
-    """A request of a process to its own role; the result repeats ``number``."""
+    """A request that a process makes to its own role. The effect :class:`Return` with the same number ends the call."""
 
     number: int
     kind: str
@@ -157,24 +180,24 @@ class Call(NamedTuple):
 
 
 class Role(Protocol):
-    """A state machine whose methods return at once. Times are seconds of any clock that does not go back."""
+    """A state machine whose methods return without waiting. Times are in seconds on a monotonic clock."""
 
     def start(self, now: float) -> Effects:
-        """Begin."""
+        """Return the first effects, before any message or timer."""
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
         """Act on a message.
 
         Raises:
-            ControlError: The message does not have the fields of its kind; the role has not changed.
+            ControlError: The message is malformed. The role is in the same state as before.
         """
 
     def on_timer(self, now: float, name: str) -> Effects:
-        """Act on a timer that is due, perhaps late."""
+        """Act on a timer. The call may come later than the timer's time, but never earlier."""
 
 
 class CalledRole(Role, Protocol):
-    """A role that its process calls."""
+    """A role that also receives calls from its own process."""
 
     def on_call(self, now: float, call: Call) -> Effects:
-        """Act on a call of this process."""
+        """Act on a call from this process."""

@@ -1,8 +1,10 @@
-"""Requests between two processes whose messages may be lost, doubled, delayed or reordered.
+"""Requests between two processes whose messages may be lost, duplicated, delayed or reordered.
 
-The asking side numbers its requests and keeps each one until it is answered. A timer sends a ``probe`` with the numbers
-of the open requests and without payload. The answering side then requests again those that never arrived, or whose
-answers may be lost. It does not keep answers: handlers must give the same answer to a repeated request.
+The asking side numbers its requests, and keeps each request until the reply arrives. While requests are open, a timer
+regularly sends a ``probe``: a message with the numbers of the open requests. The answering side replies with the
+numbers of the requests that never arrived and of the requests whose replies may be lost. The asking side then sends
+these requests again. The answering side does not keep replies, so its handlers must give the same reply to a repeated
+request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,20 +16,21 @@ from cnnstrategies.paramserver.core.node import Buffer, Effects, Message, Peer, 
 DONE, REFUSED, UNKNOWN, PROBE = "done", "refused", "unknown", "probe"
 REPLIES = frozenset((DONE, REFUSED, UNKNOWN))
 TIMER = "requests"
-LEAST_SECONDS, MOST_SECONDS = 0.05, 1.0  # limits of the seconds between two probes
-ROUND_TRIPS = 4
-SMALL_ANSWER = 1 << 16  # bytes
-PATIENCE = 4  # Number of probes for which a large answer may be in flight; it doubles with each repetition.
+LEAST_SECONDS, MOST_SECONDS = 0.05, 1.0  # smallest and largest time between two probes
+ROUND_TRIPS = 4  # number of round trip times between a request and the first probe
+SMALL_ANSWER = 1 << 16  # largest total size, in bytes, of the frames of a small reply
+# Number of probes during which a large reply counts as still on its way. It doubles each time the reply is sent again.
+PATIENCE = 4
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request without an answer.
+    """A request whose reply has not arrived.
 
     Attributes:
         message: The request's message.
-        call: Number of the call that it belongs to; 0 for none.
-        asked: When it was sent.
+        call: Number of the call for which the request was sent; 0 if there is no call.
+        asked: Time at which the request was first sent.
     """
 
     message: Message
@@ -39,12 +42,12 @@ class Asking:
     """The asking side of the requests to one peer.
 
     Args:
-        peer: The peer.
-        common: Fields of every message.
+        peer: The process to which the requests are sent.
+        common: Fields that every message to the peer contains.
         most: Largest number of seconds between two probes.
 
     Attributes:
-        open: The requests without an answer, by number.
+        open: By number: the requests whose replies have not arrived.
     """
 
     def __init__(self, peer: Peer, common: Mapping[str, Any], most: float = MOST_SECONDS) -> None:
@@ -60,7 +63,15 @@ class Asking:
     def ask(
         self, now: float, kind: str, fields: Mapping[str, Any], frames: Sequence[Buffer] = (), call: int = 0
     ) -> Effects:
-        """Send a request."""
+        """Send a new request.
+
+        Args:
+            now: The current time.
+            kind: Kind of the request.
+            fields: Contents of the request, without the common fields.
+            frames: Binary contents of the request.
+            call: Number of the call for which the request is sent; 0 if there is no call.
+        """
         self._last += 1
         floor = min(self.open, default=self._last)
         message = Message(kind, {**self._common, **fields, "floor": floor}, frames, self._last)
@@ -73,7 +84,7 @@ class Asking:
         return [Send(self.peer, message), Timer(TIMER, now + self._interval)]
 
     def on_reply(self, now: float, message: Message) -> tuple[Request | None, Effects]:
-        """Act on a reply. Return the request that it answers, if any, and the effects."""
+        """Act on a reply. Return the request to which it is the reply (None if the request is over) and the effects."""
         if message.kind == UNKNOWN:
             requested = [self.open[number].message for number in message.integers("ids") if number in self.open]
             return None, [Send(self.peer, request_message) for request_message in requested]
@@ -83,7 +94,7 @@ class Asking:
         return request, [] if self.open else [Timer(TIMER, None)]
 
     def on_timer(self, now: float) -> Effects:
-        """Send a probe of the open requests."""
+        """Send a probe if requests are open, and set the timer for the next probe."""
         if not self.open:
             return []
         self._probed = True
@@ -93,24 +104,24 @@ class Asking:
         return [Send(self.peer, probe), Timer(TIMER, now + self._interval)]
 
     def resend(self) -> Effects:
-        """Send all open requests again, in order."""
+        """Send all open requests again, in the order of their numbers."""
         return [Send(self.peer, request.message) for _, request in sorted(self.open.items())]
 
     def drop(self, kind: str) -> None:
-        """Stop waiting for the answers to requests of a kind."""
+        """Forget the open requests of a kind, so that their replies are ignored."""
         self.open = {number: request for number, request in self.open.items() if request.message.kind != kind}
 
 
 @dataclass
-class LargeAnswer:
-    """A large answer that may be in flight, so that a probe need not request it again.
+class LargeReply:
+    """A large reply that may still be on its way.
 
-    Without this, a link that needs longer for the answer than the time between two probes would carry it once for each
-    probe.
+    A slow link may need longer for a large reply than the time between two probes. The reply then counts as on its way
+    during the next `patience` probes. Otherwise the reply would be sent again after every probe.
 
     Attributes:
-        patience: Number of probes for which the answer counts as in flight.
-        left: How many of these probes are still to come.
+        patience: Number of probes during which the reply counts as on its way.
+        left: Remaining number of these probes.
     """
 
     patience: int
@@ -122,39 +133,48 @@ class _Side:
     """State of the requests from one peer.
 
     Attributes:
-        floor: The peer's lowest open request.
-        held: Numbers of the requests that were handled, but not answered yet.
-        large: Large answers that may be in flight, by the request's number.
+        floor: Lowest number of the peer's open requests. The peer has the replies to all requests below this number.
+        held: Numbers of the requests that were accepted, and whose replies were not sent yet.
+        large: By request number: the large replies that may still be on their way.
     """
 
     floor: int = 0
     held: set[int] = field(default_factory=set)
-    large: dict[int, LargeAnswer] = field(default_factory=dict)
+    large: dict[int, LargeReply] = field(default_factory=dict)
 
     def raise_floor(self, floor: int) -> None:
-        """Drop everything about requests below a new floor."""
+        """Forget all requests below a new floor."""
         if floor > self.floor:
             self.floor = floor
             self.held = {number for number in self.held if number >= floor}
-            self.large = {number: answer for number, answer in self.large.items() if number >= floor}
+            self.large = {number: reply for number, reply in self.large.items() if number >= floor}
 
     def may_be_in_flight(self, number: int) -> bool:
-        """Whether a large answer may still be in flight; to be called once for each probe."""
-        answer = self.large.get(number)
-        if answer is None or answer.left == 0:
+        """Return whether a large reply to a request may still be on its way. Call this once for each probe."""
+        reply = self.large.get(number)
+        if reply is None or reply.left == 0:
             return False
-        answer.left -= 1
+        reply.left -= 1
         return True
 
 
 class Answering:
-    """The answering side, for any number of peers; it keeps a peer's state until the peer is forgotten."""
+    """The answering side of the requests from any number of peers.
+
+    The state of a peer is kept until :meth:`forget` is called for the peer.
+    """
 
     def __init__(self) -> None:
         self._sides: dict[Peer, _Side] = {}
 
     def accept(self, sender: Peer, message: Message) -> bool:
-        """Whether a request is to be handled: it is neither over nor handled already."""
+        """Note that a request has arrived. Return whether the caller must handle the request.
+
+        A request must not be handled if the peer already has the reply, or if the reply is still being prepared.
+
+        Raises:
+            ControlError: The request does not contain a valid ``floor``.
+        """
         floor = message.integer("floor")
         side = self._sides.setdefault(sender, _Side())
         side.raise_floor(floor)
@@ -165,18 +185,21 @@ class Answering:
         return True
 
     def answer(self, peer: Peer, reply: Message) -> Effects:
-        """Send the answer to an accepted request."""
+        """Send the reply to an accepted request."""
         side = self._sides.get(peer)
         if side is not None:
             side.held.discard(reply.request)
             if sum(len(frame) for frame in reply.frames) > SMALL_ANSWER and reply.request >= side.floor:
                 before = side.large.get(reply.request)
                 patience = PATIENCE if before is None else 2 * before.patience
-                side.large[reply.request] = LargeAnswer(patience, patience)
+                side.large[reply.request] = LargeReply(patience, patience)
         return [Send(peer, reply)]
 
     def probe(self, sender: Peer, message: Message) -> Effects:
-        """Answer a probe: request again those of the peer's open requests that are unknown here."""
+        """Act on a probe: ask the peer to send again the open requests that this side does not know.
+
+        A request whose reply was sent also counts as unknown, unless the reply is large and may still be on its way.
+        """
         numbers, floor = message.integers("ids"), message.integer("floor")
         side = self._sides.get(sender, _Side())
         side.raise_floor(floor)
@@ -185,10 +208,10 @@ class Answering:
         return [Send(sender, Message(UNKNOWN, {"ids": unknown}))] if unknown else []
 
     def forget(self, peer: Peer) -> None:
-        """Drop the state of a peer."""
+        """Drop the state of a peer that is no longer a member."""
         self._sides.pop(peer, None)
 
     @property
     def entries(self) -> int:
-        """The number of entries that this side keeps."""
+        """Number of peers, unanswered requests and large replies that this side keeps."""
         return sum(1 + len(side.held) + len(side.large) for side in self._sides.values())

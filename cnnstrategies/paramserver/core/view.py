@@ -1,4 +1,4 @@
-"""Membership: numbered views, where a process gets them, and the reasons why a process cannot go on."""
+"""Membership: numbered views, the interface through which processes get views, and the errors that end a process."""
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
@@ -9,14 +9,14 @@ from cnnstrategies.paramserver.core.node import Message
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """A server process.
+    """A server's entry in a view.
 
     Attributes:
-        id: Number of its place, 0 to `Specification.servers` - 1; a process that replaces another one has the same id.
-        endpoint: Where its ROUTER socket is bound, such as ``tcp://10.0.0.1:4000``.
-        public_key: Its CURVE key in Z85 form; empty without encryption.
-        since: Number of the first view with this process. Of two copies of a slice the older process's copy has the
-            state.
+        id: Number of the server, 0 to `Specification.servers` - 1. A process that replaces the server gets the same id.
+        endpoint: Address of the server's ROUTER socket, such as ``tcp://10.0.0.1:4000``.
+        public_key: The server's public CURVE key, in Z85 form; empty without encryption.
+        since: Number of the first view that contains this process. It shows which of two servers is older. The oldest
+            server that holds a slice is the slice's primary, because younger servers may not have the values yet.
     """
 
     id: int
@@ -27,12 +27,12 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A worker process.
+    """A worker's entry in a view.
 
     Attributes:
-        id: Its number; a process that replaces another one may have the same number.
-        incarnation: Number of processes that had this id before.
-        public_key: Its CURVE key in Z85 form; empty without encryption.
+        id: Number of the worker. A process that replaces the worker gets the same id.
+        incarnation: Number of earlier processes with this id.
+        public_key: The worker's public CURVE key, in Z85 form; empty without encryption.
     """
 
     id: int
@@ -42,15 +42,16 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class View:
-    """The live servers and workers.
+    """A numbered list of the run's members: the live servers and workers.
 
     Attributes:
-        number: Grows by one with every change; a process that has seen a view ignores older ones.
-        servers: The live servers, by id.
-        workers: The live workers, by id.
-        lost: Ids of the dead servers whose slices have copies on live servers.
-        begun: Number of the first view of training; 0 before. The servers of that view are equally old: none of them
-            had state then.
+        number: Number of the view; each new view has the next number. Processes ignore views that are older than the
+            view that they already have.
+        servers: The live servers, in the order of their ids.
+        workers: The live workers, in the order of their ids; empty before training begins.
+        lost: Ids of the dead servers whose slices are still held by live servers.
+        begun: Number of the view with which training began; 0 before. All servers of that view count as equally old,
+            because none of them held values before.
     """
 
     number: int
@@ -60,22 +61,22 @@ class View:
     begun: int = 0
 
     def age(self, server: ServerInfo) -> int:
-        """Return the number of the view since which a server may have state; a lower number means an older server."""
+        """Return the number of the first view in which a server may hold values. Older servers have lower numbers."""
         return max(server.since, self.begun)
 
     @property
     def incarnations(self) -> dict[int, int]:
-        """The incarnation of each worker, by id."""
+        """The workers' incarnations, by worker id."""
         return {worker.id: worker.incarnation for worker in self.workers}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return this view as a dictionary that JSON can hold."""
+        """Return this view as a dictionary that JSON can represent."""
         rows = {name: [list(astuple(entry)) for entry in getattr(self, name)] for name in ("servers", "workers")}
         return {"number": self.number, **rows, "lost": list(self.lost), "begun": self.begun}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "View":
-        """Return the view that :meth:`as_dict` described.
+        """Return the view from a dictionary that :meth:`as_dict` returned.
 
         Raises:
             ControlError: A field is missing or has the wrong type.
@@ -86,11 +87,11 @@ class View:
         return cls(view.integer("number"), servers, workers, tuple(view.integers("lost")), view.integer("begun"))
 
 
-class RunEnded(RuntimeError):  # noqa: N818 - an end, not always an error
-    """End of a run that is over or cannot go on; the message gives the reason and names the processes that died.
+class RunEnded(RuntimeError):  # noqa: N818 - a planned end is not an error
+    """End of the run: the run is over or cannot go on.
 
     Args:
-        message: Text for the user.
+        message: Error message for the user. It gives the reason, and names the processes that died.
         clean: Whether the run ended as planned.
     """
 
@@ -100,32 +101,35 @@ class RunEnded(RuntimeError):  # noqa: N818 - an end, not always an error
 
 
 class ViewSource(Protocol):
-    """A worker's or server's source of views, used by one thread.
+    """Source from which a worker or server gets its views. Only one thread may use it.
 
-    All methods raise :class:`RunEnded` once the run is over; workers and servers pass the error on.
+    :meth:`current` and :meth:`wait_newer` raise :class:`RunEnded` once the run is over.
     """
 
     def current(self) -> View:
-        """Return the newest view known here, without waiting."""
+        """Return the newest view that this process has received, without waiting."""
 
     def wait_newer(self, number: int, timeout: float) -> View:
-        """Wait for a view with a higher number.
+        """Wait for a view with a higher number, and return it.
 
         Args:
-            number: Number of the last view that the caller has seen; -1 for none.
-            timeout: Seconds to wait.
+            number: Number of the newest view that the caller has; -1 if the caller has no view.
+            timeout: Longest time to wait, in seconds.
 
         Raises:
-            TimeoutError: No newer view arrived in time.
+            TimeoutError: No newer view arrived within the timeout.
         """
 
     def fileno(self) -> int:
-        """Return a file descriptor that is readable while :meth:`current` would return a view not yet returned."""
+        """Return a file descriptor that is readable while :meth:`current` would return a new view or raise an error."""
 
 
 class ServersUnreachableError(RuntimeError):
-    """Missing answers of servers within the time-out, or lost slices; the message names the servers."""
+    """Error of a worker whose servers do not reply, cannot reach each other, or have lost slices."""
 
 
 class RemovedError(RuntimeError):
-    """Removal of this worker from the view, because it was taken for dead; it must join again as a new incarnation."""
+    """Error of a worker that is no longer in the view: the coordinator counted it as dead after a long silence.
+
+    The process must join again, as a new incarnation.
+    """

@@ -1,4 +1,4 @@
-"""Updates that are applied as they arrive: the modes async, and ssp with staleness."""
+"""Gradients that are applied as soon as they arrive: the modes async, and ssp with a staleness above 0."""
 
 from collections.abc import Collection
 
@@ -13,36 +13,36 @@ from cnnstrategies.paramserver.specification import Specification
 
 
 class Asynchronous:
-    """One server's part in steps that each worker makes independently of the others.
+    """State machine for one server's work in steps that each worker makes independently of the other workers.
 
     Attributes:
-        clock: The number of steps that each worker has finished.
-        roll: The workers whose step this server does not know yet.
-        updates: Number of updates applied to this server's own slices.
+        clock: Numbers of steps that the workers have finished.
+        roll: The roll call with which a server that starts late learns the workers' steps.
+        updates: Number of pushes that this server has applied as the primary of their slices.
     """
 
     def __init__(self, specification: Specification, shard: Shard) -> None:
         self.clock = StaleClock(specification.staleness if specification.mode == "ssp" else None, specification.workers)
-        self.roll = RollCall(specification.workers)  # A server that starts later than the workers waits for them.
+        self.roll = RollCall(specification.workers)
         self._free = specification.mode == "async"
         self.updates = 0
         self._shard = shard
         self._begun: dict[int, tuple[int, Begin]] = {}
-        self._first: dict[MemberKey, int] = {}  # first step of each worker
-        self._held: dict[int, tuple[list[int], Pull]] = {}
+        self._first: dict[MemberKey, int] = {}  # By worker: the step with which it began.
+        self._held: dict[int, tuple[list[int], Pull]] = {}  # By worker: keys and pull that wait for the slowest worker.
 
     @property
     def finished(self) -> int:
-        """The number of updates that every own slice has had on average, rounded down."""
+        """Mean number of updates of the slices whose primary is this server, rounded down."""
         return self.updates // max(1, len(self._shard.own_keys))
 
     @property
     def entries(self) -> int:
-        """The number of workers about which this server keeps anything."""
+        """Number of workers for which this server keeps a BEGIN message or a waiting pull."""
         return len(self._begun.keys() | self._held.keys())
 
     def follow(self, view: View) -> None:
-        """Stop waiting for workers that are no longer in the view."""
+        """Act on a new view: remove the workers that are no longer members."""
         incarnations = view.incarnations
         for worker in self.roll.follow(incarnations):
             self.leave(worker)
@@ -51,45 +51,59 @@ class Asynchronous:
         self.proceed()
 
     def join(self, worker: int, step: int | None) -> int | None:
-        """Count a worker from now on; :meth:`note_position` must be called next.
+        """Add a worker to the clock. The caller must call :meth:`note_position` next.
 
         Args:
+            worker: Id of the worker.
             step: Number of steps that the worker has finished; None for a newcomer.
 
-        Returns the worker's clock. Returns None for a newcomer, which is then not counted, while this server does not
-        know the steps of all other workers.
+        Returns the worker's clock. Returns None, and does not add the worker, if the worker is a newcomer and this
+        server does not know the steps of all other workers yet.
         """
         if step is None and not (self._free or self.roll.complete):
             return None
         if step and self.clock.expects and self.roll.complete:
-            # The run has begun. This server may replace another one, and then knows only some of the members.
+            # The run has begun. If this server replaces another one, it knows the steps of only some workers.
             self.roll.call(self.roll.incarnations.keys() - self.clock.known - {worker})
         return self.clock.join(worker, step)
 
     def note_first_step(self, member: MemberKey, first: int) -> None:
-        """Note the step with which a worker began: every push since that step must be here."""
+        """Note the step with which a worker began. Pushes are accepted only if no push since this step is missing.
+
+        Args:
+            member: Id and incarnation of the worker.
+            first: The step with which the worker began.
+        """
         self._first[member] = first
 
     def note_position(self, worker: int) -> None:
-        """Note that a worker has reported its step, or that it is not a member."""
+        """Note that a worker has reported its step, or has reported that it does not take part in steps."""
         self.roll.note_position(worker)
         self.proceed()
 
     def leave(self, worker: int) -> None:
-        """Stop counting a worker."""
+        """Remove a worker from the clock, and drop its waiting pull."""
         self.clock.leave(worker)
         self._held.pop(worker, None)
         self.proceed()
 
     def begin(self, member: MemberKey, step: int, begin: Begin) -> None:
-        """Note the hyper-parameters of a step; the worker's pushes of the step follow."""
+        """Note the BEGIN message of a worker's step, which precedes the worker's pushes of the step."""
         self._begun[member[0]] = step, begin
 
     def push(self, member: tuple[int, int], header: Header, payload: memoryview) -> bool:
-        """Apply a worker's gradient. Return whether the push is new.
+        """Apply a worker's gradient to its slice.
+
+        Args:
+            member: Id and incarnation of the worker.
+            header: Header of the PUSH message.
+            payload: The encoded gradient.
+
+        Returns False, without applying the gradient, for a push that has arrived before.
 
         Raises:
-            InvalidMessageError: The push does not fit its slice, or the worker has not begun the step here.
+            InvalidMessageError: The push does not fit its slice, the worker's BEGIN message of the step has not
+                arrived, or an earlier push of the worker may be missing.
         """
         key, store = header.key, self._shard.store
         slice_ = store.slices[key]
@@ -97,12 +111,13 @@ class Asynchronous:
         check_absent(header.base, slice_)
         step, begin = self._begun.get(member[0], (-1, None))
         if begin is None or step != header.step or store.versions[key] < 0:
-            raise InvalidMessageError("a push of a step that has not begun")
+            raise InvalidMessageError("a push of a step that has not begun on this server")
         last = store.seen[key].get(member)
         if last is not None and last >= step:
             return False
-        if step != self._first.get(member) and (last is None or step > last + 1):  # The values here may lack updates.
-            raise InvalidMessageError("a push of a worker that has not reported its first step")
+        # Unless this is the worker's first step, its push of the step before must be part of the values here.
+        if step != self._first.get(member) and (last is None or step > last + 1):
+            raise InvalidMessageError("a push of a worker whose pushes of earlier steps have not arrived")
         gradient = None
         if header.encoding != Encoding.NOTHING:
             gradient = decode(payload, header.encoding, slice_.numel, slice_.dtype)
@@ -111,18 +126,30 @@ class Asynchronous:
         return True
 
     def pull(self, member: tuple[int, int], keys: list[int], request: int, encoding: int) -> None:
-        """Note that a worker has finished `request` steps, and keep its pull until the worker may begin the next step.
+        """Keep a worker's pull until the worker may begin its next step, and then reply.
 
-        The answer contains the worker's own pushes.
+        The values in the reply contain the worker's own pushes.
+
+        Args:
+            member: Id and incarnation of the worker.
+            keys: Keys of the slices that the worker pulls.
+            request: The step in the PULL message, which is also the number of steps that the worker has finished.
+            encoding: Encoding of the values in the reply.
         """
         slowest = self.clock.slowest
         self.clock.finished(member[0], request)
         self._held[member[0]] = keys, Pull(request, member=member, step=request - 1, encoding=encoding)
-        # The other workers wait for the slowest one: as long as the slowest has not moved, only this worker can go on.
+        # If the clock of the slowest worker has not changed, this pull cannot allow any other worker to go on.
         self.proceed(self._held if self.clock.slowest != slowest else (member[0],))
 
     def will_answer(self, key: int, member: tuple[int, int], request: int) -> bool:
-        """Whether this server will answer a worker's pull of an own slice although the worker sends nothing again."""
+        """Return whether this server will reply to a worker's pull even if the worker does not send any message again.
+
+        Args:
+            key: Key of a slice whose primary is this server.
+            member: Id and incarnation of the worker.
+            request: The step in the worker's PULL message.
+        """
         keys, waiting_pull = self._held.get(member[0], ([], None))
         pull = None
         if waiting_pull is not None and waiting_pull.request == request and key in keys:
@@ -131,7 +158,11 @@ class Asynchronous:
         return pull is not None and (pull.member is None or self._shard.store.seen[key].get(member, -1) >= pull.step)
 
     def proceed(self, workers: Collection[int] | None = None) -> None:
-        """Answer the waiting pulls of the given workers, or of all workers, as far as the workers may go on."""
+        """Reply to the waiting pulls of the workers that may now begin their next step.
+
+        Args:
+            workers: Ids of the workers to consider, all of which have waiting pulls; None for all waiting workers.
+        """
         if not (self._free or self.roll.complete):
             return
         for worker in list(self._held if workers is None else workers):

@@ -1,26 +1,29 @@
-"""State machines that say which worker may go on, one for each kind of mode; they use no sockets.
+"""Clocks that determine which workers may begin their next step, and the roll call of a server that starts late.
 
-Each clock expects a number of workers at the run's start (`expected`): nobody goes on until all of them have joined or
-died.
+There is one class of clocks for steps that all workers make together (modes sync, local, and ssp with staleness 0), and
+another class for steps that workers make independently (modes async and ssp). At the start of the run, a clock knows
+how many workers to expect. No worker may go on until all these workers have joined or died.
 """
 
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-PATIENCE_SECONDS = 2.0  # how long a server waits for workers' reports of their steps: workers that have left send none
+# A server waits this many seconds for the workers to report their steps. Workers that have left never report a step.
+PATIENCE_SECONDS = 2.0
 
 
 class SyncClock:
-    """Clock of steps that all members make together.
+    """Clock of steps that all workers make together.
 
     Args:
-        expected: Number of nodes at the run's start.
-        per_node: Number of workers on a node where one worker pushes for all of them. The node has joined once its
-            first worker has joined, and is gone once all its workers are gone.
+        expected: Number of nodes at the start of the run. Where each worker pushes its own gradients, every worker
+            counts as a node.
+        per_node: Number of workers of a node. If it is above 1, one worker pushes for the whole node: the node has
+            joined once any of its workers has joined, and is gone once all its workers are gone.
 
     Attributes:
-        step: The present step, which is not decided yet.
-        members: Ids of the workers that take part in the present step.
+        step: The current step, which is the first step without a decision.
+        members: Ids of the workers that take part in the current step.
     """
 
     def __init__(self, expected: int, per_node: int = 1) -> None:
@@ -33,16 +36,20 @@ class SyncClock:
 
     @property
     def known(self) -> frozenset[int]:
-        """The ids of all workers that have joined."""
+        """The ids of all workers that have joined and are not gone."""
         return frozenset(self._first)
 
     def _count(self) -> None:
         self.members = frozenset(worker for worker, first in self._first.items() if first <= self.step)
 
     def join(self, worker: int, first: int | None = None) -> int:
-        """Count a worker from step `first` on, by default from the present step. Return the step with which it begins.
+        """Add a worker. A second call with the same arguments has no effect.
 
-        A second call with the same arguments changes nothing.
+        Args:
+            worker: Id of the worker.
+            first: The first step in which the worker takes part; None for the current step.
+
+        Returns the step with which the worker begins.
         """
         if worker not in self._first or (first is not None and first > self._first[worker]):
             self._first[worker] = self.step if first is None else first
@@ -50,27 +57,30 @@ class SyncClock:
         return max(self._first[worker], self.step)
 
     def all_after(self, step: int) -> bool:
-        """Whether every worker begins after a step."""
+        """Return whether no worker takes part in a step, because all of them begin with later steps."""
         return all(first > step for first in self._first.values())
 
     def any_after(self, step: int) -> bool:
-        """Whether at least one worker begins after a step."""
+        """Return whether at least one worker begins with a step after the given one."""
         return any(first > step for first in self._first.values())
 
     def leave(self, worker: int) -> None:
-        """Stop counting a worker."""
+        """Remove a worker, which has left or died."""
         self._gone.add(worker)
         self._first.pop(worker, None)
         self._count()
 
     def ready(self, complete: Collection[int]) -> frozenset[int] | None:
-        """Return the members of the present step, if the pushes of all of them are complete; else None.
+        """Return the members of the current step if the step can be decided; None otherwise.
+
+        The step can be decided once the pushes of all its members are complete. The first step also waits for all
+        expected nodes.
 
         Args:
-            complete: Ids of the workers whose pushes of the present step are complete.
+            complete: Ids of the workers whose pushes of the current step are complete.
         """
         members = self.members
-        # This runs for each vote, so the most frequent case comes first.
+        # This method runs for each vote, and most calls end with this cheap check.
         if not members or len(complete) < len(members):
             return None
         return members if (self.step > 0 or self._all_have_joined) and members.issubset(complete) else None
@@ -83,7 +93,7 @@ class SyncClock:
         return len(nodes) >= self._expected
 
     def decide(self, step: int) -> None:
-        """Note that a step is decided, here or by another server."""
+        """Note that a step is decided, by this server or another one. The step after it becomes the current step."""
         if step >= self.step:
             self.step = step + 1
             self._count()
@@ -92,7 +102,11 @@ class SyncClock:
 class StaleClock:
     """Clock of workers that make steps independently: async, or stale synchronous parallel (Ho et al., NeurIPS 2013).
 
-    A worker may be ahead of the slowest worker by at most `staleness` steps, without limit if `staleness` is None.
+    The clock of a worker is the number of steps that the worker has finished.
+
+    Args:
+        staleness: Number of steps that a worker may be ahead of the slowest worker; None for no limit.
+        expected: Number of workers at the start of the run.
     """
 
     def __init__(self, staleness: int | None, expected: int = 0) -> None:
@@ -104,28 +118,35 @@ class StaleClock:
 
     @property
     def known(self) -> frozenset[int]:
-        """The ids of all workers that have joined."""
+        """The ids of all workers that have joined and are not gone."""
         return frozenset(self._clocks)
 
     @property
     def expects(self) -> bool:
-        """Whether some workers of the run's start have not joined."""
+        """Whether some workers that are expected at the start of the run have neither joined nor died yet."""
         return len(self._seen) < self._expected
 
     @property
     def slowest(self) -> int:
-        """The smallest clock; without workers, the largest clock of the workers that have left."""
+        """The clock of the slowest worker; 0 until all expected workers have joined or died.
+
+        If all workers are gone, the largest clock that any of them had.
+        """
         if self.expects:
             return 0
         return min(self._clocks.values(), default=self._last)
 
     def join(self, worker: int, clock: int | None = None) -> int:
-        """Count a worker, by default with the clock of the slowest one; a clock never goes back.
+        """Add a worker. If the worker is known already, its clock never decreases.
+
+        Args:
+            worker: Id of the worker.
+            clock: Number of steps that the worker has finished; None to give a new worker the clock of the slowest one.
 
         Returns the worker's clock.
         """
         if clock:
-            # The run has begun. A server that replaces another one may never hear of some workers of the run's start.
+            # The run has begun. This server may replace another one, and may never hear of workers that left before.
             self._expected = 0
         if worker not in self._clocks:
             self._clocks[worker] = self.slowest if clock is None else clock
@@ -140,29 +161,29 @@ class StaleClock:
             self._clocks[worker] = max(clock, self._clocks[worker])
 
     def leave(self, worker: int) -> None:
-        """Stop counting a worker, and do not wait for it if it has not joined yet."""
+        """Remove a worker that has left or died. If it has not joined yet, it is no longer expected."""
         self._note(worker)
         clock = self._clocks.pop(worker, None)
         if clock is not None:
             self._last = max(self._last, clock)
 
     def _note(self, worker: int) -> None:
-        if worker < self._expected:  # Joiners are additional members; they do not replace a worker of the original set.
+        if worker < self._expected:  # Joiners have higher ids. They do not replace an expected worker.
             self._seen.add(worker)
 
     def may_start(self, clock: int) -> bool:
-        """Whether a worker that has finished `clock` steps may begin the next step."""
+        """Return whether a worker that has finished `clock` steps may begin its next step."""
         return self._staleness is None or clock - self.slowest <= self._staleness
 
 
 class RollCall:
-    """Roll call at a server that does not know the steps of all workers: all must report before any may go on.
+    """Roll call: a server that does not know the steps of all workers waits until every worker has reported its step.
 
     Args:
-        expected: Number of workers at the run's start.
+        expected: Number of workers at the start of the run.
 
     Attributes:
-        incarnations: The incarnation of each worker of the view.
+        incarnations: By worker id: incarnations of the workers in the current view.
     """
 
     def __init__(self, expected: int = 0) -> None:
@@ -172,14 +193,20 @@ class RollCall:
         self._until: float | None = None
 
     def call(self, workers: Collection[int]) -> None:
-        """Wait for the given workers, and for no others."""
+        """Begin a roll call of the given workers. It replaces an earlier roll call."""
         self._absent = set(workers)
         self._until = None
 
     def follow(self, incarnations: Mapping[int, int]) -> list[int]:
-        """Follow another view. Return the workers that are gone, and are therefore not waited for."""
+        """Replace the list of workers by the list of a new view. Return the ids of the processes that are gone.
+
+        If another process has taken the place of a worker, the worker's earlier process is gone.
+
+        Args:
+            incarnations: By worker id: incarnations of the workers in the new view.
+        """
         gone = [worker for worker, incarnation in self.incarnations.items() if incarnations.get(worker) != incarnation]
-        # Workers of the run's start that are missing in the first view with workers have died before it.
+        # Expected workers that are missing in the first view with workers died before training began.
         if incarnations:
             gone += set(range(self._expected)) - incarnations.keys()
             self._expected = 0
@@ -188,13 +215,16 @@ class RollCall:
         return gone
 
     def note_position(self, worker: int) -> None:
-        """Note that a worker has reported its step."""
+        """Note that a worker has reported its step, or has reported that it does not take part."""
         self._absent.discard(worker)
 
     def expire(self, now: float) -> bool:
-        """Whether the time for missing reports has just run out; the missing workers are then no longer waited for.
+        """End the roll call if workers have not reported within `PATIENCE_SECONDS`. Return whether this call ended it.
 
-        The time begins with the first call after :meth:`call`.
+        The time begins with the first call of this method after :meth:`call`.
+
+        Args:
+            now: The current time, in seconds.
         """
         if not self._absent:
             return False
@@ -206,15 +236,17 @@ class RollCall:
         return True
 
     def extend(self, seconds: float) -> None:
-        """Give missing workers more time after this process was stopped: the others may have been stopped with it.
+        """Give the workers more time to report, because this process was stopped.
+
+        The workers may have been stopped at the same time.
 
         Args:
-            seconds: How long this process was stopped.
+            seconds: Time for which this process was stopped.
         """
         if self._until is not None:
             self._until += seconds
 
     @property
     def complete(self) -> bool:
-        """Whether no report is missing."""
+        """Whether all workers have reported their steps, or the time for their reports is over."""
         return not self._absent

@@ -1,7 +1,7 @@
-"""Copies of slices: their places, what a primary sends to its backups, and how a backup takes over its primary's copy.
+"""Copies of slices: the servers that hold them, the messages from a primary to its backups, and the backups' replies.
 
-A backup applies the primary's updates in the primary's order. After a missed update the primary sends the whole slice
-again.
+A primary sends every update of a slice to the slice's backups, and each backup applies the updates in the same order.
+If a backup has missed an update, the primary sends the whole slice.
 """
 
 from collections.abc import Sequence
@@ -26,27 +26,28 @@ from cnnstrategies.paramserver.specification import Options
 
 
 class Copies:
-    """Copies of the slices that one server holds as primary or backup, as the present view places them."""
+    """One server's exchange of slices with other servers, as primary of some slices and as backup of others."""
 
     def __init__(self, server: int, outbox: Outbox, store: Store) -> None:
         self._server = server
         self._outbox = outbox
         self._store = store
-        self._holders: dict[int, Sequence[int]] = {}
-        self._backups: dict[int, Sequence[int]] = {}  # of the slices whose primary is this server
-        self._since: dict[int, int] = {}
-        self._acknowledged: dict[tuple[int, int], int] = {}
-        self._late: set[int] = set()  # servers that came after training began and still lack copies
-        self._copied: dict[int, tuple[int, int]] = {}  # By key: the primary's process that the copy here comes from.
+        self._holders: dict[int, Sequence[int]] = {}  # By key: live servers that hold the slice, primary first.
+        # By key, for the slices whose primary is this server: servers that hold backups of the slice.
+        self._backups: dict[int, Sequence[int]] = {}
+        self._since: dict[int, int] = {}  # By server: the first view with the server's current process.
+        self._acknowledged: dict[tuple[int, int], int] = {}  # By key and server: version that a backup has.
+        self._late: set[int] = set()  # Servers started during training that still lack copies of this server's slices.
+        # By key: the primary that sent the copy of the slice here: server id, and first view of the server's process.
+        self._copied: dict[int, tuple[int, int]] = {}
 
-    # Places of the copies
+    # Servers that hold the copies
 
     def place(self, view: View) -> list[tuple[int, int]]:
-        """Follow a change of the view.
+        """Determine the primary and the backups of each slice in a new view.
 
-        At the start of the run every backup is new. The slices have no values then, so the copies cost nothing.
-
-        Returns the keys and servers of the backups that need a whole copy from this primary.
+        Returns keys of slices whose primary is this server, each with the id of a backup server that needs a whole
+        copy. At the start of the run all backups need copies, but nothing is sent because the slices have no values.
         """
         before = self._holders
         since = {server.id: server.since for server in view.servers}
@@ -69,22 +70,28 @@ class Copies:
         return needed
 
     def is_primary(self, key: int) -> bool:
-        """Whether this server is the slice's primary."""
+        """Return whether this server is the primary of a slice."""
         return key in self._backups
 
     def _primary(self, key: int) -> int:
-        """Return the id of the slice's primary; -1 if no live server holds the slice."""
+        """Return the id of a slice's primary; -1 if no live server holds the slice."""
         return next(iter(self._holders.get(key, [])), -1)
 
     def _incarnation(self, key: int) -> tuple[int, int]:
-        """Return the slice's primary, and the number of the first view with the primary's present process."""
+        """Return the id of a slice's primary, and the number of the first view with the primary's current process."""
         primary = self._primary(key)
         return primary, self._since.get(primary, -1)
 
     def acknowledged(self, key: int, backup: int, version: int) -> bool:
-        """Note that a backup has a slice up to a version.
+        """Note that a backup has applied all updates of a slice up to a version.
 
-        Returns whether the backup came late and now has all its copies.
+        Args:
+            key: Key of the slice.
+            backup: Id of the backup's server.
+            version: Version of the slice on the backup.
+
+        Returns True if the backup's server was started during training, and with this message has copies of all slices
+        that it backs up for this primary.
         """
         self._acknowledged[key, backup] = max(version, self._acknowledged.get((key, backup), -1))
         keys = [key for key, backups in self._backups.items() if backup in backups] if backup in self._late else []
@@ -94,43 +101,51 @@ class Copies:
         return filled
 
     def safe(self, key: int, version: int) -> bool:
-        """Whether every copy of a slice has a version, so that workers may see that version."""
+        """Return whether all backups of a slice have at least a given version.
+
+        Workers may then receive the version, because it survives the death of this server.
+        """
         return all(self._acknowledged.get((key, backup), -1) >= version for backup in self._backups.get(key, ()))
 
-    # As primary
+    # As the primary of a slice
 
     def relay(
-        self, key: int, change: Tensor | None, options: Options, member: MemberKey, step: int, sent: bytes | memoryview,
-        absent: int,
+        self, key: int, gradient: Tensor | None, options: Options, member: MemberKey, step: int,
+        change: bytes | memoryview, absent: int,
     ) -> None:  # fmt: skip
-        """Send an update that this primary has applied to the slice's backups.
+        """Send an update to the slice's backups, after this primary has applied it.
 
         Args:
             key: Key of the slice.
-            change: Gradient of the slice; None if the update leaves the values alone.
+            gradient: Gradient of the slice; None if the update keeps the values.
             options: Hyper-parameters of the update.
-            member: Id and incarnation of the worker whose update it is.
+            member: Id and incarnation of the worker whose gradient it is; `ALL_MEMBERS` for the mean in common steps.
             step: Step of the update.
-            sent: What workers receive of the update, if they pull changes.
-            absent: Parts of the slice that have no gradient, as bits.
+            change: Payload from :meth:`.store.Changes.make`; empty in a run in which workers do not pull changes.
+            absent: Bit i is set if part i of the slice has no gradient.
         """
         fields = {"absent": absent, **(self._store.decided or {"options": options})}
-        payload = b"" if change is None else as_bytes(change)
+        payload = b"" if gradient is None else as_bytes(gradient)
         for backup in self._backups.get(key, ()):
             self._outbox.to_server(
                 backup,
                 Kind.RELAY,
-                b"".join((payload, sent)) if sent else payload,
+                b"".join((payload, change)) if change else payload,
                 json=fields,
                 key=key,
                 step=step,
                 base=member[1] << 32 | member[0],
                 weight=self._store.versions[key],
-                encoding=Encoding.NOTHING if change is None else Encoding.DENSE,
+                encoding=Encoding.NOTHING if gradient is None else Encoding.DENSE,
             )
 
     def send(self, key: int, backups: Sequence[int] | None = None) -> None:
-        """Send a whole slice, with everything that belongs to it, to some of its backups; by default to all."""
+        """Send a whole slice to backups: the values, the optimizer's state and the record of the updates in them.
+
+        Args:
+            key: Key of the slice, whose primary is this server.
+            backups: Ids of the backup servers that need the slice; None for all its backups.
+        """
         version, changes = self._store.versions[key], self._store.changes
         if version < 0:
             return
@@ -141,54 +156,74 @@ class Copies:
             "behind": changes is not None and key in changes.behind,
         }
         known = b"" if changes is None else as_bytes(changes.known[key])
-        # This joins the values into new memory, because they may change here before the message leaves.
+        # `join` copies the values, because an update may change them before the message leaves.
         payload = b"".join((pack_state(self._store.state(key)), known, self._store.memory[key]))
         for backup in self._backups.get(key, ()) if backups is None else backups:
             self._outbox.to_server(backup, Kind.COPY, payload, key=key, base=version, json=fields)
 
     def repeat_for(self, server: int) -> None:
-        """Send a server the present state after it has missed messages."""
+        """Send copies and acknowledgements again to a server that has missed messages.
+
+        Args:
+            server: Id of the server that has missed messages.
+        """
         for key in self._store.slices:
             if server in self._backups.get(key, ()):
                 self.send(key, [server])
             elif self._primary(key) == server and self._store.versions[key] >= 0:
                 self.acknowledge(key)
 
-    # As backup
+    # As a backup of a slice
 
     def relayed(
-        self, primary: int, header: Header, update: memoryview, options: Options, absent: int
+        self, primary: int, header: Header, payload: memoryview, options: Options, absent: int
     ) -> None:  # fmt: skip
-        """Apply an update that the slice's primary has applied.
+        """Act on a RELAY message: apply an update that the slice's primary has applied.
+
+        Args:
+            primary: Id of the server that sent the message.
+            header: Header of the message.
+            payload: The gradient. In a run in which workers pull changes, the change follows the gradient.
+            options: Hyper-parameters of the update.
+            absent: Bit i is set if part i of the slice has no gradient.
 
         Raises:
-            InvalidMessageError: The sender is not the slice's primary, or the update does not fit the slice.
+            InvalidMessageError: The sender is not the slice's primary, or the payload does not fit the slice.
         """
         self._check_primary(primary, header.key)
         slice_, changes = self._store.slices[header.key], self._store.changes
         check_absent(absent, slice_)
-        if changes is not None:  # What workers receive follows the update.
+        if changes is not None:
             size = slice_.nbytes if header.encoding == Encoding.DENSE else 0
-            update, sent = update[:size], update[size:]
-            known = changes.decoded(header.key, sent)
-        check_length(len(update), header.encoding, slice_.numel, slice_.dtype)
-        # After lost messages a whole copy must arrive before further updates apply. A copy from another primary may
-        # have the same version with a different history.
+            payload, change = payload[:size], payload[size:]
+            difference = changes.decoded(header.key, change)
+        check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
+        # Without a whole copy from the current primary, the values here may contain other updates than the primary's
+        # values, even if both have the same version.
         if header.key not in self._copied:
             return
+        # If this backup has missed an update, later updates do not fit. The primary then sends a whole copy.
         if self._store.versions[header.key] == header.weight - 1:
-            change = from_bytes(update, slice_.dtype) if header.encoding == Encoding.DENSE else None
-            self._store.apply(header.key, change, options, absent)
+            gradient = from_bytes(payload, slice_.dtype) if header.encoding == Encoding.DENSE else None
+            self._store.apply(header.key, gradient, options, absent)
             if changes is not None:
-                changes.apply(header.key, sent, known)
+                changes.apply(header.key, change, difference)
             self._store.seen[header.key][header.base & 0xFFFFFFFF, header.base >> 32] = header.step
             self.acknowledge(header.key)
 
     def copied(self, primary: int, header: Header, message: Message, raw: memoryview) -> None:
-        """Replace a slice by its primary's copy.
+        """Act on a COPY message: replace a slice here by the primary's whole slice.
+
+        Args:
+            primary: Id of the server that sent the message.
+            header: Header of the message.
+            message: The JSON fields of the message.
+            raw: The payload after the JSON object: the optimizer's state, then the values that workers hold if workers
+                pull changes, then the values.
 
         Raises:
             InvalidMessageError: The sender is not the slice's primary, or the payload does not fit the slice.
+            ControlError: A field is missing or has the wrong type.
         """
         self._check_primary(primary, header.key)
         slice_, changes = self._store.slices[header.key], self._store.changes
@@ -199,15 +234,15 @@ class Copies:
         self._store.set_state(header.key, state)
         self._store.seen[header.key] = {(worker, incarnation): step for worker, incarnation, step in seen}
         self._store.put(header.key, from_bytes(values[-slice_.nbytes :], slice_.dtype), header.base)
-        if changes is not None:  # What workers have comes before the values.
+        if changes is not None:
             changes.take_over(header.key, from_bytes(values[: slice_.nbytes], slice_.dtype), lineage, behind)
         self._copied[header.key] = self._incarnation(header.key)
         self.acknowledge(header.key)
 
     def acknowledge(self, key: int) -> None:
-        """Report to a slice's primary which version is here."""
+        """Report to a slice's primary which version of the slice this backup has."""
         self._outbox.to_server(self._primary(key), Kind.ACKNOWLEDGE, key=key, base=self._store.versions[key])
 
     def _check_primary(self, server: int, key: int) -> None:
         if key not in self._store.slices or self._primary(key) != server:
-            raise InvalidMessageError("an update from a server that is not the slice's primary")
+            raise InvalidMessageError("an update or a copy from a server that is not the slice's primary")

@@ -1,4 +1,4 @@
-"""Agreement of the servers on a common step: whose pushes are complete, and which workers make up the step."""
+"""Agreement of the servers on a common step: the servers' reports to the leader, and the leader's decision."""
 
 from collections.abc import Collection, Set
 from dataclasses import dataclass
@@ -12,16 +12,15 @@ from cnnstrategies.paramserver.specification import Options, Specification, chec
 
 @dataclass(frozen=True)
 class Decision:
-    """The members that make up a step, its hyper-parameters, and the factor that clips its gradient.
-
-    A worker that takes a dead member's place has the same id and another incarnation: its push does not count for this
-    step.
+    """The leader's decision about a step, which the leader sends to all servers.
 
     Attributes:
         step: Number of the step.
-        members: The members whose gradients make up the step.
+        members: Ids and incarnations of the workers whose gradients make up the step. A process that replaces a dead
+            member has another incarnation, so its pushes do not count for this step.
         options: Hyper-parameters of the step.
-        scale: Factor for clipping by the global norm; None while it is not known.
+        scale: Factor that clips the gradient by its global norm; None while the norm is not known, and 1 without
+            clipping.
     """
 
     step: int
@@ -30,54 +29,63 @@ class Decision:
     scale: float | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return this decision as a dictionary that JSON can hold."""
+        """Return this decision as a dictionary that JSON can represent."""
         return {"step": self.step, "who": self.members, "options": self.options, "scale": self.scale}
 
     @classmethod
     def from_message(cls, message: Message, specification: Specification) -> "Decision":
-        """Return the decision that another server has sent.
+        """Return the decision in a message from another server.
 
         Raises:
-            InvalidMessageError: The decision waits for a factor although nothing is clipped.
+            InvalidMessageError: The decision has no clipping factor although the run does not clip by the norm.
             ControlError: A field is missing or has the wrong type.
         """
         members = tuple((worker, incarnation) for worker, incarnation in message.table("who", int, int))
         scale = None if message.fields.get("scale") is None else message.real("scale")
         if scale is None and specification.clip_norm is None:
-            raise InvalidMessageError("a step that waits for a factor although nothing is clipped")
+            raise InvalidMessageError("a decision without a clipping factor in a run without clipping by the norm")
         options = check_options(message.fields.get("options"), specification.groups)
         return cls(message.integer("step"), members, options, scale)
 
 
 Entry = tuple[int, int]
-"""A step, and the id of a worker whose pushes of that step a server has completely."""
+"""A step and the id of a worker whose pushes of this step are complete on the server that reports the entry."""
 
 
 class Reports:
-    """The servers' reports under the present view, counted as they arrive.
+    """The servers' reports to the leader about complete pushes, under the current view.
 
-    A report costs the same for any number of workers.
+    The entries are counted as they arrive, so that the time for a report does not depend on the number of workers.
 
     Args:
-        alone: Whether the report of one server is enough.
+        alone: Whether the pushes of a worker count as complete as soon as one server reports them.
     """
 
     def __init__(self, alone: bool = False) -> None:
         self._alone = alone
-        self._servers = 0
-        self._silent: set[int] = set()  # servers without a report
+        self._servers = 0  # number of servers in the view
+        self._silent: set[int] = set()  # servers that have not reported under this view
         self._servers_by_entry: dict[Entry, set[int]] = {}
-        self._complete: dict[int, set[int]] = {}
+        self._complete: dict[int, set[int]] = {}  # By step: workers whose pushes are complete on all servers.
 
     def follow(self, servers: Collection[int]) -> None:
-        """Follow another view: every server of the view has to report again."""
+        """Drop all reports because the view has changed. Every server must report again.
+
+        Args:
+            servers: Ids of the servers of the new view.
+        """
         self._servers = len(servers)
         self._silent = set(servers)
         self._servers_by_entry.clear()
         self._complete.clear()
 
     def add(self, server: int, complete: Collection[Entry]) -> None:
-        """Note which entries a server of the view has completely."""
+        """Add a server's report.
+
+        Args:
+            server: Id of the server, which must be in the view.
+            complete: Steps and workers whose pushes have become complete on the server.
+        """
         self._silent.discard(server)
         for step, worker in complete:
             servers = self._servers_by_entry.setdefault((step, worker), set())
@@ -86,11 +94,14 @@ class Reports:
                 self._complete.setdefault(step, set()).add(worker)
 
     def complete(self, step: int) -> Set[int] | None:
-        """Return the workers whose pushes of a step all servers have; None if a server has not reported yet."""
+        """Return the ids of the workers whose pushes of a step have arrived at all servers.
+
+        Return None while a server has not reported under the current view.
+        """
         return None if self._silent else self._complete.get(step, frozenset())
 
     def forget_before(self, step: int) -> None:
-        """Drop the reports on earlier steps."""
+        """Drop the entries of all steps before the given one."""
         self._servers_by_entry = {
             entry: servers for entry, servers in self._servers_by_entry.items() if entry[0] >= step
         }

@@ -1,4 +1,4 @@
-"""Workers' pushes of steps that are not applied yet, their mean over all samples, and its application."""
+"""Workers' pushes of common steps. A server keeps the pushes until a step is decided, and then applies their mean."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -15,17 +15,18 @@ from cnnstrategies.paramserver.server.store import MemberKey, check_absent
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Options, Specification
 
-ALL_MEMBERS = (0xFFFFFFFF, 0)  # sender of an update that is the mean of a step
+# Worker id and incarnation for an update with the mean gradient of a common step, which has no single sender.
+ALL_MEMBERS = (0xFFFFFFFF, 0)
 
 
 @dataclass(frozen=True)
 class Begin:
-    """The announcement that precedes a worker's pushes of a step.
+    """Contents of a BEGIN message, which a worker sends before its pushes of a step.
 
     Attributes:
         options: Hyper-parameters of the step.
-        weight: Number of samples of the worker's gradient.
-        pulls: Encoding in which the worker will pull the step's result, where workers may choose.
+        weight: Number of samples in the worker's gradient.
+        pulls: Encoding in which the worker will pull the values after the step, if workers choose encodings.
         level: See :attr:`~cnnstrategies.paramserver.messages.Header.level`.
     """
 
@@ -36,23 +37,35 @@ class Begin:
 
 
 class Pushes:
-    """Pushes of one step: one message of each worker for each slice.
+    """The pushes of one step. Each worker sends one push for each slice.
 
-    The pushes of a worker that dies stay: the leader may have decided that the worker takes part.
+    The pushes of a worker that dies are kept, because the leader may have decided that the worker is a member.
 
     Attributes:
-        begun: What each worker has announced with its BEGIN message.
+        begun: By worker: contents of its BEGIN message.
     """
 
     def __init__(self) -> None:
         self.begun: dict[MemberKey, Begin] = {}
+        # By slice key and worker: encoded gradient, and its encoding.
         self._pieces: dict[int, dict[MemberKey, tuple[memoryview, int]]] = {}
-        self._absent: dict[int, dict[MemberKey, int]] = {}  # by key: parts without gradient in a worker's push, as bits
-        self._counts: dict[MemberKey, int] = {}
+        # By slice key and worker: bit i is set if part i of the slice has no gradient in the worker's push.
+        self._absent: dict[int, dict[MemberKey, int]] = {}
+        self._counts: dict[MemberKey, int] = {}  # By worker: number of slices that it has pushed.
+        # By slice key: the last mean that was computed, and the workers in that mean.
         self._means: dict[int, tuple[frozenset[MemberKey], Tensor | None]] = {}
 
     def add(self, worker: MemberKey, slice_: Slice, payload: memoryview, encoding: int, absent: int = 0) -> bool:
-        """Keep a push. Return whether it is the worker's first push of the slice.
+        """Keep a push.
+
+        Args:
+            worker: Id and incarnation of the worker.
+            slice_: The slice.
+            payload: The encoded gradient.
+            encoding: Encoding of the gradient; `NOTHING` if no part of the slice has a gradient.
+            absent: Bit i is set if part i of the slice has no gradient.
+
+        Returns False, without keeping the push, if the worker has pushed the slice before.
 
         Raises:
             InvalidMessageError: The push does not fit the slice.
@@ -71,26 +84,30 @@ class Pushes:
         return True
 
     def count(self, worker: MemberKey) -> int:
-        """Return the number of slices that a worker has pushed; -1 before it began the step."""
+        """Return the number of slices that a worker has pushed; -1 if the worker has not begun the step."""
         return self._counts.get(worker, 0) if worker in self.begun else -1
 
     def has(self, key: int, workers: Collection[MemberKey]) -> bool:
-        """Whether all given workers have pushed a slice."""
+        """Return whether all given workers have pushed a slice."""
         return self._pieces.get(key, {}).keys() >= set(workers)
 
     def has_none(self, key: int) -> bool:
-        """Whether no worker has pushed a slice."""
+        """Return whether no worker has pushed a slice."""
         return not self._pieces.get(key)
 
     def mean(self, slice_: Slice, workers: Iterable[MemberKey], buffer: Tensor) -> Tensor | None:
-        """Return the mean over all samples of the workers' gradients; None if none of them has a gradient.
+        """Return the mean of the workers' gradients of a slice, weighted by their numbers of samples.
 
-        A worker without a gradient counts as zeros if another worker has one, as under DDP. Of `workers`, the members
-        of the step, only those that pushed the slice count.
+        Workers that have not pushed the slice are left out. A push without gradient counts as a gradient of zeros if
+        another push has a gradient, as under DDP.
 
         Args:
-            buffer: Flat memory for the mean. If the mean is one worker's gradient, that gradient is returned from its
-                own memory instead.
+            slice_: The slice.
+            workers: Ids and incarnations of the workers that take part in the step.
+            buffer: Flat tensor for the mean, with as many elements as the slice. If only one gradient counts, the
+                result may be that gradient's own storage instead.
+
+        Returns the flat mean gradient; None if no push has a gradient.
         """
         pieces = self._pieces.get(slice_.key, {})
         members = frozenset(workers).intersection(pieces)
@@ -108,16 +125,23 @@ class Pushes:
                     mean = torch.mul(mean, (total - weight) / total, out=buffer)
                 continue
             gradient = decode(payload, encoding, slice_.numel, slice_.dtype)
-            share = weight / total if total else 1.0
+            fraction = weight / total if total else 1.0
             if mean is not None:
-                mean = torch.lerp(mean, gradient, share, out=buffer)  # one pass over the memory per worker
+                mean = torch.lerp(mean, gradient, fraction, out=buffer)  # `lerp` reads and writes the mean only once.
             else:
-                mean = gradient if share == 1.0 else torch.mul(gradient, share, out=buffer)
+                mean = gradient if fraction == 1.0 else torch.mul(gradient, fraction, out=buffer)
         self._means[slice_.key] = members, mean
         return mean
 
     def absent(self, key: int, workers: Iterable[MemberKey]) -> int:
-        """Return the parts of a slice for which no worker has a gradient, as bits, if the mean is not None."""
+        """Return the parts of a slice that have no gradient in any worker's push: bit i is set for such a part i.
+
+        Call this only if the mean of the slice is not None.
+
+        Args:
+            key: Key of the slice.
+            workers: Ids and incarnations of the workers that take part in the step.
+        """
         if key not in self._absent:
             return 0
         absent, pieces = -1, self._pieces[key]
@@ -127,19 +151,19 @@ class Pushes:
         return max(absent, 0)
 
     def drop(self, key: int) -> None:
-        """Drop the pushes of a slice that has been applied."""
+        """Drop all pushes of a slice, after the slice was updated."""
         self._pieces.pop(key, None)
         self._absent.pop(key, None)
         self._means.pop(key, None)
 
 
 class Backlog:
-    """Workers' pushes of the present step and the next one.
+    """Workers' pushes of the current step and the next step.
 
     Attributes:
-        steps: The pushes by step.
-        uneven: Whether the present step is applied to only some of the own slices, as can happen after a server's
-            death.
+        steps: By step: the pushes.
+        uneven: Whether the slices whose primary is this server have different versions. After another server's death
+            this server may become the primary of slices to which the current step is already applied.
     """
 
     def __init__(self, shard: Shard) -> None:
@@ -148,33 +172,48 @@ class Backlog:
         self._shard = shard
 
     def lowest(self, default: int) -> int:
-        """Return the first step that is not applied to all own slices; without own slices the default."""
+        """Return the first step that is not applied yet to all slices whose primary is this server.
+
+        Args:
+            default: Result if this server is not the primary of any slice.
+        """
         return min((self._shard.store.versions[key] for key in self._shard.own_keys), default=default)
 
     def pushes_of(self, step: int) -> Pushes:
-        """Return the pushes of a step."""
+        """Return the pushes of a step, which the caller may add to."""
         return self.steps.setdefault(step, Pushes())
 
     def add(self, worker: MemberKey, header: Header, payload: memoryview) -> bool:
-        """Keep a worker's push. Return whether it is new.
+        """Keep a worker's push.
+
+        Args:
+            worker: Id and incarnation of the worker.
+            header: Header of the PUSH message.
+            payload: The encoded gradient.
+
+        Returns False for a push that has arrived before, or whose step is already applied to the slice.
 
         Raises:
-            InvalidMessageError: The worker has not begun the step here, or the push does not fit the slice.
+            InvalidMessageError: The worker's BEGIN message of the step has not arrived, or the push does not fit the
+                slice.
         """
         key, step = header.key, header.step
         version = self._shard.store.versions[key]
         if version > step:
             return False
         if version < 0 or step > version + 1 or step not in self.steps or worker not in self.steps[step].begun:
-            raise InvalidMessageError("a push of a step that has not begun")
+            raise InvalidMessageError("a push of a step that has not begun on this server")
         return self.steps[step].add(worker, self._shard.store.slices[key], payload, header.encoding, header.base)
 
     def has(self, worker: MemberKey, step: int, key: int) -> bool:
-        """Whether a worker's push of a slice has arrived."""
+        """Return whether a worker's push of a slice in a step has arrived and is still kept."""
         return step in self.steps and self.steps[step].has(key, (worker,))
 
     def complete(self, step: int, worker: MemberKey) -> bool:
-        """Whether all pushes of a worker for a step have arrived, as far as this server still needs them."""
+        """Return whether a worker's pushes of a step are complete.
+
+        They are complete if none is missing for the slices to which this server must still apply the step.
+        """
         pushes = self.steps[step]
         if pushes.count(worker) == len(self._shard.own_keys):
             return True
@@ -186,30 +225,32 @@ class Backlog:
         )
 
     def all_begun(self) -> Iterator[tuple[int, MemberKey]]:
-        """Yield each step with each worker that has begun it."""
+        """Yield a step and a worker for each BEGIN message that has arrived."""
         for step, pushes in self.steps.items():
             for worker in pushes.begun:
                 yield step, worker
 
     def all_complete(self) -> Iterator[tuple[int, MemberKey]]:
-        """Return each step with each worker whose pushes of that step are complete."""
+        """Return an iterator over pairs of a step and a worker whose pushes of this step are complete."""
         return ((step, worker) for step, worker in self.all_begun() if self.complete(step, worker))
 
     def compare_versions(self) -> None:
-        """Find out after a change of the view whether the own slices have different versions."""
+        """Update :attr:`uneven`, after a new view or an applied step."""
         self.uneven = len({self._shard.store.versions[key] for key in self._shard.own_keys}) > 1
 
     def forget_before(self, step: int) -> None:
-        """Drop the pushes of earlier steps."""
+        """Drop the pushes of all steps before the given one."""
         for earlier_step in [known_step for known_step in self.steps if known_step < step]:
             del self.steps[earlier_step]
 
 
 class Updater:
-    """Computation of the decided step's means and their application, slice by slice, in the order of the slices' use.
+    """Executor of the decided step: it computes the mean gradient of each slice and applies it, one slice at a time.
+
+    The slices come in the order in which the workers use them.
 
     Attributes:
-        finished: Number of steps that are applied to all own slices.
+        finished: Number of steps that are applied to all slices whose primary is this server.
     """
 
     def __init__(self, specification: Specification, shard: Shard, backlog: Backlog) -> None:
@@ -220,21 +261,22 @@ class Updater:
         self._backlog = backlog
         self._keeps_means = specification.clip_norm is not None
         self._buffers: dict[int | torch.dtype, Tensor] = {}
-        self._todo: deque[int] = deque()
-        self._waiting: set[int] = set()  # keys of slices that lack pushes of the decided step
-        self._members: tuple[MemberKey, ...] = ()  # workers whose pushes take part
-        self._live_members: Collection[MemberKey] = ()  # live members, whose pushes will arrive
-        self._waits_for_any = False  # whether a slice without any push also waits for one
+        self._todo: deque[int] = deque()  # Keys of slices whose pushes of the decided step have all arrived.
+        self._waiting: set[int] = set()  # Keys of slices for which pushes of the decided step are missing.
+        self._members: tuple[MemberKey, ...] = ()  # Workers whose pushes make up the step, dead or alive.
+        self._live_members: Collection[MemberKey] = ()  # Members whose missing pushes are still going to arrive.
+        self._waits_for_any = False  # Whether a slice must wait until at least one worker has pushed it.
 
     def plan(
         self, decision: Decision | None, live_members: Collection[MemberKey], successors: Collection[MemberKey]
     ) -> None:
-        """List the slices to which the decided step is still to be applied.
+        """Determine the slices to which the decided step must still be applied.
 
         Args:
-            decision: The decided step, if there is one.
-            live_members: The live members of the step.
-            successors: Workers that may push a slice that no member has pushed.
+            decision: The decision about the step; None before the first decision.
+            live_members: Ids and incarnations of the step's live members.
+            successors: Ids and incarnations of workers whose pushes count as well, because all members are dead; see
+                :attr:`.Synchronous._waits_for_successors`.
         """
         self._todo = deque()
         self._waiting = set()
@@ -250,22 +292,22 @@ class Updater:
             self.note_push(key, decision.step)
 
     def note_push(self, key: int, step: int) -> None:
-        """Note that a push of the decided step has arrived for a slice."""
+        """Note that a push of the decided step has arrived, so that its slice may be ready."""
         if key in self._waiting and self._has_needed(self._backlog.pushes_of(step), key):
             self._waiting.discard(key)
             self._todo.append(key)
 
     def _has_needed(self, pushes: Pushes, key: int) -> bool:
-        """Whether all pushes that a slice waits for have arrived."""
+        """Return whether the pushes of a slice that the decided step needs have all arrived."""
         return pushes.has(key, self._live_members) and not (self._waits_for_any and pushes.has_none(key))
 
     @property
     def busy(self) -> bool:
-        """Whether slices are left to work on."""
+        """Whether at least one slice is ready to be processed by :meth:`work`."""
         return bool(self._todo)
 
     def work(self, decision: Decision) -> None:
-        """Compute the mean of the next slice, and apply it if the step's factor is known."""
+        """Compute the mean gradient of the next slice, and update the slice if the clipping factor is known."""
         key = self._todo.popleft()
         pushes = self._backlog.pushes_of(decision.step)
         mean = self._mean(pushes, key, self._members)
@@ -287,9 +329,9 @@ class Updater:
             self._backlog.compare_versions()
 
     def squared_norm(self, decision: Decision) -> float | None:
-        """Return the squared norm, in float64, of this server's part of the mean gradient.
+        """Return the squared L2 norm of the mean gradient in the slices whose primary is this server.
 
-        The result is None while a push is missing.
+        The norms of the slices are computed in float64. The result is None while a push is missing.
         """
         pushes = self._backlog.pushes_of(decision.step)
         keys = [key for key in self._shard.own_keys if self._shard.store.versions[key] == decision.step]
@@ -300,10 +342,11 @@ class Updater:
         return float(sum(norm * norm for norm in norms))
 
     def _mean(self, pushes: Pushes, key: int, members: Sequence[MemberKey]) -> Tensor | None:
-        """Return the mean of a slice.
+        """Return the mean gradient of a slice; None if no push has a gradient.
 
-        All workers' pushes of the slice are added at once, while it is in the processor's cache. Slices with the same
-        dtype share one buffer, unless their means are needed again for clipping.
+        The pushes of one slice are added one after the other, because the mean then stays in the CPU's cache. The means
+        of all slices with the same dtype use one buffer in turn. With clipping by the global norm each slice has its
+        own buffer, because its mean is needed again once the clipping factor is known.
         """
         slice_ = self._shard.store.slices[key]
         buffer_key = key if self._keeps_means else slice_.dtype

@@ -1,10 +1,12 @@
-"""Checks on the senders of a server's messages, and the numbering of the messages that the server sends.
+"""Checks of the messages that a server receives, and the numbering of the messages that it sends.
 
-A server acts on messages of the view's members, in their order, encrypted with the members' own keys.
+A server acts on a message only if a member of the current view has sent it, the message is not a replay, and in an
+encrypted run the connection uses that member's key.
 
-A connection that breaks loses the messages on their way, and a server drops messages of a view that it does not have
-yet. Messages between two servers are numbered without gaps, and every server reports a few times a second how many gaps
-it has found. The sender of the lost messages then sends its present state.
+Messages between servers may be lost: a broken connection loses the messages that are on their way, and a server drops
+messages from senders that have a newer view. The messages from one server to another are therefore numbered without
+gaps. A few times a second, every server reports to each other server how many gaps it has found in that server's
+messages. A server whose messages were lost then sends its current state.
 """
 
 from collections import Counter
@@ -24,8 +26,8 @@ from cnnstrategies.paramserver.messages import (
 )
 
 PING_SECONDS = 0.2
-# Repetitions for a server between two pings. A repeated message can be lost as well, and repeating it for every gap
-# would grow without bound.
+# Largest number of times that a server sends its state again to another server between two pings. A repeated message
+# can be lost as well, which leaves a new gap. Without a limit, the number of messages could grow without bound.
 MOST_REPEATS = 8
 _FROM_WORKERS = frozenset({Kind.HELLO, Kind.VALUE, Kind.BEGIN, Kind.PUSH, Kind.PULL})
 _FROM_SERVERS = frozenset(
@@ -37,24 +39,31 @@ _FROM_SERVERS = frozenset(
 
 
 class Senders:
-    """The members that may send to a server, their last message numbers, and the gaps in other servers' messages."""
+    """The members that may send messages to a server, and the numbers of the messages that have arrived.
+
+    Args:
+        encrypted: Whether the connections are encrypted.
+    """
 
     def __init__(self, encrypted: bool) -> None:
         self._encrypted = encrypted
         self._view = View(-1, (), ())
-        self._members: dict[int, tuple[int, str]] = {}  # incarnation and key, by sender
-        self._last: dict[int, tuple[int, int]] = {}  # incarnation and number of the last message, by sender
-        self._gaps: Counter[int] = Counter()  # gaps in the message numbers of each other server
-        self._repaired: dict[int, int] = {}  # by server: gaps in this server's messages that were repaired
-        self._repeats: Counter[int] = Counter()  # by server: repetitions since the last pings
+        # The senders in these dictionaries are as in `Header.sender`: a server's number is its id plus `SERVER`. For a
+        # server, the first view with its process serves as its incarnation.
+        self._members: dict[int, tuple[int, str]] = {}  # By sender: incarnation and public key.
+        self._last: dict[int, tuple[int, int]] = {}  # By sender: incarnation, and number of the last message.
+        self._gaps: Counter[int] = Counter()  # By sending server: number of gaps in its message numbers.
+        # By receiving server: number of gaps in this server's messages after which its state was sent again.
+        self._repaired: dict[int, int] = {}
+        self._repeats: Counter[int] = Counter()  # By id of the receiving server: number of repetitions since the pings.
 
     def follow(self, view: View) -> None:
-        """Follow another view's members."""
+        """Replace the list of members by the members of a new view."""
         self._view = view
         self._members = {worker.id: (worker.incarnation, worker.public_key) for worker in view.workers}
         self._members |= {SERVER + server.id: (server.since, server.public_key) for server in view.servers}
         for peer, (incarnation, _) in list(self._last.items()):
-            if self._incarnation(peer) != incarnation:  # The member is gone, or another process has its place.
+            if self._incarnation(peer) != incarnation:  # The member is gone, or was replaced by another process.
                 for numbers in (self._last, self._gaps, self._repaired):
                     numbers.pop(peer, None)
 
@@ -62,19 +71,29 @@ class Senders:
         return self._members[peer][0] if peer in self._members else None
 
     def has_key(self, key: str) -> bool:
-        """Whether a public key belongs to a member."""
+        """Return whether a public key belongs to a member."""
         return any(key == public_key for _, public_key in self._members.values())
 
     def shows_connection(self, header: Header, user: str) -> bool:
-        """Whether a message shows that the connection with another server works, even if the message is dropped."""
+        """Return whether a message proves that the connection from its sender works.
+
+        A message can prove this even if :meth:`check` refuses it.
+
+        Args:
+            header: Header of the message.
+            user: Public key of the connection, if it is encrypted.
+        """
         incarnation, key = self._members.get(header.sender, (None, ""))
         return incarnation is not None and incarnation <= header.incarnation and (user == key or not self._encrypted)
 
     def check(self, header: Header, user: str) -> bool:
-        """Check a message's sender, and count the message. Return whether earlier messages of another server were lost.
+        """Check that a member may send a message, and note the message's number.
 
         Args:
+            header: Header of the message.
             user: Public key of the connection, if it is encrypted.
+
+        Returns whether the sender is a server and earlier messages from it were lost.
 
         Raises:
             InvalidMessageError: The sender is not a member or may not send this message, or the message is a replay.
@@ -84,14 +103,15 @@ class Senders:
         if incarnation is None or (not is_server and incarnation != header.incarnation):
             raise InvalidMessageError("the sender is not a member of the view")
         if is_server and not incarnation <= header.incarnation <= self._view.number:
-            raise InvalidMessageError("the view is not known here, or the sending server was replaced")
+            raise InvalidMessageError("the sending server has a newer view, or was replaced")
         if self._encrypted and user != key:
-            raise InvalidMessageError("the key is not the sender's")
+            raise InvalidMessageError("the connection's key is not the sender's key")
         if header.kind not in (_FROM_SERVERS if is_server else _FROM_WORKERS):
-            raise InvalidMessageError("a kind of message that its sender never sends")
+            role = "server" if is_server else "worker"
+            raise InvalidMessageError(f"a {role} must not send {header.kind.name} messages to a server")
         _, last = self._last.get(header.sender, (incarnation, 0))
         if header.sequence <= last:
-            raise InvalidMessageError("a replay")
+            raise InvalidMessageError("a replay of an earlier message")
         self._last[header.sender] = incarnation, header.sequence
         has_gap = is_server and header.sequence > last + 1
         if has_gap:
@@ -101,14 +121,17 @@ class Senders:
     # Gaps
 
     def gaps(self, server: int) -> int:
-        """Return the number of gaps in another server's messages."""
+        """Return the number of gaps that this server has found in the messages from another server."""
         return self._gaps[SERVER + server]
 
     def must_repeat(self, server: int, gaps: int) -> bool:
-        """Whether a server has found gaps that were not repaired yet, and may be answered now; then count the repair.
+        """Return whether this server must now send its state again to another server, and count the repetition.
+
+        This is the case if the other server has found new gaps, unless `MOST_REPEATS` is reached.
 
         Args:
-            gaps: Number of gaps that the server has found in this server's messages.
+            server: Id of the other server.
+            gaps: Number of gaps that the other server has found in this server's messages.
         """
         if gaps <= self._repaired.get(SERVER + server, 0) or self._repeats[server] >= MOST_REPEATS:
             return False
@@ -117,17 +140,21 @@ class Senders:
         return True
 
     def reset_repeats(self) -> None:
-        """Allow repetitions again: the servers have just received pings."""
+        """Begin to count repetitions from 0 again. Call this each time pings are sent."""
         self._repeats.clear()
 
 
 class Outbox:
-    """Messages of a server, numbered and kept until the driver takes them.
+    """The effects of a server that the driver has not taken yet, and the numbering of its messages.
 
-    Messages to another server are numbered without gaps, so that the receiver notices lost messages.
+    The messages to each other server are numbered without gaps, so that the receiver notices lost messages.
+
+    Args:
+        server: Id of the server.
+        session: Number of the run.
 
     Attributes:
-        routes: The route to each worker, from its last message.
+        routes: By worker: route of the connection on which the worker's last message arrived.
         effects: Effects that the driver has not taken yet.
     """
 
@@ -138,24 +165,24 @@ class Outbox:
         self._compose = partial(compose, SERVER + server, session)
         self._sequence = 0
         self._view = -1
-        self._sent: dict[int, int] = {}
+        self._sent: dict[int, int] = {}  # By server: number of the last message to it.
         self._servers: dict[int, ServerInfo] = {}
 
     def take(self) -> Effects:
-        """Return the effects and forget them."""
+        """Return the effects for the driver, and clear the list."""
         if not self.effects:
             return []
         effects, self.effects = self.effects, []
         return effects
 
     def follow(self, view: View) -> None:
-        """Send to the servers of a view from now on, and forget the routes of dead workers."""
+        """Act on a new view: drop messages to servers that are gone, and the routes of workers that are gone."""
         now = {server.id: server for server in view.servers if server.id != self._server}
         before, self._servers = self._servers, now
         gone = {server for server, info in before.items() if now.get(server) != info}
         self.effects = [effect for effect in self.effects if not (isinstance(effect, Parcel) and effect.to in gone)]
-        # Numbers restart only for a new incarnation: after a reconnection, messages lost on the old connection leave a
-        # gap.
+        # The numbers begin again only for a new process. If a server reconnects, the numbers go on, so that messages
+        # that were lost on the old connection leave a gap.
         self._sent = {
             server: self._sent[server] if server in before and before[server].since == info.since else 0
             for server, info in now.items()
@@ -165,24 +192,24 @@ class Outbox:
         self.routes = {worker: route for worker, route in self.routes.items() if worker in alive}
 
     def to_worker(self, worker: int, kind: Kind, payload: Any = b"", **fields: Any) -> None:
-        """Send a message to a worker, if its route is known.
+        """Send a message to a worker, unless its route is unknown.
 
-        Small answers to pulls may wait, to leave together.
+        A small PULLED message may wait for later messages and leave together with them.
         """
         route = self.routes.get(worker)
         if route is not None:
             self._sequence += 1
             header, body = self._compose(kind, self._sequence, payload, **fields)
             wait = kind == Kind.PULLED and len(body) <= SMALL_BYTES
-            # The values may change before the message leaves.
+            # A message that waits needs a copy, because an update may change the values before the message leaves.
             self.effects.append(Parcel(route, header, bytes(body) if wait else body, wait))
 
     def ask_again(self, worker: int) -> None:
-        """Ask a worker to send again what was not answered."""
+        """Ask a worker to send all messages again to which it has received no reply."""
         self.to_worker(worker, Kind.WELCOME, json={"again": True})
 
     def to_server(self, server: int, kind: Kind, payload: Any = b"", **fields: Any) -> None:
-        """Send a message to another server, if it is in the view."""
+        """Send a message to another server, unless the server is not in the view."""
         if server in self._servers:
             self._sent[server] += 1
             header, body = self._compose(kind, self._sent[server], payload, incarnation=self._view, **fields)

@@ -1,6 +1,7 @@
-"""The role of a server: it holds slices of the parameters, applies the optimizer to them, and answers pulls.
+"""The role of a server: it holds slices of the parameters, makes the optimizer's steps on them, and replies to pulls.
 
-Code that finds a fault in a message raises an ``InvalidMessageError``, and the server then drops the whole message.
+Every check of a received message raises an ``InvalidMessageError`` or a ``ControlError`` if the message is invalid. The
+server then drops the whole message.
 """
 
 from collections import Counter
@@ -32,23 +33,31 @@ from cnnstrategies.paramserver.server.store import MemberKey, Store
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.specification import Options, Specification, check_options
 
-STOPPED_SECONDS = 1.0  # A longer time between two calls shows that this process was stopped.
+STOPPED_SECONDS = 1.0  # If the time between two calls is longer, this process was stopped in between.
 
 
 class Server:
-    """One server of a run, without sockets, threads, clocks and files: every method returns the effects to carry out.
+    """State machine of a server. It does not use sockets, threads, clocks or files.
 
-    The driver calls :meth:`follow` before it hands over messages, because messages from members of a newer view are
-    dropped. It calls :meth:`on_time` several times a second, :meth:`flush` after it has read all waiting messages, and
-    :meth:`work` as long as :attr:`busy` is true.
+    The methods :meth:`follow`, :meth:`on_message`, :meth:`on_time`, :meth:`flush` and :meth:`work` return effects,
+    which the driver carries out. The driver calls :meth:`follow` with each new view before it passes on more messages,
+    because the server drops messages from senders that are not in its view. The driver calls :meth:`on_time` several
+    times a second, :meth:`flush` after it has read all waiting messages, and :meth:`work` as long as :attr:`busy` is
+    true.
+
+    Args:
+        specification: The run's specification.
+        id: Number of this server, 0 to `Specification.servers` - 1.
+        store: The slices' values and optimizers.
+        encrypted: Whether the connections are encrypted.
 
     Attributes:
-        id: Number of this server's place.
-        view: The view that this server follows.
-        mode: The state machine that applies the updates.
-        shard: The slices, with their copies and the pulls that wait for them.
-        store: The slices' values.
-        dropped: Number of dropped messages by reason.
+        id: Number of this server.
+        view: The newest view that this server has received; its number is -1 before the first view.
+        mode: The state machine that determines when gradients are applied.
+        shard: The slices, with the pulls that wait for new values.
+        store: The slices' values and optimizers.
+        dropped: By reason: number of dropped messages.
     """
 
     def __init__(self, specification: Specification, id: int, store: Store, encrypted: bool = False) -> None:
@@ -69,10 +78,10 @@ class Server:
         self._stopped_seconds = min(STOPPED_SECONDS, specification.timeout / 2)
         self._now = 0.0
         self._pinged = self._sent_heartbeats = 0.0
-        self._heard: dict[int, float] = {}  # time of the last message of each other server
-        self._heard_workers: set[int] = set()
-        self._text = b""
-        self._options: Options = []
+        self._heard: dict[int, float] = {}  # By other server: time of the last message from it.
+        self._heard_workers: set[int] = set()  # Workers from which a message has arrived since the last heartbeats.
+        self._text = b""  # The last JSON text with hyper-parameters.
+        self._options: Options = []  # The hyper-parameters in that text.
         self._handlers: dict[Kind, Callable[[int, Header, memoryview], None]] = {
             Kind.HELLO: self._hello,
             Kind.VALUE: self._initialise,
@@ -87,22 +96,22 @@ class Server:
 
     @property
     def busy(self) -> bool:
-        """Whether :meth:`work` has something to do."""
+        """Whether slices are ready to be processed by :meth:`work`."""
         return self._synchronous is not None and self._synchronous.busy
 
     @property
     def routes(self) -> Mapping[int, bytes]:
-        """The route to each worker that can be reached."""
+        """Routes of the connections on which the workers' last messages arrived, by worker."""
         return self._outbox.routes
 
     def admits(self, key: str) -> bool:
-        """Whether a public key belongs to a member."""
+        """Return whether a connection with a public key may be accepted, because a member of the view has this key."""
         return self._senders.has_key(key)
 
     # Events
 
     def follow(self, now: float, view: View) -> Effects:
-        """Follow a view, if it is newer than the present one."""
+        """Act on a view, unless this server already has the same view or a newer one."""
         self._note_time(now)
         if view.number <= self.view.number:
             return []
@@ -111,8 +120,8 @@ class Server:
         )
         if self.id in before and self.id not in since:
             reason = (
-                f"server {self.id} is no longer in the view (number {view.number}): the coordinator took it for dead, "
-                "and another process takes its place"
+                f"server {self.id} is no longer in the view (number {view.number}): the coordinator counts it as dead, "
+                "so this process ends and another process takes its place"
             )
             return [End(reason, False)]
         self.view = view
@@ -125,7 +134,8 @@ class Server:
         self.mode.follow(view)
         if self.shard.own_key_set - own_keys_before:
             for worker in list(self._outbox.routes):
-                self._outbox.ask_again(worker)  # Messages that it sent here before this view were dropped.
+                # Before this view, this server dropped all messages about the slices whose primary it is now.
+                self._outbox.ask_again(worker)
         self._heard = {
             server: self._heard.get(server, now) if before.get(server) == first_view else now
             for server, first_view in since.items()
@@ -134,11 +144,12 @@ class Server:
         return self._outbox.take()
 
     def on_message(self, now: float, route: bytes, user: str, header: Header, payload: memoryview) -> Effects:
-        """Act on a message that is not yet checked against the view.
+        """Act on a received message, or drop it if it is invalid or its sender may not send it.
 
         Args:
-            route: The connection on which the message arrived.
-            user: Public key of that connection, if it is encrypted.
+            now: The current time.
+            route: Route of the connection on which the message arrived.
+            user: Public key of the connection, if it is encrypted.
             header: Header of the message.
             payload: Payload of the message.
         """
@@ -146,22 +157,23 @@ class Server:
         try:
             peer = self._check_sender(route, user, header)
             self.handle(peer, header, payload)
-        except InvalidMessageError as error:  # Any other exception is a fault of this package.
+        except InvalidMessageError as error:
             self.drop(str(error))
-        except ControlError:  # The error's text may contain received data.
-            self.drop(f"a {header.kind.name} message has wrong fields")
+        except ControlError:  # The error's text may contain received data, and reasons must not contain such data.
+            self.drop(f"a {header.kind.name} message has missing or invalid fields")
         return self._outbox.take()
 
     def on_time(self, now: float) -> Effects:
-        """Do what is due at this time.
+        """Send heartbeats to workers and pings to servers if it is time, and end a roll call whose time is over.
 
-        Regular pings report the gaps in other servers' messages. They also show the receivers which messages they
-        missed.
+        A ping tells another server how many gaps this server has found in its messages. The ping's own number also
+        shows the other server whether it has missed the messages before the ping.
         """
         self._note_time(now)
         if now - self._sent_heartbeats > self._heartbeat_seconds:
             self._sent_heartbeats = now
-            for worker in self._heard_workers:  # A heartbeat: a worker that sends much data gets its answers late.
+            # While a worker sends much data, other replies come late. Heartbeats show it that this server is alive.
+            for worker in self._heard_workers:
                 self._outbox.to_worker(worker, Kind.PING)
             self._heard_workers.clear()
         if now - self._pinged > PING_SECONDS:
@@ -174,35 +186,37 @@ class Server:
         return self._outbox.take()
 
     def flush(self) -> Effects:
-        """Act on the end of the waiting messages: all have been read."""
+        """Report complete pushes to the leader. The driver calls this once it has passed on all waiting messages."""
         if self._synchronous is not None:
             self._synchronous.flush()
         return self._outbox.take()
 
     def work(self) -> Effects:
-        """Do one piece of the waiting work."""
+        """Process one slice of the decided step. Call this only while :attr:`busy` is true."""
         if self._synchronous is not None:
             self._synchronous.work()
         return self._outbox.take()
 
     def drop(self, reason: str) -> None:
-        """Count a dropped message, and report the first one of each reason."""
+        """Count a dropped message, and log the first dropped message with each reason."""
         self.dropped[reason] += 1
         if self.dropped[reason] == 1:
-            text = f"server {self.id} dropped a message: {reason}; further ones of this kind are only counted"
+            text = (
+                f"server {self.id} dropped a message: {reason}; later messages dropped for this reason are only counted"
+            )
             self._outbox.effects.append(Say(text, False))
 
     def _check_sender(self, route: bytes, user: str, header: Header) -> int:
-        """Check a message's sender, and note that the sender lives.
+        """Check that the sender may send a message, and note the time and the route of the message.
 
-        Returns the sender's number among the workers or servers.
+        Returns the sender's id: the number among the workers or among the servers.
 
         Raises:
             InvalidMessageError: The sender may not send this message.
         """
         peer = header.sender & ~SERVER
         if header.sender >= SERVER and self._senders.shows_connection(header, user):
-            # This also counts when the sender follows a view that this server does not have yet.
+            # The connection also works if this server must drop the message because the sender has a newer view.
             self._heard[peer] = self._now
         has_gap = self._senders.check(header, user)
         if header.sender >= SERVER:
@@ -213,12 +227,21 @@ class Server:
         before = self._outbox.routes.get(peer, route)
         self._outbox.routes[peer] = route
         if before != route:
-            # Answers on the old connection may be lost, so the worker has to send again what was not answered.
+            # Replies on the old connection may be lost.
             self._outbox.ask_again(peer)
         return peer
 
     def handle(self, peer: int, header: Header, payload: memoryview) -> None:
-        """Act on a checked message of the worker or server with the number `peer`."""
+        """Act on a message whose sender was checked.
+
+        Args:
+            peer: Id of the sender, which is a worker or a server, depending on the kind of the message.
+            header: Header of the message.
+            payload: Payload of the message.
+
+        Raises:
+            ControlError: The message is invalid.
+        """
         handler = self._handlers.get(header.kind)
         if handler is not None:
             handler(peer, header, payload)
@@ -226,21 +249,23 @@ class Server:
             self._synchronous.on_server_message(peer, header, fields_of(payload, header))
 
     def _note_time(self, now: float) -> None:
-        """Note the time, and recognise that this process was stopped.
+        """Note the current time. If this process was stopped, do not count the pause as silence of other processes.
 
-        The time is noted several times a second, unless the process is stopped.
+        The driver calls the methods of this class several times a second, so a long time between two calls shows that
+        the process was stopped.
         """
         passed = now - self._now
         self._now = now
-        if passed > self._stopped_seconds:  # The other servers were not silent during this time.
+        if passed > self._stopped_seconds:
             self._heard = {server: min(heard + passed, now) for server, heard in self._heard.items()}
             self.mode.roll.extend(passed)
 
     # Messages from workers
 
     def _hello(self, worker: int, header: Header, payload: memoryview) -> None:
+        """Act on a HELLO message, and reply with WELCOME unless the worker has to repeat the message later."""
         if header.base > self.view.number:
-            return  # The worker has a newer view, and asks again until this server has that view.
+            return  # The worker has a newer view. It repeats the HELLO until this server has that view as well.
         message, answered = fields_of(payload, header), frozenset(unpack_keys(payload[header.meta :]))
         member, step = (worker, header.incarnation), None if header.step == NO_STEP else header.step
         joins, first, has_parameters = message.flag("joins"), message.integer("first"), message.flag("given")
@@ -252,13 +277,13 @@ class Server:
         lacks = False
         if step is not None:
             if not has_parameters and self._synchronous is not None and self._synchronous.cannot_make(step - 1):
-                # The step counts as present: a newcomer cannot push it and would wait forever.
+                # No worker can push the missing step any more. Without this exception the newcomer would wait forever.
                 answered = self.shard.own_key_set
-            # A newcomer waits for the step before its first one, which is decided but perhaps not applied yet.
+            # A newcomer without values waits for the step before its first step, which may not be applied here yet.
             lacks = self._lacks_updates(member, step if has_parameters else step - 1, answered, first)
             if self._asynchronous is not None:
                 self._asynchronous.note_first_step(member, first)
-        # A newcomer first only asks where to begin. It counts as a member once it names its first step.
+        # The first HELLO of a newcomer only asks for the step to begin with. Its next HELLO contains this step.
         first_step: int | None = 0
         if joins:
             first_step = (
@@ -268,8 +293,8 @@ class Server:
             )
         self.mode.note_position(worker)
         if first_step is None:
-            return  # The worker asks again until this server knows the other workers' steps.
-        answer = {
+            return  # The worker repeats the HELLO until this server knows the other workers' steps.
+        reply = {
             "ready": self.shard.ready and not lacks,
             "lost": self._values_lost,
             "leader": self._synchronous is None or self._synchronous.leader == self.id,
@@ -277,34 +302,37 @@ class Server:
             "deaf": self._silent_servers(),
             "held": request is not None,
         }
-        # These slices will be answered without a further request: the pull, and the push before it, are here.
+        # Slices for which the worker need not send its push and its pull again, because both have arrived.
         settled_keys = (
             []
             if request is None
             else [key for key in self.shard.own_keys if self.mode.will_answer(key, member, request)]
         )
         self._outbox.to_worker(
-            worker, Kind.WELCOME, pack_keys(settled_keys), step=first_step, json=answer, encoding=Encoding.KEYS
+            worker, Kind.WELCOME, pack_keys(settled_keys), step=first_step, json=reply, encoding=Encoding.KEYS
         )
 
     def _silent_servers(self) -> list[int]:
-        """Return the view's servers that were silent for too long. A dead server has left the view by then."""
+        """Return the ids of live servers from which no message has arrived for too long.
+
+        The connections with these servers are broken: a dead server would have been removed from the view by then.
+        """
         limit = self._now - self._specification.deaf_after
         return [server for server, heard in self._heard.items() if heard < limit]
 
     @property
     def _values_lost(self) -> bool:
-        """Whether every server with values of the own slices has died: steps were made, and this server has none."""
+        """Whether a slice's values are lost: its primary, this server, has no values after common steps were made."""
         return self._synchronous is not None and self._synchronous.clock.step > 0 and not self.shard.ready
 
     def _lacks_updates(self, member: MemberKey, step: int, answered: frozenset[int], first: int) -> bool:
-        """Whether own slices lack updates that a worker knows of.
+        """Return whether this server lacks updates that were applied according to a worker's report.
 
         Args:
             member: Id and incarnation of the worker.
-            step: The step that the worker works on, or whose answers it waits for.
-            answered: Keys of slices already answered for that step; the worker does not push or pull them again.
-            first: The step that the worker began with.
+            step: The worker's step: it computes the gradients of this step, or waits for the values after it.
+            answered: Keys of the slices whose values after this step the worker has already received.
+            first: The step with which the worker began.
         """
         for key in self.shard.own_keys:
             last = step if key in answered else step - 1
@@ -317,23 +345,25 @@ class Server:
         return False
 
     def _initialise(self, worker: int, header: Header, payload: memoryview) -> None:
+        """Act on a VALUE message, which contains the first values of a slice."""
+        # If the values are lost, first values would make the run start again without notice.
         if self._values_lost and header.key in self.shard.own_key_set:
-            raise InvalidMessageError("a first value although steps were made")  # With it the run would start again.
+            raise InvalidMessageError("first values of a slice after common steps were made")
         before = self.shard.ready
         self.shard.initialise(header, payload)
         if self.shard.ready and not before:
             for known_worker in list(self._outbox.routes):
-                self._outbox.ask_again(known_worker)  # Messages that arrived too early were dropped.
+                self._outbox.ask_again(known_worker)  # Pushes that arrived before the first values were dropped.
 
     def _begin(self, worker: int, header: Header, payload: memoryview) -> None:
         begin = Begin(self._options_in(header, payload), header.weight, self._pull_encoding(header.base), header.level)
         self.mode.begin((worker, header.incarnation), header.step, begin)
 
     def _pull_encoding(self, encoding: int) -> int:
-        """Return the encoding in which a worker pulls.
+        """Check an encoding that a worker requests for a pull, and return it.
 
         Raises:
-            InvalidMessageError: Values are never sent in that encoding.
+            InvalidMessageError: The run does not use the encoding for pulls.
         """
         compression, changes = PAYLOADS.get(encoding), self.store.changes
         if compression is not None and compression.lossy:
@@ -341,11 +371,11 @@ class Server:
         else:
             valid = encoding == Encoding.NOTHING or (compression is not None and compression.for_pulls)
         if not valid:
-            raise InvalidMessageError("a pull in an encoding that is not used for parameters")
+            raise InvalidMessageError("a pull in an encoding that this run does not use for pulls")
         return encoding
 
     def _options_in(self, header: Header, payload: memoryview) -> Options:
-        """Return a message's hyper-parameters; they are parsed only if they differ from the last message's."""
+        """Return the hyper-parameters in a message. The JSON text is parsed only if it differs from the last text."""
         text = bytes(payload[: header.meta])
         if text != self._text:
             self._options = check_options(unpack_json(payload, header).get("options"), self._specification.groups)
@@ -357,19 +387,19 @@ class Server:
             raise InvalidMessageError("a push of a slice whose primary is another server")
         if not self.mode.push((worker, header.incarnation), header, payload):
             self.dropped["a push that has arrived before"] += 1
-        if self._specification.pipelined:  # The push is also a pull.
+        if self._specification.pipelined:  # With pipelined steps a push is also a pull of the slice's next values.
             self.shard.pull(worker, (header.key,), Pull(header.step + 1, header.step + 1))
 
     def _pull(self, worker: int, header: Header, payload: memoryview) -> None:
         if header.encoding != Encoding.KEYS or len(payload) % 4:
-            raise InvalidMessageError("a pull without keys")
+            raise InvalidMessageError("a pull without the keys of slices")
         keys = unpack_keys(payload)
         if len(set(keys)) != len(keys) or not self.shard.own_key_set.issuperset(keys):
             raise InvalidMessageError("a pull of slices whose primary is another server")
         encoding = self._pull_encoding(header.base >> 1)
         self.shard.order_by_use(keys)
         if header.base & 1:
-            # A newcomer to common steps begins with the values that the other workers have.
+            # In common steps a newcomer needs the values that the other workers use for the same step, or newer ones.
             version = 0 if self._synchronous is None else header.step
             pull = Pull(header.step, version, whole=True, state=header.level > 0, question=header.question)
             self.shard.pull(worker, keys, pull)

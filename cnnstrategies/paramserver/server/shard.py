@@ -1,4 +1,4 @@
-"""A server's slices as the workers see them: answers to pulls, updates and first values."""
+"""A server's slices as the workers see them: replies to pulls, updates and first values."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,18 +18,20 @@ from cnnstrategies.paramserver.specification import Options, Specification
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """A worker's request for a slice.
+    """A worker's request for the values of a slice. The reply is a PULLED message.
 
     Attributes:
-        request: Step of the PULL, which the answer repeats.
+        request: Step in the PULL message. The reply contains the same step.
         version: The lowest version that the worker accepts.
-        member: The worker whose own push the values must contain, where the version does not show it.
-        step: The step of that push.
-        whole: Whether to send the values exactly, without compression.
+        member: Id and incarnation of a worker whose own push must be applied before the reply, for steps that workers
+            make independently. None if the reply only waits for the version.
+        step: The step of the push that must be applied before the reply.
+        whole: Whether to send the exact values, without compression.
         state: Whether to send the optimizer's state instead of the values.
-        encoding: Encoding of the answer; `NOTHING` for the specification's encoding.
-        mark: Where changes are sent: the mark of the worker's values of the version before; 0 if the worker has none.
-        question: Number that the answer repeats; see :class:`~cnnstrategies.paramserver.messages.Header`.
+        encoding: Encoding of the reply; `NOTHING` for the specification's encoding.
+        mark: Mark of the values that the worker holds, in a run that sends changes instead of values; 0 for no mark.
+        question: Number of the pull, which the reply repeats; see
+            :class:`~cnnstrategies.paramserver.messages.Header`.
     """
 
     request: int
@@ -44,13 +46,13 @@ class Pull:
 
 
 class Shard:
-    """A server's slices, with their copies and the pulls that wait for them.
+    """The slices of one server, with the pulls that wait for new values.
 
     Attributes:
-        store: The slices' values.
-        own_keys: Keys of the slices whose primary is this server, in the order of use.
-        own_key_set: The same keys as a set.
-        copies: Copies of the slices, here and elsewhere.
+        store: The slices' values and optimizers.
+        own_keys: Keys of the slices whose primary is this server, in the order in which the workers use them.
+        own_key_set: The keys in `own_keys` as a set.
+        copies: The exchange of copies with the other servers.
     """
 
     def __init__(self, specification: Specification, server: int, outbox: Outbox, store: Store) -> None:
@@ -67,11 +69,14 @@ class Shard:
 
     @property
     def ready(self) -> bool:
-        """Whether all own slices have values."""
+        """Whether all slices whose primary is this server have received their first values."""
         return all(self.store.versions[key] >= 0 for key in self.own_keys)
 
     def place(self, view: View) -> None:
-        """Follow a change of the view, and send copies to new backups."""
+        """Act on a new view: determine the slices whose primary is now this server, and send copies to new backups.
+
+        Pulls of workers that are no longer members are dropped. Pulls that waited for a dead backup get their replies.
+        """
         needed = self.copies.place(view)
         self._sort()
         alive = {worker.id for worker in view.workers}
@@ -84,7 +89,11 @@ class Shard:
             self.answer(key)
 
     def order_by_use(self, keys: Sequence[int]) -> None:
-        """Sort the own slices by the order in which a worker needs them, if `keys` are all of them."""
+        """Sort `own_keys` in the order in which a worker uses the slices.
+
+        Args:
+            keys: Keys in the order of use. If their number is not the number of `own_keys`, the order does not change.
+        """
         if len(keys) == len(self.own_keys) and keys != self.own_keys:
             self._order.update((key, place) for place, key in enumerate(keys))
             self._sort()
@@ -96,19 +105,29 @@ class Shard:
     # Pulls
 
     def pull(self, worker: int, keys: Iterable[int], pull: Pull) -> None:
-        """Keep a worker's request for some slices, and answer it as soon as possible."""
+        """Keep a worker's request for some slices, and send each slice to the worker as soon as it is new enough."""
         for key in keys:
             self._pulls[key][worker] = pull
             if self.store.versions[key] >= pull.version:
                 self.answer(key)
 
     def pull_of(self, key: int, worker: int, request: int) -> Pull | None:
-        """Return a worker's waiting request for a slice, if it has the given `request` number."""
+        """Return a worker's pull of a slice if the pull still waits for its reply; None otherwise.
+
+        Args:
+            key: Key of the slice.
+            worker: Id of the worker.
+            request: The step in the worker's PULL message.
+        """
         pull = self._pulls[key].get(worker)
         return pull if pull is not None and pull.request == request else None
 
     def answer(self, key: int) -> None:
-        """Send a slice to the workers that wait for it, if the slice is new enough and every copy has that version."""
+        """Send a slice to each waiting worker that accepts the current version.
+
+        The version that the worker needs must also have arrived at all backups. Otherwise the death of this server
+        could take back values that the worker has seen.
+        """
         waiting = self._pulls[key]
         if not waiting or key not in self.own_key_set:
             return
@@ -129,7 +148,15 @@ class Shard:
             )  # fmt: skip
 
     def _encode_answer(self, key: int, pull: Pull, version: int, encoded: dict[int, Any]) -> tuple[Any, int, float]:
-        """Return a pull's answer, its encoding and its mark; values are encoded once for all workers."""
+        """Return the payload of the reply to a pull, its encoding, and the mark of the values that the worker then has.
+
+        Args:
+            key: Key of the slice.
+            pull: The worker's pull.
+            version: Current version of the slice.
+            encoded: By encoding: the slice's values as payloads. The method adds new payloads, so that values are
+                encoded once for all workers.
+        """
         if pull.state:
             return pack_state(self.store.state(key)), Encoding.NOTHING, 0.0
         changes = None if pull.whole else self.store.changes
@@ -148,7 +175,7 @@ class Shard:
     def update(
         self,
         key: int,
-        change: Tensor | None,
+        gradient: Tensor | None,
         options: Options,
         member: MemberKey,
         step: int,
@@ -156,51 +183,53 @@ class Shard:
         pulls: Collection[int] = (),
         level: int = 0,
     ) -> None:
-        """Apply an update of a slice, send it to the backups, and answer the pulls that waited for it.
+        """Update a slice, send the update to the backups, and reply to the pulls that waited for the update.
 
         Args:
             key: Key of the slice.
-            change: Gradient of the slice; None leaves the values alone.
+            gradient: Gradient of the slice; None to raise only the version and keep the values.
             options: Hyper-parameters of the update.
-            member: Id and incarnation of the worker whose update it is.
+            member: Id and incarnation of the worker whose gradient it is; `ALL_MEMBERS` for the mean in common steps.
             step: Step of the update.
-            absent: Parts of the slice without gradient, as bits.
-            pulls: Encodings in which the workers will pull the result, where workers may choose.
+            absent: Bit i is set if part i of the slice has no gradient.
+            pulls: Encodings in which the workers will pull the new values, if workers choose encodings.
             level: The first member's choice; see :attr:`~cnnstrategies.paramserver.messages.Header.level`.
         """
         self._level = level
-        self.store.apply(key, change, options, absent)
+        self.store.apply(key, gradient, options, absent)
         self.store.seen[key][member] = step
-        sent = b"" if self.store.changes is None else self.store.changes.make(key, pulls)
-        self.copies.relay(key, change, options, member, step, sent, absent)
+        change = b"" if self.store.changes is None else self.store.changes.make(key, pulls)
+        self.copies.relay(key, gradient, options, member, step, change, absent)
         self.answer(key)
 
     def acknowledged(self, backup: int, key: int, version: int) -> None:
-        """Note that a backup has a slice up to a version.
+        """Note that a backup has applied all updates of a slice up to a version, and reply to pulls that waited for it.
 
         Raises:
-            InvalidMessageError: The slice is not on this server.
+            InvalidMessageError: This server does not hold the slice.
         """
         if key not in self.store.slices:
-            raise InvalidMessageError("the slice belongs to another server")
+            raise InvalidMessageError("an acknowledgement for a slice that this server does not hold")
         if self.copies.acknowledged(key, backup, version):
-            text = (
-                f"server {self._server} has copied its slices to server {backup}: every slice has all its copies again"
-            )
+            text = f"server {backup} now has copies of all slices that it backs up for server {self._server}"
             self._outbox.effects.append(Say(text, True))
         self.answer(key)
 
     # First values
 
     def initialise(self, header: Header, payload: memoryview) -> None:
-        """Store a slice's first value and optimizer state; a later first value changes nothing.
+        """Store the first values and the optimizer's state of a slice. Only the first VALUE message has an effect.
+
+        Args:
+            header: Header of the VALUE message.
+            payload: The optimizer's state, then the values.
 
         Raises:
             InvalidMessageError: Another server is the slice's primary, or the payload does not fit the slice.
         """
         key = header.key
         if key not in self.own_key_set:
-            raise InvalidMessageError("the slice belongs to another server")
+            raise InvalidMessageError("first values of a slice whose primary is another server")
         slice_ = self.store.slices[key]
         state, values = split_state(payload, slice_)
         if self.store.versions[key] < 0:

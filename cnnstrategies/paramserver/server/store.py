@@ -1,16 +1,19 @@
-"""The slices that a server holds: their values, versions and optimizers, the updates in them, and what workers have.
+"""The slices that a server holds: values, versions and optimizers, and the values that workers hold of these slices.
 
-Workers may receive the compressed change of each common step. A change is compressed from the difference between the
-values and what workers have, so whatever one change leaves out is part of the next: error feedback on the way back
-(Tang et al., "DoubleSqueeze", ICML 2019). Changes add up correctly only for a worker that has the values from which the
-change was made. What workers have therefore goes wherever the values go, also to copies, and has a lineage. The lineage
-changes where a server restarts from first values, because the steps that workers have seen may be made again there,
-from other pushes.
+In common steps, workers may pull *changes* instead of values. A change is the compressed difference between a slice's
+values on the server and the values that workers hold. Compression leaves out a part of the difference. The workers'
+values then lack this part, so it is contained in the next difference. This is error feedback for pulled values (Tang et
+al., "DoubleSqueeze", ICML 2019).
 
-Where workers choose encodings while they train, they announce with each step how they will pull its result. If no
-worker wants changes, the workers get rounded values, and the next change is made from these. If all workers want the
-exact values, the record of what workers have is not kept up to date: the first worker that wants a change then gets the
-whole values.
+A worker may add a change only to the values from which the change was computed. The server therefore keeps a record of
+the values that workers hold, and sends the record to the backups together with the values. Each record has a lineage: a
+number that shows whether two records with the same version have the same history. The lineage changes if a server
+starts again from first values, because steps that workers have already seen may then be repeated with other gradients.
+
+If workers choose encodings while they train, they announce with each step the encoding in which they will pull the new
+values. If no worker announces changes but some announce rounded values, the record becomes the rounded values. If all
+workers announce exact values, the record is not updated, which saves time. The first worker that later pulls a change
+receives the exact values instead.
 """
 
 import zlib
@@ -37,9 +40,9 @@ from cnnstrategies.paramserver.specification import Options, Specification
 
 
 def encodings(specification: Specification) -> tuple[int, int | None]:
-    """Return the encoding of changes, and the encoding in which workers pull values if they do not want changes.
+    """Return the encoding of changes, and the encoding of rounded values that workers may pull instead of changes.
 
-    The second encoding is None if workers always pull changes.
+    The second encoding is None if workers always pull changes. Call this only for a run in which workers pull changes.
     """
     if specification.pull_compression == AUTO:
         ladder = auto_ladder(specification.itemsize, pulls=True)
@@ -49,18 +52,18 @@ def encodings(specification: Specification) -> tuple[int, int | None]:
 
 
 class Changes:
-    """Workers' values of some slices, and the last change of each slice.
+    """The record of the values that workers hold, and the last change of each slice.
 
     Args:
         encoding: Encoding of the changes.
-        ratio: Share of the elements that ``topk`` sends; it sends at least one element.
-        values: The slices' values by key.
-        whole: Encoding in which workers pull values if they do not want changes; None if they always pull changes.
+        ratio: Fraction of the elements that ``topk`` sends; it sends at least one element.
+        values: By key: values of the slices, which updates modify in place.
+        whole: Encoding of rounded values that workers may pull instead of changes; None if they always pull changes.
 
     Attributes:
-        known: By key, the values of workers that have had all changes up to the slice's version.
-        lineages: By key, a number that distinguishes values with the same version and another history.
-        behind: Keys of the slices of which workers have the exact values. `known` is older there, and no worker has it.
+        known: By key: values of the workers that have received all changes up to the slice's version.
+        lineages: By key: lineage of the slice's values; see the module's docstring.
+        behind: Keys of slices whose entry in `known` is out of date, because all workers hold the exact values.
     """
 
     def __init__(self, encoding: int, ratio: float, values: Mapping[int, Tensor], whole: int | None = None) -> None:
@@ -71,15 +74,15 @@ class Changes:
         self._ratio = ratio
         self._values = values
         self._whole = whole
-        self._last: dict[int, memoryview] = {}
-        self._rounded: dict[int, Any] = {}  # payloads of the values that workers have, in the encoding `whole`
-        self._origin = 0
+        self._last: dict[int, memoryview] = {}  # By key: payload of the last change, if the last update made one.
+        self._rounded: dict[int, Any] = {}  # By key: payload of the workers' values, if they hold rounded values.
+        self._origin = 0  # Lineage of first values.
 
     def set_origin(self, since: int) -> None:
-        """Give values that are here, and first values that arrive later, the lineage of a server that came with a view.
+        """Give all values a new lineage, because the process of this server has just become a member of the run.
 
         Args:
-            since: Number of the server's first view.
+            since: Number of the first view with this process. It is the lineage of first values that arrive later.
         """
         self._origin = since
         self.lineages = {
@@ -88,7 +91,7 @@ class Changes:
         }
 
     def begin(self, key: int) -> None:
-        """Note that workers get a slice's exact values."""
+        """Reset a slice's record to the slice's exact values, which workers are going to receive."""
         self.known[key].copy_(self._values[key])
         self.lineages[key] = self._origin
         self._forget(key)
@@ -99,7 +102,14 @@ class Changes:
         self.behind.discard(key)
 
     def take_over(self, key: int, known: Tensor, lineage: int, behind: bool) -> None:
-        """Replace the record of a slice by another server's record."""
+        """Replace the record of a slice by the record in the primary's COPY message.
+
+        Args:
+            key: Key of the slice.
+            known: Values that the workers hold, as a flat tensor.
+            lineage: Lineage of these values.
+            behind: Whether `known` is out of date, because all workers hold the exact values.
+        """
         self.known[key].copy_(known.view(self.known[key].shape))
         self.lineages[key] = lineage
         self._forget(key)
@@ -107,14 +117,15 @@ class Changes:
             self.behind.add(key)
 
     def make(self, key: int, pulled: Collection[int] = ()) -> memoryview:
-        """Return the change that brings workers closer to a slice's values, which have just had an update.
-
-        Copies must receive what this method returns: the change, or one byte with the encoding of the values that
-        workers will have, or nothing.
+        """Update a slice's record after an update of its values, and compute a change if a worker will pull one.
 
         Args:
             key: Key of the slice.
-            pulled: Encodings in which workers will pull the result, where they may choose.
+            pulled: Encodings in which workers will pull the new values, if workers choose encodings.
+
+        Returns the payload with which :meth:`apply` updates the records of the backups in the same way. It is the
+        change, or one byte with the encoding of the values that all workers will hold. The payload is empty if the
+        workers will pull exact values and the record is not updated.
         """
         wanted = self._whole is None or self.encoding in pulled
         if wanted and key not in self.behind:
@@ -129,18 +140,34 @@ class Changes:
         return payload
 
     def decoded(self, key: int, payload: memoryview) -> Tensor | None:
-        """Return a change as numbers; None if the payload of :meth:`make` holds no change."""
+        """Return the difference that a change encodes, to be added to the slice's entry in `known`.
+
+        Args:
+            key: Key of the slice.
+            payload: Payload from :meth:`make`, possibly received from the primary.
+
+        Returns a flat tensor; None if the payload is not a change.
+
+        Raises:
+            InvalidMessageError: The payload does not have the length of a change of this slice.
+        """
         if self._whole is not None and payload in (b"", bytes([Encoding.DENSE]), bytes([self._whole])):
             return None
         known = self.known[key]
         check_length(len(payload), self.encoding, known.numel(), known.dtype)
         return decode(payload, self.encoding, known.numel(), known.dtype)
 
-    def apply(self, key: int, payload: memoryview, change: Tensor | None) -> None:
-        """Record what workers will have: a change that is added, or values, which have already had the update."""
+    def apply(self, key: int, payload: memoryview, difference: Tensor | None) -> None:
+        """Update a slice's record after an update of its values.
+
+        Args:
+            key: Key of the slice.
+            payload: Payload from :meth:`make`.
+            difference: Result of :meth:`decoded` for the payload.
+        """
         self._forget(key)
-        if change is not None:
-            self.known[key].view(-1).add_(change)
+        if difference is not None:
+            self.known[key].view(-1).add_(difference)
             self._last[key] = payload
         elif payload:
             known, compression = self.known[key], PAYLOADS[payload[0]]
@@ -155,17 +182,19 @@ class Changes:
     def answer(
         self, key: int, mark: float, next_version: bool, asked: int = Encoding.NOTHING
     ) -> tuple[Any, int, float] | None:
-        """Return a pull's answer, its encoding and its mark; None if the worker gets the values as requested.
+        """Return the payload of the reply to a pull, its encoding, and the mark of the values that the worker then has.
 
-        The answer is the last change, or the whole values if the worker lacks those from which the change was made. A
-        worker that asked for values also gets the change if the change fits: if some workers want the change of a step,
-        all workers have the same values after it.
+        The payload is the last change if the worker holds the values to which the change must be added. It is used even
+        if the worker pulled values, so that all workers hold the same values after a step for which there is a change.
+        A worker that pulled a change, but holds other values, receives the values that the other workers hold.
 
         Args:
             key: Key of the slice.
-            mark: Mark of the worker's values; 0 for none.
-            next_version: Whether the worker needs exactly the version after its own.
-            asked: Encoding that the worker asked for; `NOTHING` for the specification's encoding.
+            mark: Mark of the values that the worker holds; 0 for no mark.
+            next_version: Whether the current version is the version that the worker needs, and not a later one.
+            asked: Encoding in the worker's PULL message; `NOTHING` for the specification's encoding.
+
+        Returns None if the worker pulled values and the last change does not fit; the caller then sends the values.
         """
         last = self._last.get(key)
         if last is not None and next_version and mark == self.mark(key):
@@ -175,15 +204,18 @@ class Changes:
             return None
         if key in self.behind:
             return bytes(as_bytes(self._values[key])), Encoding.DENSE, ALONE
-        # A copy, because `known` may change before the message leaves.
+        # `bytes` copies the values, because the next step may change `known` before the message leaves.
         return bytes(as_bytes(self.known[key])), Encoding.DENSE, self.mark(key)
 
     def mark(self, key: int) -> float:
-        """Return a slice's lineage as the weight of a message; it is above 0 (no mark) and `ALONE` (no lineage)."""
+        """Return the mark of a slice's lineage in messages. It is at least 2, because 0 and `ALONE` are reserved."""
         return float(self.lineages[key] + 2)
 
     def encoded_values(self, key: int, encoding: int) -> Any:
-        """Return a slice's values as a payload if the next change is made from them in this encoding; None if not."""
+        """Return the payload of a slice's values, if the values that workers hold are the values in this encoding.
+
+        Return None otherwise: the next change cannot be added to values in this encoding.
+        """
         return self._rounded.get(key) if encoding == self._whole else None
 
 
@@ -192,28 +224,35 @@ MemberKey = tuple[int, int]
 
 
 def check_absent(absent: int, slice_: Slice) -> None:
-    """Check that parts without gradient, given as bits, are parts of the slice, and not all of its parts.
+    """Check the bits for the parts of a slice that have no gradient.
+
+    Args:
+        absent: Bit i is set if part i of the slice has no gradient.
+        slice_: The slice. If none of its parts has a gradient, the push must have the encoding `NOTHING` instead.
 
     Raises:
-        InvalidMessageError: The bits stand for other parts, or for all parts.
+        InvalidMessageError: A bit stands for a part that the slice does not have, or the bits of all parts are set.
     """
     if not 0 <= absent < (1 << len(slice_.parts)) - 1 and absent:
-        raise InvalidMessageError("parts that the slice does not have")
+        raise InvalidMessageError("the bits for parts without gradient do not fit the slice")
 
 
 class Store:
-    """The slices of one server, as primary or backup. All memory for values is allocated here, at the start.
+    """Values and optimizers of the slices that one server holds, as primary or backup.
+
+    All tensors of values are allocated at the start, and later updates happen in place.
 
     Attributes:
-        slices: The slices by key.
-        values: Each slice's values, which stay in the same memory.
-        memory: The same memory as bytes.
-        versions: Number of updates of each slice; -1 before its first value. In sync and local it is the number of
-            steps.
-        seen: By key, the last step of each worker that was applied to the slice.
-        decided: In common steps, the last decision in the form of a message. It goes wherever the values go: a server
-            that holds a decision's result must also hold the decision.
-        changes: What workers have of the values, if they receive changes.
+        slices: By key: the slices.
+        values: By key: the slice's values.
+        memory: By key: the storage of the slice's values as bytes.
+        versions: By key: number of updates of the slice; -1 before its first values arrive. In common steps, the
+            version is the number of steps that are applied.
+        seen: By key, then by worker: the worker's last step that was applied to the slice.
+        decided: In common steps: the last decision, in the form in which messages contain it. Every message with an
+            update or a copy contains the decision, because a server that has the result of a step must also have the
+            decision about the step.
+        changes: The record of the values that workers hold; None in a run in which workers do not pull changes.
     """
 
     def __init__(self, specification: Specification, slices: Iterable[Slice]) -> None:
@@ -240,20 +279,21 @@ class Store:
         }
 
     def put(self, key: int, value: Tensor, version: int) -> None:
-        """Replace a slice's values."""
+        """Replace a slice's values by first values or by the values of a copy, and set the slice's version."""
         self.values[key].copy_(value.view(self.values[key].shape))
         self.versions[key] = version
         if self.changes is not None:
             self.changes.begin(key)
 
     def apply(self, key: int, update: Tensor | None, options: Options, absent: int = 0) -> None:
-        """Update a slice with its optimizer.
+        """Make a step of a slice's optimizer, which raises the slice's version by one.
 
         Args:
             key: Key of the slice.
-            update: Gradient of the slice, in mode local the mean difference; None leaves the values alone.
+            update: Gradient of the slice; in mode local the workers' mean difference. If it is None, the values stay
+                the same.
             options: Hyper-parameters of each parameter group.
-            absent: Parts of the slice without gradient, as bits; their values stay as they are.
+            absent: Bit i is set if part i of the slice has no gradient, so that its values stay the same.
         """
         self.versions[key] += 1
         if update is not None:
@@ -262,12 +302,12 @@ class Store:
             self._optimizers[key].step(gradients, options[self._group[key]])
 
     def state(self, key: int) -> SliceState:
-        """Return a slice's optimizer state."""
+        """Return the optimizer's state of each part of a slice."""
         state = self._optimizers[key].optimizer.state
         return [dict(state.get(part, {})) for part in self._parts[key]]
 
     def set_state(self, key: int, state: SliceState) -> None:
-        """Replace a slice's optimizer state."""
+        """Replace the optimizer's state of each part of a slice."""
         kept = self._optimizers[key].optimizer.state
         for part, part_state in zip(self._parts[key], state, strict=True):
             kept.pop(part, None)

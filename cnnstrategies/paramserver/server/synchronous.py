@@ -1,14 +1,16 @@
-"""Steps that all workers make together: the modes sync, local, and ssp without staleness.
+"""Common steps, which all workers make together: the modes sync, local, and ssp with staleness 0.
 
 A step must have the same members on every server, even if a worker dies after it has pushed to only some servers.
-Therefore one server, the leader, decides. Each server reports to the leader which workers' pushes are complete, and the
-leader names the members once all servers have the pushes of all live workers. For clipping by the global norm the
-leader then adds up the servers' squared norms and sends the factor. After a change of the view every server reports its
-state to the leader again.
+Therefore one server, the leader, decides which workers are the members of a step. Each server reports to the leader
+which workers' pushes are complete. Once all servers have the pushes of all live workers, the leader sends its decision
+to all servers. For clipping by the global norm, the servers then send the squared norms of their mean gradients to the
+leader, and the leader sends the decision again with the clipping factor. After each new view, every server sends a
+report on its state to the leader.
 
-Where steps are pipelined the leader names the members earlier: once all live workers have begun the step, and therefore
-have the values of the whole step before. Each slice is then updated as soon as its own pushes have arrived. If a member
-dies, the pushes that have arrived take part: the step may contain them in some slices and not in others.
+In a run with pipelined steps the leader decides earlier: once all live workers have begun the step. A worker begins a
+step after it has received all values of the step before. Each server updates a slice as soon as the members' pushes of
+that slice have arrived. If a member dies meanwhile, its gradient is part of the step only in the slices for which its
+push has arrived.
 """
 
 import math
@@ -26,22 +28,22 @@ from cnnstrategies.paramserver.server.store import MemberKey
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 
-NO_SLICES = LARGEST_NUMBER - 1  # the next step of a server without slices
+NO_SLICES = LARGEST_NUMBER - 1  # lowest step in the report of a server that is not the primary of any slice
 
 
 class Synchronous:
-    """One server's part in common steps.
+    """State machine for one server's work in common steps: its votes, the decisions, and the application of the steps.
 
     Attributes:
-        clock: The present step and its members.
-        roll: The workers whose step this server, as a new leader, does not know yet.
-        leader: Id of the server that decides: the oldest one.
+        clock: The current step and its members.
+        roll: The roll call with which a new leader learns the workers' steps.
+        leader: Id of the server that decides. It is the oldest server of the view.
     """
 
     def __init__(self, specification: Specification, shard: Shard, server: int, outbox: Outbox) -> None:
         nodes, per_node = specification.workers, specification.per_node
         self.clock = SyncClock(nodes, per_node)
-        self.roll = RollCall(nodes * per_node)  # A server that begins to lead waits for the workers' reports.
+        self.roll = RollCall(nodes * per_node)
         self._specification = specification
         self._pipelined = specification.pipelined
         self._server = server
@@ -50,12 +52,12 @@ class Synchronous:
         self._view = View(-1, (), ())
         self._servers: frozenset[int] = frozenset()
         self._holder_sets = {frozenset(slice_.servers) for slice_ in cut(specification)}
-        self._lacks_a_holder = False  # whether a slice is on no live server; kept because each vote asks for it
+        self._lacks_a_holder = False  # Whether no live server holds some slice. Stored, because every vote needs it.
         self.leader = server
         self._backlog = Backlog(shard)
         self._updater = Updater(specification, shard, self._backlog)
-        self._lowest_steps: dict[int, int] = {}  # as leader: the first step that each server has not finished
-        self._squares: dict[int, float] = {}  # as leader: squared norms by server
+        self._lowest_steps: dict[int, int] = {}  # Leader only. By server: the server's first unfinished step.
+        self._squares: dict[int, float] = {}  # Leader only. By server: squared norm of the server's mean gradient.
         self._norm_sent = False
         self._reports = Reports(alone=self._pipelined)
         self._decision: Decision | None = None
@@ -64,18 +66,22 @@ class Synchronous:
 
     @property
     def finished(self) -> int:
-        """The number of steps that are applied to all own slices."""
+        """Number of steps that are applied to all slices whose primary is this server."""
         return self._updater.finished
 
     @property
     def entries(self) -> int:
-        """The number of steps with pushes that this server keeps."""
+        """Number of steps whose pushes this server keeps."""
         return len(self._backlog.steps)
 
     # Membership
 
     def follow(self, view: View) -> None:
-        """Follow another view: without dead workers, and with the slices whose primary is now this server."""
+        """Act on a new view: choose the leader, remove dead workers, and report this server's state to the leader.
+
+        A server that becomes the leader begins to collect the other servers' reports. If it does not know the steps of
+        all workers, it also begins a roll call.
+        """
         was_leader, self._view = self.leader == self._server and self._view.number >= 0, view
         self._servers = frozenset(server.id for server in view.servers)
         self._lacks_a_holder = not all(holders & self._servers for holders in self._holder_sets)
@@ -83,7 +89,7 @@ class Synchronous:
         for worker in self.roll.follow(view.incarnations):
             self.clock.leave(worker)
         if self.leader == self._server and not was_leader:
-            # A server that started during the run may know only some of the members.
+            # A server that was started during the run may know the steps of only some workers.
             self.roll.call(self.roll.incarnations.keys() - self.clock.known)
         self._backlog.compare_versions()
         self._reports.follow(self._servers)
@@ -100,7 +106,11 @@ class Synchronous:
         self.proceed()
 
     def repeat_for(self, server: int) -> None:
-        """Send a server the present state after it has missed messages."""
+        """Send the decision or this server's report again to a server that has missed messages.
+
+        Args:
+            server: Id of the server that has missed messages.
+        """
         if self.leader == self._server:
             if self._decision is not None:
                 self._outbox.to_server(server, Kind.DECIDE, json=self._decision.as_dict())
@@ -116,17 +126,18 @@ class Synchronous:
         self._outbox.to_server(self.leader, Kind.STATUS, json=report)
 
     def join(self, worker: int, step: int | None, gradients_step: int | None = None) -> int | None:
-        """Count a worker from the step at which it is, or as a newcomer; :meth:`note_position` must be called next.
+        """Add a worker to the clock. The caller must call :meth:`note_position` next.
 
-        A newcomer that has gradients of a step that waits for successors begins with that step.
+        A newcomer usually begins with the current step. It begins with the step before if that step waits for
+        successors (see :attr:`_waits_for_successors`) and the newcomer has gradients of that step.
 
         Args:
             worker: Id of the worker.
-            step: The worker's step; None for a newcomer.
-            gradients_step: The step of which a newcomer has gradients, if it has any.
+            step: The step that the worker is working on; None for a newcomer.
+            gradients_step: The step whose gradients a newcomer holds; None if it holds no gradients.
 
-        Returns the step with which the worker begins. Returns None for a newcomer while the leader does not know the
-        steps of all other workers.
+        Returns the step with which the worker begins. Returns None, and does not add the worker, if the worker is a
+        newcomer and this server is a leader that does not know the steps of all workers and servers yet.
         """
         if step is None and self.leader == self._server:
             if not self._knows_all:
@@ -136,9 +147,9 @@ class Synchronous:
                 self.clock.join(worker, gradients_step)
                 return gradients_step
         if step is not None and step > self.clock.step and not self._shard.own_keys:
-            # The worker has finished earlier steps of which this server may not have heard.
+            # A server without slices may have missed the decisions of the steps that the worker has already finished.
             self.clock.decide(step - 1)
-            self._forget_before(step - 1)  # Workers report their steps, but decisions may not arrive.
+            self._forget_before(step - 1)
             self._ask_early_workers()
         waited = self._waits_for_successors
         first_step = self.clock.join(worker, step)
@@ -148,10 +159,11 @@ class Synchronous:
 
     @property
     def _waits_for_successors(self) -> bool:
-        """Whether all members of the decided step have died although the step may lack some of their pushes.
+        """Whether the decided step may use gradients of workers that are not its members.
 
-        This happens only where steps are pipelined. The step then also takes gradients of other workers that have them,
-        unless a worker has joined that begins after the step.
+        This happens only with pipelined steps, which are decided before all pushes have arrived. If all members of the
+        step have died, some of their pushes may be missing forever. Other workers that hold gradients of the step, the
+        successors, may then push them. This ends once a worker has joined that begins after the step.
         """
         if not self._pipelined or self._decision is None or self._live_members:
             return False
@@ -159,47 +171,57 @@ class Synchronous:
 
     @property
     def _live_members(self) -> list[MemberKey]:
-        """The members of the decided step that live. They push again if their pushes are not here."""
+        """Live members of the decided step. A live member sends its pushes again if they have not arrived here."""
         members = () if self._decision is None else self._decision.members
         incarnations = self.roll.incarnations
         return [(worker, incarnation) for worker, incarnation in members if incarnations.get(worker) == incarnation]
 
     @property
     def _knows_all(self) -> bool:
-        """Whether all workers have reported their steps, and all servers have reported their state under this view.
+        """Whether this server, as leader, knows the steps of all workers and the state of all servers.
 
-        A missing or late server may know a decision that no other server has received.
+        A server that has not reported yet may have the only copy of a decision.
         """
         return self.roll.complete and not self._lacks_a_holder and self._reports.complete(self.clock.step) is not None
 
     def note_position(self, worker: int) -> None:
-        """Note that a worker has reported its step, or that it is not a member."""
+        """Note that a worker has reported its step, or has reported that it does not take part in steps."""
         self.roll.note_position(worker)
         self.proceed()
 
     def leave(self, worker: int) -> None:
-        """Stop counting a worker."""
+        """Remove a worker from the clock."""
         self.clock.leave(worker)
         self.proceed()
 
     def cannot_make(self, step: int) -> bool:
-        """Whether this server missed a step that others made: every worker that could push the step again is gone."""
+        """Return whether this server has missed a step for good, although other servers have made it.
+
+        This is the case if every worker that could push its gradients of the step again is gone.
+        """
         if self._decision is not None and self._decision.step == step:
-            return False  # The step is made without the dead workers.
+            return False  # The decision is here, so the step does not need the workers that are gone.
         if not self.roll.complete or not self.clock.all_after(step):
             return False
-        # If the pushes of a worker are complete, the decision is on its way.
+        # If all pushes of a worker are here, the leader has decided the step, and the decision is on its way.
         return all(reached != step for reached, _ in self._backlog.all_complete())
 
     # Pushes
 
     def begin(self, member: MemberKey, step: int, begin: Begin) -> None:
-        """Note the hyper-parameters and weight of a worker's step; the worker's pushes of the step follow."""
+        """Act on a worker's BEGIN message, which precedes the worker's pushes of a step.
+
+        Args:
+            member: Id and incarnation of the worker.
+            step: The step that the worker begins.
+            begin: Hyper-parameters of the step, and the weight of the worker's gradient.
+        """
         known = -1 if self._decision is None else self._decision.step
-        # Workers may have reported later steps than the last decision that this server without slices has received.
+        # For a server without slices, the first unfinished step is the decided step. If workers have reported later
+        # steps, because decisions have not arrived here, it is the clock's current step.
         lowest = self._backlog.lowest(known if 0 <= known == self.clock.step - 1 else self.clock.step)
         if step > lowest + 1:
-            self._early_workers.add(member[0])  # This server is new and does not know the others' step yet.
+            self._early_workers.add(member[0])  # This server is new, and does not know the current step yet.
         elif step >= lowest:
             self._backlog.pushes_of(step).begun.setdefault(member, begin)
             if self._pipelined:
@@ -208,7 +230,15 @@ class Synchronous:
                 self._vote_if_complete(step, member)
 
     def push(self, member: MemberKey, header: Header, payload: memoryview) -> bool:
-        """Keep a worker's push. Return whether it is new."""
+        """Keep a worker's push until its step is applied.
+
+        Args:
+            member: Id and incarnation of the worker.
+            header: Header of the PUSH message.
+            payload: The encoded gradient.
+
+        Returns False for a push that has arrived before, or whose step is applied already.
+        """
         if not self._backlog.add(member, header, payload):
             return False
         if not self._pipelined:
@@ -218,7 +248,13 @@ class Synchronous:
         return True
 
     def will_answer(self, key: int, member: MemberKey, request: int) -> bool:
-        """Whether this server will answer a worker's pull of an own slice although the worker sends nothing again."""
+        """Return whether this server will reply to a worker's pull even if the worker does not send any message again.
+
+        Args:
+            key: Key of a slice whose primary is this server.
+            member: Id and incarnation of the worker.
+            request: The step in the worker's PULL message.
+        """
         pull = self._shard.pull_of(key, member[0], request)
         if pull is None:
             return False
@@ -232,9 +268,9 @@ class Synchronous:
             self._votes.append((step, member[0]))
 
     def _complete_entries(self) -> set[Entry]:
-        """Return each step with each live member whose pushes of that step are complete.
+        """Return the steps and ids of live workers whose pushes of the step have all arrived.
 
-        Where steps are pipelined, a member that has begun the step counts as complete.
+        In a run with pipelined steps, return the steps and ids of live workers that have begun the step.
         """
         complete = self._backlog.all_begun() if self._pipelined else self._backlog.all_complete()
         return {
@@ -244,7 +280,7 @@ class Synchronous:
         }
 
     def flush(self) -> None:
-        """Report to the leader which workers' pushes became complete since the last call."""
+        """Report to the leader the workers whose pushes have become complete since the last call of this method."""
         votes, self._votes = self._votes, []
         if votes and self.leader == self._server:
             self._reports.add(self._server, votes)
@@ -253,11 +289,11 @@ class Synchronous:
             self._outbox.to_server(self.leader, Kind.VOTE, json={"complete": votes})
 
     def proceed(self) -> None:
-        """Decide the present step, as the leader, if all servers have the pushes that it needs."""
+        """Decide the current step if this server is the leader and all servers have reported the members' pushes."""
         if self.leader != self._server or not self.roll.complete:
             return
         if self._lacks_a_holder:
-            return  # No server could update that slice.
+            return  # A slice that no live server holds could not be updated.
         step = self.clock.step
         complete = self._reports.complete(step)
         ready = None if complete is None else self.clock.ready(complete)
@@ -275,7 +311,7 @@ class Synchronous:
             self._outbox.to_server(server, Kind.DECIDE, json=decision.as_dict())
 
     def _accept(self, decision: Decision) -> None:
-        """Make a decision the present one, unless the present one is the same or newer."""
+        """Replace this server's decision by a newer decision, or by the same decision with its clipping factor."""
         known = self._decision
         if known is not None and (decision.step, decision.scale is not None) <= (known.step, known.scale is not None):
             return
@@ -288,26 +324,31 @@ class Synchronous:
         self._plan()
 
     def _forget_before(self, step: int) -> None:
-        """Drop the pushes of earlier steps and the reports on them, which this server no longer needs."""
+        """Drop the pushes and the reports of all steps before the given one."""
         self._backlog.forget_before(step)
         self._reports.forget_before(step)
 
     def _ask_early_workers(self) -> None:
-        """Ask the workers whose step was unknown here to send it again."""
+        """Ask workers to send their messages again that arrived before this server knew the current step."""
         for worker in self._early_workers:
             self._outbox.ask_again(worker)
         self._early_workers.clear()
 
     def on_server_message(self, server: int, header: Header, message: Message) -> None:
-        """Act on another server's message."""
+        """Act on a STATUS, VOTE, DECIDE or NORM message from another server.
+
+        Raises:
+            InvalidMessageError: The other server may not send this message.
+            ControlError: A field is missing or has the wrong type.
+        """
         if header.kind == Kind.DECIDE and server != self.leader:
-            raise InvalidMessageError("a decision of a server that is not the leader")
-        is_present = header.incarnation == self._view.number
+            raise InvalidMessageError("a decision from a server that is not the leader")
+        is_current = header.incarnation == self._view.number  # The sender acts on the same view as this server.
         if header.kind in (Kind.VOTE, Kind.STATUS):
             complete, decision = self._reported_entries(message), message.part("decision")
             if decision is not None:
                 self.adopt(Decision.from_message(decision, self._specification))
-            if is_present:
+            if is_current:
                 self._reports.add(server, complete)
                 if header.kind == Kind.STATUS:
                     self._lowest_steps[server] = message.integer("lowest")
@@ -318,21 +359,21 @@ class Synchronous:
             previous_decision = self._decision
             self._accept(Decision.from_message(message, self._specification))
             if self._decision is previous_decision:
-                self._norm_sent = False  # The norm may have arrived before the leader knew of the step.
+                self._norm_sent = False  # The leader ignores a norm that arrives before it knows the decision.
                 self._send_norm()
-        elif header.kind == Kind.NORM and is_present:
+        elif header.kind == Kind.NORM and is_current:
             self._add_norm(server, header.step, message.real("square"))
 
     def _reported_entries(self, message: Message) -> set[Entry]:
         complete = {(step, worker) for step, worker in message.table("complete", int, int)}
         if complete and self._pipelined:
-            raise InvalidMessageError("a vote although the leader decides from its own messages")
+            raise InvalidMessageError("a vote in a run with pipelined steps, where servers do not vote")
         return complete
 
     def adopt(self, decision: Decision) -> None:
-        """Take over a decision that arrived with a slice's values; a new leader also sends it to the other servers.
+        """Accept a decision from a RELAY, COPY or STATUS message. If this server is the leader, send it to all servers.
 
-        The server that first sent the decision may be dead by now.
+        The leader that made the decision may have died before all servers received it.
         """
         previous_decision = self._decision
         self._accept(decision)
@@ -342,17 +383,21 @@ class Synchronous:
     # Application
 
     def _plan(self) -> None:
+        """Tell the updater which slices to update, after a new decision or a change of the membership."""
         successors = self.roll.incarnations.items() if self._waits_for_successors else ()
         self._updater.plan(self._decision, self._live_members, successors)
         self._send_norm()
 
     @property
     def busy(self) -> bool:
-        """Whether :meth:`work` has something to do."""
+        """Whether the decided step has slices that are ready to be processed by :meth:`work`."""
         return self._updater.busy
 
     def work(self) -> None:
-        """Compute or apply the mean of one slice; only while :attr:`busy` is true."""
+        """Compute the mean gradient of one slice, and apply it if the clipping factor is known.
+
+        Call this only while :attr:`busy` is true.
+        """
         assert self._decision is not None
         self._updater.work(self._decision)
         self._send_norm()
@@ -360,12 +405,15 @@ class Synchronous:
     # Clipping by the global norm
 
     def _begin_norm(self) -> None:
-        """Start the global norm again: for another step, or because the slices are on other servers."""
+        """Discard the norms, because another step begins or because the primaries of slices have changed."""
         self._norm_sent = False
         self._squares.clear()
 
     def _send_norm(self) -> None:
-        """Send the leader this server's squared norm if the decided step needs the factor and all means are known."""
+        """Send this server's squared norm to the leader, unless it was sent or the step's clipping factor is known.
+
+        The norm is sent once the mean gradients of all slices whose primary is this server are known.
+        """
         decision = self._decision
         if decision is None or decision.scale is not None or self._updater.busy or self._norm_sent:
             return
@@ -379,6 +427,7 @@ class Synchronous:
             self._outbox.to_server(self.leader, Kind.NORM, step=decision.step, json={"square": square})
 
     def _add_norm(self, server: int, step: int, square: float) -> None:
+        """Note a server's squared norm, as leader. Send the clipping factor once all servers' norms are known."""
         decision = self._decision
         if decision is None or decision.step != step or decision.scale is not None:
             return

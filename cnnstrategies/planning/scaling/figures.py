@@ -1,4 +1,4 @@
-"""Measurements of a training on one device and on several: seconds of a step's parts, and rates of the parts alone."""
+"""Dataclasses for what ``scaling`` measures, such as the seconds of each part of a step."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 from cnnstrategies.planning.costs import digits
 
 COMPUTE = ("forward", "backward", "optimizer")
-# Beginnings of the names of a step's parts outside of the network; the name of the callback or logger follows.
+# Prefixes of the names of parts of a step. The name of the callback or logger that takes this time follows the prefix.
 CALLBACK, LOGGER = "callback ", "logger "
-LARGER = 4  # A batch this many times as large is tried, to see whether the batches are too small for a device.
+LARGER = 4  # A batch that is larger by this factor is tried, to see whether the batches are too small for a device.
 
 
 def ms(seconds: float, count: int = 3) -> str:
-    """Return seconds as a text in milliseconds, with ``count`` significant digits."""
+    """Convert seconds to milliseconds, and return them as text with ``count`` significant digits."""
     return digits(1e3 * seconds, count)
 
 
 @dataclass(frozen=True)
 class Rank:
-    """The parts of a rank's step.
+    """The time of a step on one rank, divided into parts such as ``forward`` and ``data``.
 
     Attributes:
-        samples: Samples of the rank's batch.
-        parts: Seconds of each part by its name. The parts add up to the step.
+        samples: Number of samples in the rank's batch.
+        parts: Seconds of each part of the step. Keys are the names of the parts. The seconds add up to the step time.
         waiting: Names of the parts in which the rank waits for other ranks.
     """
 
@@ -38,16 +38,16 @@ class Rank:
 
     @property
     def compute(self) -> float:
-        """Seconds of the network and the optimizer's update."""
+        """Seconds of forward, backward and the optimizer's update."""
         return sum(self.parts.get(name, 0.0) for name in COMPUTE)
 
     @property
     def waits(self) -> float:
-        """Seconds in which the rank waits for other ranks."""
+        """Seconds of a step in which the rank waits for other ranks."""
         return sum(self.parts.get(name, 0.0) for name in self.waiting)
 
     def beside(self, kind: str) -> dict[str, float]:
-        """Return the seconds of each callback or logger by its name.
+        """Return the seconds of a step that each callback or each logger takes. Keys are their names.
 
         Args:
             kind: `CALLBACK` or `LOGGER`.
@@ -57,11 +57,11 @@ class Rank:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """The measurement of a training on a number of devices.
+    """The measurement of a training with one number of devices.
 
     Attributes:
-        ranks: Parts of a step of each rank.
-        rates: Samples/s of all devices together in each round.
+        ranks: The time of a step on each rank.
+        rates: Samples/s of all devices together, for each round.
     """
 
     ranks: Sequence[Rank]
@@ -69,43 +69,44 @@ class MeasuredRun:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
+        """Number of devices that train."""
         return len(self.ranks)
 
     @property
     def samples(self) -> float:
-        """Samples of a step, over all devices."""
+        """Number of samples in a step, over all devices."""
         return sum(rank.samples for rank in self.ranks)
 
     @property
     def step(self) -> float:
-        """Seconds of a step, as the mean of the ranks."""
+        """Mean step time of the ranks, in seconds."""
         return statistics.mean(rank.step for rank in self.ranks)
 
     @property
     def rate(self) -> float:
-        """Samples/s of all devices together, as the median of the rounds."""
+        """Median of the rounds' samples/s, of all devices together."""
         return statistics.median(self.rates)
 
     @property
     def slowest(self) -> Rank:
-        """The rank for which the other ranks wait: it waits least."""
+        """The rank that waits least, because the other ranks wait for it."""
         return min(self.ranks, key=lambda rank: rank.waits)
 
     @property
     def waiting(self) -> float:
-        """Mean seconds of a step in which a rank waits for the slowest rank."""
+        """Mean seconds of a step for which the ranks wait for the slowest rank."""
         return statistics.mean(rank.waits for rank in self.ranks) - self.slowest.waits
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The time in which one sample is loaded.
+    """The time that the data loader takes for one sample.
 
     Attributes:
-        seconds: Seconds in which one thread loads a sample.
-        processor: Part of these seconds in which the thread computes or waits for a core.
-        two: Seconds in which each of two threads loads a sample at the same time.
+        seconds: Seconds that one thread takes to load a sample.
+        processor: The part of `seconds` in which the thread computes or waits for a core. The rest is waiting for
+            storage.
+        two: Seconds that each of two threads takes to load a sample if both load at the same time.
     """
 
     seconds: float
@@ -115,12 +116,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class EpochCosts:
-    """The costs of an epoch in addition to its steps.
+    """The number of steps of an epoch, and the time that an epoch takes in addition to its steps.
 
     Attributes:
-        steps: Steps of an epoch; None if the epoch has no end.
+        steps: Number of steps in an epoch; None if the epoch has no end.
         validation: Seconds of validation in an epoch.
-        checkpoints: Seconds in which an epoch saves checkpoints.
+        checkpoints: Seconds in which checkpoints are saved in an epoch.
     """
 
     steps: int | None = None
@@ -130,27 +131,28 @@ class EpochCosts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about the largest run in addition to its steps; a fact that was not measured is None.
+    """Facts about the run with the most devices, in addition to its step times. A fact that was not measured is None.
 
     Attributes:
         strategy: Name of the strategy in the configuration.
         accelerator: Whether the devices are accelerators, which compute asynchronously.
-        cores: Processor cores for all ranks together.
-        threads: Threads with which a rank computes.
-        with_fewer: Samples/s with so few threads that the ranks do not compete for the cores.
-        workers: Loading processes of each rank.
-        loader: Samples/s of all loaders while nothing is trained.
-        load: Time in which one sample is loaded.
-        link: Seconds in which the gradients are summed over the ranks while nothing is computed. With accumulated
-            gradients, these are the seconds of each batch's part of the sum.
-        gradient_bytes: Bytes of the gradients that are summed, with the same division among accumulated batches.
-        larger: Seconds of the network and the update with a batch ``LARGER`` times as large.
-        reads: Number of times that a step makes the host wait for a value of the device, by line of code.
+        cores: Number of CPU cores for all ranks together.
+        threads: Number of threads with which a rank computes.
+        with_fewer: Samples/s with only so many threads that every thread has its own core.
+        workers: Number of worker processes of each rank's data loader.
+        loader: Samples/s of all data loaders together while nothing is trained.
+        load: Time that the data loader takes for one sample.
+        link: Seconds of the gradients' all-reduce while nothing is computed. If gradients are accumulated, these
+            seconds are divided by the number of accumulated batches.
+        gradient_bytes: Bytes of the gradients in the all-reduce, divided in the same way.
+        larger: Seconds of forward, backward and update with a batch that is larger by the factor ``LARGER``.
+        reads: Number of times in a step that a line of code makes the host wait for a value of the device. Keys name
+            the lines.
         read_seconds: Seconds of a step in which the host waits for these values.
-        log_every: Steps between two logged steps.
-        epoch: Costs of an epoch in addition to its steps.
-        keys: Arguments of the data module in the configuration that a remedy may change, such as ``num_workers`` and
-            ``batch_size``.
+        log_every: The trainer logs once in this number of steps.
+        epoch: Number of steps of an epoch, and the time of validation and checkpoints.
+        keys: Arguments of the data module that a remedy may change, such as ``num_workers`` and ``batch_size``, with
+            their values in the configuration.
     """
 
     strategy: str = "ddp"
@@ -176,8 +178,8 @@ class Measurements:
     """All measurements.
 
     Attributes:
-        runs: Measured runs by increasing number of devices.
-        facts: Facts about the largest run.
+        runs: Measured runs in order of their number of devices.
+        facts: Facts about the run with the most devices.
     """
 
     runs: Sequence[MeasuredRun]
@@ -189,7 +191,10 @@ class Measurements:
         return self.runs[-1]
 
     def limits(self) -> dict[str, float]:
-        """Return the samples/s that each part of the largest run reaches alone, by the part's name."""
+        """Return the samples/s that computation, data loaders and network each reach alone. Keys are their names.
+
+        The rates are those of the run with the most devices. Rates that were not measured are left out.
+        """
         run, facts = self.largest, self.facts
         rates = {"compute": run.samples / max(rank.compute for rank in run.ranks)}
         if facts.loader is not None:
@@ -199,11 +204,12 @@ class Measurements:
         return rates
 
     def gain(self, saved: float, saved_of_epoch: float = 0.0) -> float:
-        """Return the factor by which an epoch becomes faster if parts of it are saved.
+        """Return the current time of an epoch, divided by the time of an epoch after an improvement.
 
         Args:
-            saved: Seconds that are saved in each step.
-            saved_of_epoch: Seconds that are saved outside of the steps. They do not count if an epoch has no end.
+            saved: Seconds by which the improvement shortens each step.
+            saved_of_epoch: Seconds by which the improvement shortens the rest of an epoch, that is validation and the
+                saving of checkpoints. Ignored if an epoch has no end.
         """
         epoch = self.facts.epoch
         if epoch.steps is None:

@@ -1,4 +1,4 @@
-"""Short trainings on one device and on several, which run in turns, and further measurements of the largest one."""
+"""Measure short trainings with different numbers of devices in turns, then parts of the largest training alone."""
 
 import math
 import random
@@ -26,21 +26,21 @@ from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, PATIENCE, Trial, T
 BLOCK_SECONDS = 1.0
 FEWEST_STEPS, MOST_STEPS = 4, 100
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
-COMPARED = 3  # Rounds in which a training is compared with and without a change.
+COMPARED = 3  # Number of comparisons of a training with and without a change. Their median is used.
 LOADING_SECONDS = 2.0
-ENDING = 0.35  # Part of the time that is kept for the measurements at the end.
-ALL_REDUCE = "communication"  # The ranks' name for the part of a step that sums gradients.
+ENDING = 0.35  # Fraction of the time that is reserved for the measurements after the rounds.
+ALL_REDUCE = "communication"  # Name of the part of a step in which gradients are summed over the ranks.
 
-Report = Mapping[str, Any]  # A rank's report on the steps that it was told to make.
+Report = Mapping[str, Any]  # A rank's reply to an order to make steps.
 
 
 class Training:
-    """A training that is measured.
+    """A training with a certain number of devices that is measured.
 
     Args:
         folder: Folder for the training's files.
-        name: Name of the training's files.
-        words: Arguments of the command line that trains.
+        name: Name of the training's files, without the suffix.
+        words: Command-line arguments of the training.
         seconds: Time limit for the start and for each later order.
     """
 
@@ -51,11 +51,11 @@ class Training:
 
     @property
     def hello(self) -> Mapping[str, Any]:
-        """Rank 0's report on itself."""
+        """The report that rank 0 sent when it connected."""
         return self.trial.hellos[0]
 
     def begin(self) -> None:
-        """Wait until the training runs, and make some steps that do not count.
+        """Wait until the training runs, and make the first steps, which are not part of a round.
 
         Raises:
             TrialError: The training failed or took too long.
@@ -64,12 +64,12 @@ class Training:
         self._last = self.trial.ask({"steps": FEWEST_STEPS})
 
     def measure(self) -> None:
-        """Measure one round."""
+        """Make the steps of one round, and keep the ranks' reports."""
         self._last = self.trial.ask({"steps": self._count(1)})
         self._rounds.append(self._last)
 
     def run(self) -> MeasuredRun:
-        """Return the measurement of all rounds."""
+        """Return the measurement that combines all rounds."""
         ranks = []
         for reports, hello in zip(zip(*self._rounds, strict=True), self.trial.hellos, strict=True):
             steps, parts = sum(report["steps"] for report in reports), Counter[str]()
@@ -79,12 +79,12 @@ class Training:
         return MeasuredRun(ranks, [_rate(reports) for reports in self._rounds])
 
     def times(self, figure: Callable[[Sequence[Report]], float], larger: int = 1, **change: Any) -> float:
-        """Return the factor by which a change of the training changes a figure.
+        """Return by which factor a quantity grows if the training is changed.
 
         Args:
-            figure: Returns the figure from the ranks' reports.
+            figure: Returns the quantity. Its argument is the ranks' reports.
             larger: Factor by which batches become larger.
-            change: Further changes, as the ranks take them.
+            change: Other changes, as keys and values of the order to the ranks.
         """
         ratios = []
         for _ in range(COMPARED):
@@ -105,7 +105,8 @@ def _rate(reports: Sequence[Report]) -> float:
 def _compute_of_a_sample(reports: Sequence[Report]) -> float:
     """Return the seconds of computation per sample.
 
-    The figure is per sample because a batch of a class of the user's own cannot be made larger.
+    The result is per sample, because not every batch can be made larger: a batch keeps its size if its class is the
+    user's own.
     """
     seconds = sum(report["parts"].get(name, 0.0) * report["steps"] for report in reports for name in COMPUTE)
     return float(seconds / sum(report["samples"] for report in reports))
@@ -113,18 +114,18 @@ def _compute_of_a_sample(reports: Sequence[Report]) -> float:
 
 @dataclass
 class Bench:
-    """Measures trainings of a configuration on several numbers of devices.
+    """A measurement of one configuration with several numbers of devices.
 
     Args:
-        words: Arguments of ``fit`` for each number of devices.
+        words: Command-line arguments of ``fit``. Keys are the numbers of devices.
         folder: Folder for the trainings' files.
-        facts: Facts that the configuration gives.
-        together: Whether the trainings may exist at the same time.
+        facts: Facts that are known from the configuration.
+        together: Whether all trainings may exist at the same time.
         ends: Time at which to stop, on the clock of ``time.monotonic``.
-        progress: Called with a short text when a new part of the measurement begins.
+        progress: Called with a short text that says what is measured next.
 
     Attributes:
-        trouble: For each number of devices that could not be measured, the reason.
+        trouble: Reasons why trainings failed. Keys are their numbers of devices.
     """
 
     words: Mapping[int, Sequence[str]]
@@ -136,10 +137,10 @@ class Bench:
     trouble: dict[int, str] = field(default_factory=dict)
 
     def measure(self) -> Measurements:
-        """Measure all trainings.
+        """Measure the training with each number of devices.
 
         Raises:
-            TrialError: The training failed on every number of devices.
+            TrialError: The training failed with every number of devices.
         """
         runs: dict[int, MeasuredRun] = {}
         facts = self.facts
@@ -151,7 +152,7 @@ class Bench:
                 self._rounds(trainings, time.monotonic() + share * (1 - ENDING))
                 runs |= {count: training.run() for count, training in trainings.items()}
                 if trainings and max(trainings) == max(set(self.words) - set(self.trouble)):
-                    self.progress("measuring the parts alone")
+                    self.progress("measuring parts of a step alone")
                     facts = self._facts(trainings[max(trainings)], runs[max(trainings)])
         if not runs:
             raise TrialError("; ".join(dict.fromkeys(self.trouble.values())))
@@ -165,7 +166,7 @@ class Bench:
             stack.callback(training.trial.close)
         started = {}
         for count, training in launched.items():
-            self.progress(f"starting on {count}")
+            self.progress(f"starting with {count} device{'s' * (count > 1)}")
             try:
                 training.begin()
                 started[count] = training
@@ -186,7 +187,8 @@ class Bench:
         trial, hello = training.trial, training.hello
         facts = replace(self.facts, epoch=EpochCosts(hello["steps"], hello["validation"]), **hello["facts"])
         known: dict[str, Any] = {}
-        # With an all-reduce each rank has the whole network, and there are no stages or servers.
+        # Only strategies with all-reduce give each rank the whole network. The sum of gradients and larger batches are
+        # not measured for other strategies.
         alike = ALL_REDUCE in hello["waiting"]
         try:
             if facts.accelerator:
@@ -207,6 +209,7 @@ class Bench:
             rates = [report["rate"] for report in trial.ask({"probe": "load", "seconds": LOADING_SECONDS})]
             known["loader"] = sum(rates) if all(rates) else None
         except TrialError as failure:
-            # A measurement may fail, for example if larger batches do not fit. The earlier ones are still reported.
+            # A measurement may fail, for example because larger batches do not fit into memory. The results of the
+            # earlier measurements are still reported.
             self.progress(str(failure))
         return replace(facts, **known)

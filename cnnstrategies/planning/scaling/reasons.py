@@ -1,7 +1,7 @@
-"""Reasons why more devices are not faster: causes that the measurements show, each with a remedy.
+"""Find out from measurements why more devices do not train faster, and suggest a remedy for each cause.
 
-Each rule looks for one cause and predicts by how much a step or an epoch would be shorter without that cause. The
-prediction follows from measured seconds. A rule yields nothing if its measurement is missing.
+Each rule looks for one cause, and predicts from measured times how much faster training would be without that cause. A
+rule yields nothing if its measurement is missing.
 """
 
 import math
@@ -14,24 +14,25 @@ from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.costs import digits
 from cnnstrategies.planning.scaling.figures import CALLBACK, LARGER, LOGGER, Measurements, ms
 
-LEAST_GAIN = 1.05  # Causes with a smaller gain are not reported.
-MOST_WORKERS = 8
+LEAST_GAIN = 1.05  # Causes whose remedy would gain less than this factor are not reported.
+MOST_WORKERS = 8  # Largest number of workers of a data loader that is recommended.
 USUAL_LOG_EVERY = 50
-SMALL_BATCH_GAIN = 1.5  # Slightly larger gains of larger batches are normal on every device.
-UNEVEN = 1.1  # A rank is slow if it takes at least this multiple of the median rank's time per sample.
-VALIDATION_SHARE = 0.1  # Largest part of an epoch's time for validation that is not reported.
+# Batches are reported as small if larger batches are faster by this factor. Every device gains a little from them.
+SMALL_BATCH_GAIN = 1.5
+UNEVEN = 1.1  # A rank is slow if its time per sample is at least this multiple of the median rank's time per sample.
+VALIDATION_SHARE = 0.1  # Validation is reported if it takes more than this fraction of an epoch's training time.
 
 
 @dataclass(frozen=True)
 class Reason:
-    """A reason why more devices are not faster.
+    """A reason why more devices do not train faster.
 
     Attributes:
         cause: The cause in a few words.
-        evidence: Measurements that show the cause.
+        evidence: Text with the measurements that show the cause.
         remedy: Advice to the user.
-        gain: Predicted factor by which training becomes faster with the remedy.
-        values: The remedy as dotted keys of a configuration; empty if the remedy is not a setting.
+        gain: Predicted factor by which the remedy makes training faster.
+        values: The remedy as values of the configuration, by dotted keys; empty if no setting is a remedy.
         effect: Effect of the remedy on the training result.
     """
 
@@ -44,32 +45,32 @@ class Reason:
 
 
 def reasons(measurements: Measurements) -> list[Reason]:
-    """Return the reasons that slow the largest run down, largest gain first."""
+    """Return the reasons that slow down the run with the most devices, largest gain first."""
     all_ = [reason for rule in RULES for reason in rule(measurements) if reason.gain >= LEAST_GAIN]
     return sorted(all_, key=lambda reason: -reason.gain)
 
 
 def loading(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason if the slowest rank waits for its loader."""
+    """Yield a reason if the slowest rank waits for its data loader."""
     run, facts = measurements.largest, measurements.facts
     rank = run.slowest
     waited, step = rank.parts.get("data", 0.0), run.step
     evidence = f"a step waits {ms(waited)} of {ms(step)} ms for data"
     if facts.loader is not None:
         taken = digits(measurements.limits()["compute"])
-        evidence += f"; loaders alone give {digits(facts.loader)} samples/s, the network takes {taken}"
+        evidence += f"; the loaders alone reach {digits(facts.loader)} samples/s, the network alone {taken} samples/s"
     cause, cheaper = "the loader is slower than the network", "pack images into shards (`cnnstrategies pack --size`)"
     load, key = facts.load, "data.init_args.num_workers"
     if load is not None:
-        evidence += f"; a sample takes {ms(load.seconds)} ms, of which {ms(load.processor)} ms are processor time"
+        evidence += f"; loading a sample takes {ms(load.seconds)} ms, of which {ms(load.processor)} ms are CPU time"
         waits_for_storage = load.processor < load.seconds / 2
         if waits_for_storage:
             cause, cheaper = "the loader waits for storage", "pack images into shards, or copy them to a local disk"
         elif load.two > 1.5 * load.seconds and facts.cores > 1 and not facts.workers:
-            cause = "the training process loads, and its loader holds the interpreter's lock"
-            evidence += f"; two threads at once take {ms(load.two)} ms each"
+            cause = "samples are loaded in the training process, and loading holds the interpreter's lock"
+            evidence += f"; two threads that load at the same time take {ms(load.two)} ms each"
         free = MOST_WORKERS if waits_for_storage else max(1, facts.cores // run.devices)
-        # In a run all ranks load at once, so a sample may take longer than it does alone.
+        # In training all ranks load at the same time, so a sample may take longer than when it is measured alone.
         seconds = load.seconds if facts.workers else max(load.seconds, waited / rank.samples)
         need = math.ceil(rank.samples * seconds / max(step - waited, 1e-6))
         workers = min(free, MOST_WORKERS, need)
@@ -80,13 +81,13 @@ def loading(measurements: Measurements) -> Iterator[Reason]:
             gain = measurements.gain(step - then)
             if gain >= LEAST_GAIN:
                 values = {key: workers} if "num_workers" in facts.keys else {}
-                yield Reason(cause, evidence, f"set `num_workers: {workers}` for each rank; or {cheaper}", gain, values)
+                yield Reason(cause, evidence, f"set `num_workers: {workers}`; or {cheaper}", gain, values)
                 return
-    yield Reason(cause, evidence, f"{cheaper}; or load on more cores", measurements.gain(waited))
+    yield Reason(cause, evidence, f"{cheaper}; or use more CPU cores", measurements.gain(waited))
 
 
 def link(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason if even the slowest rank waits for the gradients' sum."""
+    """Yield a reason if even the slowest rank waits for the all-reduce of gradients."""
     run, facts = measurements.largest, measurements.facts
     open_ = run.slowest.waits
     if run.devices == 1 or not facts.link:
@@ -96,10 +97,10 @@ def link(measurements: Measurements) -> Iterator[Reason]:
     values = {"trainer.strategy": "ddp_bf16"} if facts.strategy == "ddp" else {}
     yield Reason(
         "the link is slow",
-        f"{ms(open_)} of {ms(run.step)} ms are all-reduce that backward does not hide; alone the all-reduce takes "
-        f"{ms(facts.link)} ms for {digits(facts.gradient_bytes / 1e6)} MB ({digits(speed)} MB/s)",
-        "send half the bytes with `ddp_bf16`, or still fewer with `accumulate_grad_batches`, a parameter server with "
-        "compression or `mode: local`, or a pipeline",
+        f"the ranks wait {ms(open_)} ms of a step of {ms(run.step)} ms for the all-reduce; measured alone, the "
+        f"all-reduce takes {ms(facts.link)} ms for {digits(facts.gradient_bytes / 1e6)} MB ({digits(speed)} MB/s)",
+        "send half the bytes with `ddp_bf16`; or send less with `accumulate_grad_batches`, with a parameter server "
+        "with compression or `mode: local`, or with a pipeline",
         measurements.gain(saved),
         values,
         Effect.LEARNING,
@@ -107,10 +108,11 @@ def link(measurements: Measurements) -> Iterator[Reason]:
 
 
 def slow_rank(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason if a rank computes longer than the other ranks for each sample."""
+    """Yield a reason if one rank takes longer to compute a sample than the other ranks."""
     run = measurements.largest
     each = [rank.compute / max(rank.samples, 1e-9) for rank in run.ranks]
-    stages = "receive" in run.ranks[0].waiting  # Ranks of different stages compute different things.
+    # Ranks of different stages compute different layers, so their times per sample cannot be compared.
+    stages = "receive" in run.ranks[0].waiting
     if run.devices == 1 or stages or max(each) < UNEVEN * statistics.median_low(each):
         return
     best = run.samples / sum(1 / seconds for seconds in each)
@@ -118,10 +120,10 @@ def slow_rank(measurements: Measurements) -> Iterator[Reason]:
     values = {"trainer.strategy": "ddp_balanced"} if measurements.facts.strategy in ("ddp", "auto") else {}
     yield Reason(
         f"rank {slowest} is slower than the others",
-        f"it takes {ms(max(each))} ms for a sample, the fastest rank {ms(min(each))} ms; the others wait "
-        f"{ms(run.waiting)} ms of a step on average",
-        "stop other work on the rank's device; or share the batch by speed with `ddp_balanced` or `shares: auto`, with "
-        "asynchronous servers `data_dispatch: dynamic`",
+        f"it takes {ms(max(each))} ms for a sample, the fastest rank {ms(min(each))} ms; on average a rank waits "
+        f"{ms(run.waiting)} ms of a step for it",
+        "stop other programs on the rank's device; or give slower ranks fewer samples with `ddp_balanced`, with "
+        "`shares: auto` or, if the parameter server is asynchronous, with `data_dispatch: dynamic`",
         measurements.gain(max(rank.compute for rank in run.ranks) - best),
         values,
         Effect.ROUNDING,
@@ -135,9 +137,9 @@ def threads(measurements: Measurements) -> Iterator[Reason]:
         return
     each = max(1, facts.cores // run.devices)
     yield Reason(
-        "threads compete for the processor's cores",
-        f"{run.devices} ranks with {facts.threads} threads each run on {facts.cores} cores; with {each} each, training "
-        f"reaches {digits(facts.with_fewer)} samples/s instead of {digits(run.rate)}",
+        "threads compete for the CPU's cores",
+        f"{run.devices} ranks with {facts.threads} threads each run on {facts.cores} cores; if each rank has {each}, "
+        f"training reaches {digits(facts.with_fewer)} samples/s instead of {digits(run.rate)} samples/s",
         f"set OMP_NUM_THREADS={each}, or `threads: {each}` of ComputeSettings",
         measurements.gain(run.step * (1 - min(1.0, run.rate / facts.with_fewer))),
         {"ComputeSettings.threads": each},
@@ -146,7 +148,7 @@ def threads(measurements: Measurements) -> Iterator[Reason]:
 
 
 def small_batches(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason if a device has too few samples, so that most of a step does not depend on their number."""
+    """Yield a reason if larger batches would make the time per sample on a device much shorter."""
     run, facts = measurements.largest, measurements.facts
     if facts.larger is None:
         return
@@ -157,8 +159,8 @@ def small_batches(measurements: Measurements) -> Iterator[Reason]:
     yield Reason(
         "batches are small for a device",
         f"a device takes {ms(compute)} ms for {digits(run.samples / run.devices)} samples, and {ms(facts.larger)} ms "
-        f"for {LARGER} times as many",
-        f"use a batch {LARGER} times as large, with a learning rate that suits it; or use fewer devices",
+        f"for {LARGER} times as many samples",
+        f"make the batch {LARGER} times as large, and adapt the learning rate; or use fewer devices",
         measurements.gain(compute - then),
         values,
         Effect.LEARNING,
@@ -166,7 +168,7 @@ def small_batches(measurements: Measurements) -> Iterator[Reason]:
 
 
 def host_reads(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason if a step makes the host wait for values of the device, so that the device idles afterwards."""
+    """Yield a reason if steps read values from the device: the host waits for them, and then the device is idle."""
     run, facts = measurements.largest, measurements.facts
     if not facts.accelerator or not facts.reads:
         return
@@ -174,9 +176,9 @@ def host_reads(measurements: Measurements) -> Iterator[Reason]:
     places = ", ".join(f"{place} ({digits(count)} times)" for place, count in facts.reads.items())
     yield Reason(
         "a step makes the host wait for the device",
-        f"{ms(waited)} of {ms(run.step)} ms in {places}",
-        "keep values on the device, without `.item()`, `float()`, `print` or `if` of a tensor in a step; log every 50 "
-        "steps",
+        f"the host waits {ms(waited)} ms of a step of {ms(run.step)} ms, in {places}",
+        "keep values on the device: do not use `.item()`, `float()`, `print` or `if` with tensors in a step; log only "
+        "every 50 steps",
         measurements.gain(min(waited, run.step - waited)),
     )
 
@@ -189,8 +191,8 @@ def callbacks(measurements: Measurements) -> Iterator[Reason]:
         for name, seconds in rank.beside(CALLBACK).items():
             longest[name] = max(seconds, longest.get(name, 0.0))
     for name, seconds in longest.items():
-        evidence = f"{ms(seconds)} of {ms(run.step)} ms of a step are spent in its hooks"
-        yield Reason(f"{name} takes long", evidence, "call it less often, or leave it out", measurements.gain(seconds))
+        evidence = f"its hooks take {ms(seconds)} ms of a step of {ms(run.step)} ms"
+        yield Reason(f"{name} takes long", evidence, "call it less often, or remove it", measurements.gain(seconds))
 
 
 def logging(measurements: Measurements) -> Iterator[Reason]:
@@ -203,7 +205,8 @@ def logging(measurements: Measurements) -> Iterator[Reason]:
     kept = min(1.0, facts.log_every / USUAL_LOG_EVERY)
     yield Reason(
         "loggers take long",
-        f"{ms(seconds)} of {ms(run.step)} ms of a step are spent in {', '.join(spent)}, every {facts.log_every} steps",
+        f"{', '.join(spent)} take {ms(seconds)} ms of a step of {ms(run.step)} ms, with logging every "
+        f"{facts.log_every} steps",
         f"set `log_every_n_steps: {USUAL_LOG_EVERY}`" if kept < 1 else "use a faster logger, or log less often",
         measurements.gain(seconds * (1 - kept if kept < 1 else 0.5)),
         {"trainer.log_every_n_steps": USUAL_LOG_EVERY} if kept < 1 else {},
@@ -219,7 +222,7 @@ def validation(measurements: Measurements) -> Iterator[Reason]:
     every = math.ceil(epoch.validation / (VALIDATION_SHARE * trains))
     yield Reason(
         "validation takes long",
-        f"each epoch has {digits(epoch.validation)} s of validation for {digits(trains)} s of training",
+        f"an epoch has {digits(trains)} s of training and {digits(epoch.validation)} s of validation",
         f"set `check_val_every_n_epoch: {every}`, or `limit_val_batches`",
         measurements.gain(0.0, epoch.validation * (1 - 1 / every)),
         {"trainer.check_val_every_n_epoch": every},
@@ -227,25 +230,25 @@ def validation(measurements: Measurements) -> Iterator[Reason]:
 
 
 def checkpoints(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason if saving takes a large part of an epoch."""
+    """Yield a reason for the time that an epoch spends on saving checkpoints."""
     epoch = measurements.facts.epoch
-    evidence = f"{digits(epoch.checkpoints)} s of an epoch are spent on saving"
+    evidence = f"saving takes {digits(epoch.checkpoints)} s of an epoch"
     yield Reason(
         "checkpoints take long",
         evidence,
-        "save less often: `every_n_epochs`",
+        "save less often with `every_n_epochs`",
         measurements.gain(0.0, 0.9 * epoch.checkpoints),
     )
 
 
 def transfer(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason if copies of batches to the device, and the hooks on these batches, take long."""
+    """Yield a reason for the time that a step spends on copying batches to the device and on the batch hooks."""
     seconds = measurements.largest.slowest.parts.get("transfer", 0.0)
-    evidence = f"{ms(seconds)} of {ms(measurements.largest.step)} ms of a step are spent on it"
+    evidence = f"it takes {ms(seconds)} ms of a step of {ms(measurements.largest.step)} ms"
     yield Reason(
         "the transfer of batches to the device is slow",
         evidence,
-        "set `pin_memory: true`, use smaller types (uint8) or faster batch hooks",
+        "set `pin_memory: true`, use a smaller dtype such as uint8, or make the batch hooks faster",
         measurements.gain(seconds),
     )
 

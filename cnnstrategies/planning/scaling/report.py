@@ -1,4 +1,4 @@
-"""Show the measurements of a training on several devices as a table, in sentences and as a picture."""
+"""Show the measurements of a training with different numbers of devices as a table, as sentences and as a picture."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,14 +12,15 @@ from cnnstrategies.planning.scaling.reasons import Reason
 from cnnstrategies.planning.tune.race import interval
 from cnnstrategies.runtime.whole_file import whole_file
 
-ERROR = 0.1  # Probability that an interval misses the speed-up.
-SLOWER = 1.15  # If the time per sample grows by more than this factor, the devices seem to share a resource.
-SHOWN = 4  # Parts that alone are at least this many times as fast as the training are not drawn.
+ERROR = 0.1  # Probability that the speed-up lies outside of its interval.
+SLOWER = 1.15  # If more devices take longer per sample by more than this factor, they seem to share a resource.
+# Computation, loaders or link are not drawn if their samples/s are at least this multiple of the training's samples/s.
+SHOWN = 4
 WAITS_FOR_OTHERS = "waiting for the slowest"
 LINK = "communication in the open"
 OTHER = "other"
-# Kinds of a step's parts by the beginnings of the parts' names, in the order of the table. The two kinds of waits are
-# computed from several parts.
+# Names of the kinds of parts that the table shows, in the table's order. Keys are prefixes of the parts' names. LINK
+# and WAITS_FOR_OTHERS are not prefixes, because these kinds are computed from several parts.
 KINDS = {
     "data": "waiting for data",
     "transfer": "copy, batch hooks",
@@ -35,7 +36,7 @@ KINDS = {
 
 
 def by_kind(run: MeasuredRun) -> dict[str, float]:
-    """Return the seconds of a mean rank's step by kind; the kinds add up to the step."""
+    """Return the mean seconds of a step for each kind of part, over all ranks. They add up to the mean step time."""
     seconds_of = dict.fromkeys(KINDS.values(), 0.0)
     for rank in run.ranks:
         for name, seconds in rank.parts.items():
@@ -50,10 +51,10 @@ def _kind(name: str) -> str:
 
 
 def speedup(measurements: Measurements, run: MeasuredRun) -> tuple[float, float, float]:
-    """Return the speed-up of a run over the run with the fewest devices.
+    """Return the speed-up of a run compared with the run with the fewest devices.
 
     Returns:
-        The lower end of the speed-up's interval, the speed-up, and the upper end.
+        The lower end of the speed-up's interval, the speed-up, and the upper end of the interval.
     """
     ratios = [rate / base for rate, base in zip(run.rates, measurements.runs[0].rates, strict=False)]
     low, middle, high = interval(ratios, ERROR)
@@ -63,7 +64,7 @@ def speedup(measurements: Measurements, run: MeasuredRun) -> tuple[float, float,
 def table(measurements: Measurements) -> Table:
     """Return a table with a column for each number of devices.
 
-    The rows are samples/s, speed-up, efficiency and the seconds of a step by kind.
+    Its rows are samples/s, speed-up, efficiency, the step time, and the time of each kind of part in milliseconds.
     """
     shown = Table(box=box.SIMPLE_HEAD)
     shown.add_column("devices")
@@ -88,7 +89,12 @@ def table(measurements: Measurements) -> Table:
 
 
 def sentences(measurements: Measurements, why: Sequence[Reason]) -> list[str]:
-    """Return sentences about the measurements and the reasons, line by line."""
+    """Return the lines of a text that explains the measurements.
+
+    Args:
+        measurements: All measurements.
+        why: Reasons why more devices do not train faster.
+    """
     run, first = measurements.largest, measurements.runs[0]
     lines = []
     if run is not first:
@@ -96,45 +102,46 @@ def sentences(measurements: Measurements, why: Sequence[Reason]) -> list[str]:
     limits = measurements.limits()
     name = min(limits, key=lambda part: limits[part])
     allowed = ", ".join(f"{part} {digits(rate, 4)}" for part, rate in limits.items())
-    lines.append(f"Samples/s that the parts allow on {run.devices}, each alone: {allowed}.")
+    lines.append(f"Samples/s that each part could reach alone on {run.devices} devices: {allowed}.")
     slower = _of_a_sample(run.slowest) / _of_a_sample(first.slowest)
     if run is not first and slower > SLOWER:
         lines.append(
-            f"On {run.devices} a device computes {slower:.2f} times as long for a sample as on {first.devices}: the "
-            "devices share cores, memory or power, or their batches are small."
+            f"With {run.devices} devices the computation of a sample takes {slower:.2f} times as long as with "
+            f"{first.devices}: the devices share cores, memory or power, or their batches are small."
         )
     if not why:
         reached = run.rate / limits[name]
-        lines.append(f"No cause was found: training reaches {reached:.2f} of the rate of its slowest part, {name}.")
+        lines.append(
+            f"No cause was found: training reaches {reached:.0%} of the samples/s of its slowest part, {name}."
+        )
     for number, reason in enumerate(why, start=1):
         lines += [
-            f"{number}. {reason.cause[0].upper()}{reason.cause[1:]}: about {reason.gain:.2f} times as fast without.",
-            f"   Seen: {reason.evidence}.",
-            f"   Do: {reason.remedy}.",
+            f"{number}. {reason.cause[0].upper()}{reason.cause[1:]}: without this, about {reason.gain:.2f} times as "
+            "fast.",
+            f"   Measured: {reason.evidence}.",
+            f"   Remedy: {reason.remedy}.",
         ]
     epoch = measurements.facts.epoch
     if epoch.steps is not None and (epoch.validation or epoch.checkpoints):
         lines.append(
-            f"An epoch: {digits(epoch.steps * run.step)} s of steps, {digits(epoch.validation)} s of validation, "
-            f"{digits(epoch.checkpoints)} s of saving."
+            f"An epoch has {digits(epoch.steps * run.step)} s of training, {digits(epoch.validation)} s of validation "
+            f"and {digits(epoch.checkpoints)} s of saving checkpoints."
         )
     return lines
 
 
 def _batches(first: MeasuredRun, run: MeasuredRun) -> str:
-    """Return a sentence that says whether scaling is weak or strong."""
+    """Return a sentence that compares the batches of two runs, and says whether this is weak or strong scaling."""
     here, there = first.samples / first.devices, run.samples / run.devices
     smaller, larger, per_device = digits(first.samples, 4), digits(run.samples, 4), digits(there, 4)
     if abs(here - there) < 0.05 * here:
         return (
-            f"Each device keeps its batch of {per_device} samples, so a step has {smaller} on {first.devices} and "
-            f"{larger} on {run.devices} (weak scaling)."
+            f"Each device has {per_device} samples, so a step has {smaller} samples on {first.devices} and {larger} "
+            f"samples on {run.devices} (weak scaling)."
         )
-    kept = "stays" if abs(first.samples - run.samples) < 0.05 * first.samples else f"is {larger} after"
-    return (
-        f"The global batch {kept} {smaller} samples, so each of {run.devices} devices sees {per_device} (strong "
-        "scaling)."
-    )
+    is_equal = abs(first.samples - run.samples) < 0.05 * first.samples
+    batch = f"stays at {smaller} samples" if is_equal else f"changes from {smaller} to {larger} samples"
+    return f"The global batch {batch}, so each of {run.devices} devices has {per_device} samples (strong scaling)."
 
 
 def _of_a_sample(rank: Rank) -> float:
@@ -142,7 +149,7 @@ def _of_a_sample(rank: Rank) -> float:
 
 
 def draw(measurements: Measurements, path: Path) -> None:
-    """Draw samples/s and the parts of a step for each number of devices, as a PNG file."""
+    """Write a PNG file with diagrams of the samples/s and of the parts of a step for each number of devices."""
     from matplotlib.figure import Figure
 
     counts = [run.devices for run in measurements.runs]
@@ -155,9 +162,9 @@ def draw(measurements: Measurements, path: Path) -> None:
     ]
     left.errorbar(counts, rates, yerr=spreads[::-1], marker="o", label="measured", capsize=3)
     ideal = [rates[0] * count / counts[0] for count in counts]
-    left.plot(counts, ideal, "--", color="grey", label="as many times")
+    left.plot(counts, ideal, "--", color="grey", label="linear speed-up")
     for name, rate in measurements.limits().items():
-        if rate < SHOWN * max(*rates, *ideal):  # Higher rates would press the measured ones to the bottom.
+        if rate < SHOWN * max(*rates, *ideal):  # Higher rates would compress the measured rates at the bottom.
             left.plot(counts[-1], rate, "_", markersize=22, markeredgewidth=2, label=f"{name} alone")
     left.set(xlabel="devices", ylabel="samples/s", xticks=counts, ylim=(0, None), title="Speed")
     left.legend(frameon=False)

@@ -1,1 +1,1 @@
-"""``tune``: trials of settings on the real devices, and the statistics by which a setting is chosen."""
+"""The engine of ``tune``: it tries settings on the real devices and chooses the fastest by statistics."""

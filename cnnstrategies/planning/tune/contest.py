@@ -1,4 +1,4 @@
-"""Runs of candidates side by side, timed in turns and compared with the default until the fastest is known."""
+"""Run candidates side by side and time them in turns, until it is known which of them are faster than the default."""
 
 import math
 import random
@@ -20,11 +20,12 @@ from cnnstrategies.planning.tune.trial import COMPARED_STEPS, ONE_BATCH, PATIENC
 
 WARM_UP_STEPS = 3
 BLOCK_SECONDS = 0.5
-LARGEST_DIFFERENCE = 1e-3  # Largest relative difference of a loss under a setting that only changes the rounding.
-FRESH = Look(7, 0.05)
-# One of two equal processes can be a tenth faster in all its rounds (Mytkowicz et al., 2009, explain why). A gain below
-# `LUCK` must therefore appear again in each of `PAIRS` pairs of new processes; see benchmarks/planning/tune_equal.md.
-LUCK = 1.25
+LARGEST_DIFFERENCE = 1e-3  # Rounding is not expected to change a loss by more than this fraction.
+FRESH = Look(7, 0.05)  # If a candidate is confirmed with new rounds, the verdict is given at this look.
+# One of two identical processes can be a tenth faster in all its rounds (Mytkowicz et al., 2009, explain why). A gain
+# below `CERTAIN_GAIN` must therefore appear again in each of `PAIRS` pairs of new processes. A pair runs the default
+# and the candidate; see benchmarks/planning/tune_equal.md.
+CERTAIN_GAIN = 1.25
 PAIRS = 3
 DEFAULT = "default"
 T = TypeVar("T")
@@ -39,8 +40,8 @@ class CandidateResult:
 
     Attributes:
         setting: The candidate.
-        verdict: Verdict of its rounds; None if the candidate was not measured.
-        trouble: Reason why the candidate was not measured.
+        verdict: Verdict after the candidate's rounds; None if the candidate was not measured.
+        trouble: Reason why the candidate failed or was rejected; empty if neither is the case.
     """
 
     setting: Setting
@@ -55,26 +56,27 @@ class _Runner:
     step: float
 
     def block(self) -> float:
-        """Time some steps, and return the seconds per step."""
+        """Run a block of steps that takes about `BLOCK_SECONDS`, and return the seconds per step."""
         steps = max(1, math.ceil(BLOCK_SECONDS / self.step))
         return float(self.trial.steps(steps)["seconds"]) / steps
 
 
 @dataclass
 class Contest:
-    """Finds the settings that are faster than the default.
+    """A search for the fastest setting. Each candidate is a setting that is compared with the default.
 
     Args:
-        words: Arguments of the command line that trains, without a setting.
+        words: Command-line arguments of the training, without those of a candidate.
         folder: Folder for the trials' files.
         ends: Time at which to stop, on the clock of ``time.monotonic``.
-        together: Largest number of candidates whose processes may exist at once, in addition to the default's.
-        deterministic: Whether two equal runs have equal losses. Otherwise only the first loss is compared.
-        progress: Called with a short text when a new part begins.
-        command: Module that the ranks run.
+        together: Largest number of candidates whose processes may exist at once. The default runs in addition to them.
+        deterministic: Whether two runs with the same settings have equal losses. If not, only the first loss is
+            compared.
+        progress: Called with a short text that says what is measured next.
+        command: Module whose ``main`` the ranks run.
 
     Attributes:
-        rows: Result of each candidate, by name.
+        rows: Results of the candidates. Keys are the candidates' names.
         default_times: Seconds per step of the default in each round.
     """
 
@@ -89,13 +91,13 @@ class Contest:
     default_times: list[float] = field(default_factory=list)
 
     def run(self, settings: Sequence[Setting]) -> Setting | None:
-        """Measure all settings.
+        """Measure all settings, and confirm the fastest setting with new rounds.
 
         Returns:
-            The fastest setting that is faster than the default, also in fresh rounds; None if no setting is.
+            The fastest setting that was confirmed to be faster than the default; None if no setting was.
 
         Raises:
-            TrialError: The default itself does not run.
+            TrialError: The default failed.
         """
         groups = [settings[first : first + self.together] for first in range(0, len(settings), self.together)]
         default: dict[str, _Runner] = {}
@@ -107,54 +109,66 @@ class Contest:
                     default = {DEFAULT: runners[DEFAULT]}
                     self._race(runners)
                     if group is groups[-1] or time.monotonic() > self.ends:
-                        return self._confirmed(runners)
+                        return self._confirm(runners)
         return None
 
     def _start_all(
         self, settings: Sequence[Setting], candidate_stack: ExitStack, stack: ExitStack
     ) -> dict[str, _Runner]:
-        """Start the trials of some settings at once; then each trial makes its first steps alone.
+        """Start the trials of some settings all at once, then let one trial after another make its first steps.
 
-        If more threads than cores make steps, threads with a core spin while they wait for a thread without a core.
-        First steps of four runs at the same time took twenty times as long in one case.
+        The first steps are not made at the same time, because more threads than cores would run. Running threads then
+        spin while they wait for threads that have no core. In one case the first steps of four simultaneous runs took
+        twenty times as long.
 
         Args:
-            settings: Candidates, and the default if it does not run yet.
-            candidate_stack: Closes the candidates' trials.
-            stack: Closes the default's trial, which outlives the candidates' trials.
+            settings: Candidates, and the default if it has not been started yet.
+            candidate_stack: Closes the candidates' trials on exit.
+            stack: Closes the default's trial on exit. The default's trial outlives the candidates' trials.
+
+        Returns:
+            The trials that made their first steps. Keys are the settings' names.
         """
         trials = {
             setting.name: self._launch(setting, stack if setting.name == DEFAULT else candidate_stack)
             for setting in settings
         }
-        ready = self._each("starting", trials, Trial.wait_until_ready)
-        return self._each("first steps", {name: trials[name] for name in ready}, _warmed)
+        ready = self._call_for_each("starting", trials, Trial.wait_until_ready)
+        return self._call_for_each("first steps", {name: trials[name] for name in ready}, _make_first_steps)
 
-    def _each(self, work: str, all_of_them: Mapping[str, T], do: Callable[[T], Made]) -> dict[str, Made]:
-        """Call a function for each item, and return the results of those that do not fail.
+    def _call_for_each(self, work: str, items: Mapping[str, T], do: Callable[[T], Made]) -> dict[str, Made]:
+        """Call a function for each candidate and for the default, and return the results by name.
 
-        If a candidate fails, its row gets the reason. If the default fails, its error is raised.
+        A candidate whose call fails is left out, and the reason is written into its row.
+
+        Args:
+            work: Name of the work, for the progress display.
+            items: Arguments of the calls. Keys are the names of the settings.
+            do: The function.
+
+        Raises:
+            TrialError: The call for the default failed.
         """
         made = {}
-        for name, item in all_of_them.items():
+        for name, item in items.items():
             self.progress(f"{work}: {name}")
             try:
                 made[name] = do(item)
             except TrialError as failure:
                 if name == DEFAULT:
                     raise
-                self._give_up(name, str(failure))
+                self._reject(name, str(failure))
         return made
 
-    def _give_up(self, name: str, trouble: str) -> None:
+    def _reject(self, name: str, trouble: str) -> None:
         self.rows[name] = CandidateResult(self.rows[name].setting, trouble=trouble)
 
     def _race(self, runners: dict[str, _Runner]) -> None:
-        """Measure a group of candidates; only the trials of candidates that may be the fastest stay open."""
+        """Measure a group of candidates, and close the trial of a candidate as soon as it cannot become the fastest."""
         default = runners[DEFAULT]
         for name in [*runners]:
             if name != DEFAULT and (trouble := self._difference(self.rows[name].setting, default, runners[name])):
-                self._give_up(name, trouble)
+                self._reject(name, trouble)
                 runners.pop(name).trial.close()
         race = Race([name for name in runners if name != DEFAULT])
         while not race.over and time.monotonic() < self.ends:
@@ -168,7 +182,7 @@ class Contest:
         order = [DEFAULT, *race.running]
         random.shuffle(order)
         number = len(self.default_times) + 1
-        seconds = self._each(f"round {number}", {name: runners[name] for name in order}, _Runner.block)
+        seconds = self._call_for_each(f"round {number}", {name: runners[name] for name in order}, _Runner.block)
         for name in {*order} - {*seconds}:
             race.drop(name)
             runners.pop(name)
@@ -176,10 +190,13 @@ class Contest:
         self.default_times.append(base)
         race.add(base, seconds)
 
-    def _confirmed(self, alive: Mapping[str, _Runner]) -> Setting | None:
-        """Return the fastest candidate that is also faster in fresh rounds.
+    def _confirm(self, alive: Mapping[str, _Runner]) -> Setting | None:
+        """Return the fastest candidate that is faster than the default in new rounds as well; None if there is none.
 
-        Fresh rounds are needed because a slow process of the default makes all candidates look faster.
+        New rounds are needed because all candidates look faster if the process of the default happens to be slow.
+
+        Args:
+            alive: The default and the candidates whose trials are still open.
         """
         known = [(row.verdict, row) for row in self.rows.values() if row.verdict is not None]
         faster = sorted((entry for entry in known if entry[0].outcome == "faster"), key=lambda entry: -entry[0].speed)
@@ -188,8 +205,10 @@ class Contest:
             try:
                 if number and time.monotonic() > self.ends:
                     verdicts = [replace(verdict, outcome="undecided")]
-                elif name in alive and verdict.low >= LUCK:
-                    alone = len(self.rows) == 1  # A single candidate was not selected, so its rounds count as fresh.
+                elif name in alive and verdict.low >= CERTAIN_GAIN:
+                    # A single candidate was not picked from several candidates, so its rounds are unbiased and count as
+                    # fresh.
+                    alone = len(self.rows) == 1
                     verdicts = [verdict if alone else self.fresh_verdict(name, alive)]
                 else:
                     for runner in alive.values():
@@ -197,7 +216,7 @@ class Contest:
                     alive = {}
                     verdicts = self.fresh_verdicts(row.setting)
             except TrialError as failure:
-                self._give_up(name, str(failure))
+                self._reject(name, str(failure))
                 continue
             self.rows[name] = CandidateResult(row.setting, combined(verdicts))
             if verdicts[-1].outcome == "faster":
@@ -205,10 +224,10 @@ class Contest:
         return None
 
     def fresh_verdicts(self, setting: Setting) -> list[RaceVerdict]:
-        """Return the verdicts of pairs of new processes, up to the first verdict other than "faster".
+        """Return the verdicts of up to `PAIRS` pairs of new processes; stop after a verdict that is not "faster".
 
-        The process that starts last was faster in measurements. Therefore the order alternates, and in the first pair
-        the default starts last, because in the contest the candidates did.
+        In measurements, the process that started last was faster. The contest started the candidates last. Therefore
+        the first pair starts the default last, and the order alternates from pair to pair.
         """
         verdicts: list[RaceVerdict] = []
         for turn in range(PAIRS):
@@ -222,7 +241,9 @@ class Contest:
         return verdicts
 
     def fresh_verdict(self, name: str, runners: Mapping[str, _Runner]) -> RaceVerdict:
-        """Return the verdict of new rounds, which did not influence the selection of the candidate.
+        """Run new rounds of a candidate and the default, and return the verdict on the candidate.
+
+        The verdict is unbiased, because the candidate was not selected by these rounds.
 
         Raises:
             TrialError: The candidate failed.
@@ -246,8 +267,8 @@ class Contest:
     def _difference(self, setting: Setting, default: _Runner, runner: _Runner) -> str:
         """Return a text that says how a setting's losses differ from the default's; empty if they agree.
 
-        Only settings that change the rounding are checked. A setting without any effect on the computation may change
-        the losses in another way: another number of loading workers draws other augmentations.
+        Only settings that change the rounding are checked. With other settings, different losses are not necessarily an
+        error: for example, a different number of data loader workers draws different random augmentations.
         """
         if setting.effect is Effect.ROUNDING:
             count = COMPARED_STEPS if self.deterministic else 1
@@ -257,14 +278,18 @@ class Contest:
         return ""
 
 
-def _warmed(trial: Trial) -> _Runner:
+def _make_first_steps(trial: Trial) -> _Runner:
     first = trial.steps(COMPARED_STEPS)
     trial.steps(WARM_UP_STEPS)
     return _Runner(trial, first["losses"], trial.steps(WARM_UP_STEPS)["seconds"] / WARM_UP_STEPS)
 
 
 def repeats(strategy: object) -> bool:
-    """Whether two equal runs have equal losses, according to the strategy in the configuration."""
+    """Whether two runs with the same settings have equal losses under this strategy.
+
+    Args:
+        strategy: The value of ``trainer.strategy`` in the configuration.
+    """
     return not re.search(r"async|mode='ssp'|_ssp", str(strategy))
 
 
@@ -274,7 +299,7 @@ def table(rows: Sequence[CandidateResult], rate: float, title: str = "") -> Tabl
     Args:
         rows: Results of the candidates.
         rate: Steps per second of the default.
-        title: Title of the table; empty for none.
+        title: Title of the table; empty for a table without a title.
     """
     shown = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left")
     for name in ("settings", "steps/s", "speed [interval]", "", ""):

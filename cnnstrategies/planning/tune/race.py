@@ -1,13 +1,13 @@
-"""Statistics that find the faster of several settings from rounds in which each setting runs once.
+"""Statistics that find settings faster than the default. In each round, each candidate and the default run once.
 
-The speed of a machine varies more than the settings differ, but little within a round. Therefore a candidate's time is
-compared with the default's time in the same round. Verdicts are given at three looks, after 11, 17 and 25 rounds. The
-probability of any false verdict is 5 % over all candidates and looks. A candidate leaves the race early if it can
-hardly become the fastest.
+The speed of a machine changes over time, often by more than the settings differ, but it hardly changes within a round.
+Therefore a candidate's time is compared with the default's time in the same round. Verdicts are given at three looks,
+after 11, 17 and 25 rounds. The probability of at least one false verdict, over all candidates and looks, is 5 %. A
+candidate leaves the race early if it is unlikely to become the fastest.
 
-Sources: Hodges and Lehmann (1963) for the estimate and its interval; Wilcoxon (1945) for the signed-rank test on which
-the interval is based, with its exact distribution; Holm (1979) for several candidates; Lan and DeMets (1983) for
-spending the error over the looks.
+Sources: Hodges and Lehmann (1963) for the estimate and its interval; Wilcoxon (1945) for the signed-rank test, whose
+exact distribution gives the interval; Holm (1979) for the correction for several candidates; Lan and DeMets (1983) for
+dividing the error probability among the looks.
 """
 
 import functools
@@ -19,22 +19,23 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Outcome = Literal["faster", "slower", "no difference", "undecided", "behind"]
-MARGIN = math.log(1.02)  # Smaller differences of speed count as none.
-# A candidate counts as behind if, after at least `SOONEST` rounds, it is slower than the leader or the default by
-# `BEHIND` in every round; or, after `LATER` rounds, if an interval with the error `BEHIND_ERROR` shows that it is
-# slower. "Behind" is not a claim about the speed, so it spends none of the error probability.
+MARGIN = math.log(1.02)  # If speeds differ by less than this factor (as a logarithm), the verdict is "no difference".
+# A candidate is compared with the leader and with the default. After at least `FEWEST_ROUNDS` rounds, it counts as
+# behind if it was slower by more than 5 % in every round. After at least `INTERVAL_ROUNDS` rounds, it also counts as
+# behind if an interval with the error probability `BEHIND_ERROR` shows that it is slower. "Behind" only ends the
+# measurement; it is not a statistical verdict, so it uses nothing of the error probability.
 BEHIND = math.log(1.05)
-SOONEST, LATER = 4, 6
+FEWEST_ROUNDS, INTERVAL_ROUNDS = 4, 6
 BEHIND_ERROR = 0.1
 
 
 @dataclass(frozen=True)
 class Look:
-    """A moment at which verdicts may be given.
+    """A number of rounds after which verdicts are given.
 
     Attributes:
-        rounds: Number of rounds after which the look happens.
-        error: Probability of any false verdict that is spent at this look.
+        rounds: Number of rounds.
+        error: Probability of at least one false verdict at this look.
     """
 
     rounds: int
@@ -46,14 +47,14 @@ LOOKS = (Look(11, 0.01), Look(17, 0.015), Look(25, 0.025))
 
 @dataclass(frozen=True)
 class RaceVerdict:
-    """The result of a candidate's rounds.
+    """The comparison of a candidate with the default.
 
     Attributes:
-        outcome: Comparison with the default.
+        outcome: The verdict in words.
         speed: Estimated speed as a multiple of the default's speed.
-        low: Lower end of the speed's interval.
-        high: Upper end of the speed's interval.
-        rounds: Number of rounds.
+        low: Lower end of the confidence interval of the speed.
+        high: Upper end of the confidence interval of the speed.
+        rounds: Number of rounds that were measured.
     """
 
     outcome: Outcome
@@ -69,10 +70,10 @@ class Race:
 
     Args:
         candidates: Names of the candidates.
-        looks: Moments at which verdicts are given.
+        looks: Numbers of rounds after which verdicts are given, each with its error probability.
 
     Attributes:
-        verdicts: Present verdict of each candidate that has one.
+        verdicts: Latest verdicts. Keys are the names of the candidates that have a verdict.
     """
 
     candidates: Sequence[str]
@@ -85,44 +86,57 @@ class Race:
 
     @property
     def running(self) -> list[str]:
-        """Candidates that still take part: those that are not slower, not behind, and not without a difference."""
+        """Names of the candidates that still take part.
+
+        A candidate leaves with the verdict "slower", "no difference" or "behind".
+        """
         left = ("slower", "no difference", "behind")
         return [name for name in self._gains if self.verdicts.get(name, _NOTHING).outcome not in left]
 
     @property
     def over(self) -> bool:
-        """Whether further rounds cannot change the result."""
+        """Whether the race has ended: no candidate runs, the last look was taken, or no candidate is undecided."""
         rounds = max((len(gains) for gains in self._gains.values()), default=0)
         undecided = any(self.verdicts.get(name, _NOTHING).outcome == "undecided" for name in self.running)
         return not self.running or rounds >= self.looks[-1].rounds or (bool(self.verdicts) and not undecided)
 
     def drop(self, name: str) -> None:
-        """Remove a candidate that cannot run any longer."""
+        """Remove a candidate that has failed."""
         self._gains.pop(name, None)
         self.verdicts.pop(name, None)
 
     def add(self, default: float, times: Mapping[str, float]) -> None:
-        """Add a round: seconds per step of the default and of each running candidate."""
+        """Add the times of a round, and give verdicts if the round is a look.
+
+        Args:
+            default: Seconds per step of the default.
+            times: Seconds per step of the running candidates. Keys are the candidates' names.
+        """
         for name, seconds in times.items():
             self._gains[name].append(math.log(default / seconds))
         rounds = max((len(gains) for gains in self._gains.values()), default=0)
         for look in self.looks:
             if look.rounds == rounds:
                 self.judge(look.error)
-        if rounds >= SOONEST:
-            self._leave_behind()
+        if rounds >= FEWEST_ROUNDS:
+            self._find_candidates_behind()
 
     def judge(self, error: float) -> None:
-        """Give the running candidates verdicts with a probability ``error`` of any false verdict."""
+        """Give verdicts to the running candidates.
+
+        Args:
+            error: Probability of at least one false verdict.
+        """
         running = self.running
         ordered = sorted(running, key=lambda name: p_value(self._gains[name]))
         left = len(self.candidates)
         for name in ordered:
             self.verdicts[name] = verdict(self._gains[name], error / left)
             if self.verdicts[name].outcome != "undecided":
-                left -= 1  # Holm: a decided candidate leaves its part of the error to the others.
+                left -= 1  # Holm's procedure: the error probability is now divided among fewer candidates.
 
-    def _leave_behind(self) -> None:
+    def _find_candidates_behind(self) -> None:
+        """Give the verdict "behind" to running candidates that are unlikely to become the fastest."""
         running = self.running
         if not running:
             return
@@ -139,12 +153,12 @@ class Race:
 
 
 def _is_behind(leads: Sequence[float]) -> bool:
-    """Whether a candidate cannot be expected to make up a rival's lead.
+    """Whether a candidate is so much slower than a rival that it need not be measured further.
 
     Args:
-        leads: Logarithm of the rival's speed over the candidate's in each round.
+        leads: For each round, the logarithm of the rival's speed divided by the candidate's speed.
     """
-    return min(leads) > BEHIND or (len(leads) >= LATER and interval(leads, BEHIND_ERROR)[0] > 0)
+    return min(leads) > BEHIND or (len(leads) >= INTERVAL_ROUNDS and interval(leads, BEHIND_ERROR)[0] > 0)
 
 
 _NOTHING = RaceVerdict("undecided", 1.0, 0.0, math.inf, 0)
@@ -155,7 +169,7 @@ def verdict(gains: Sequence[float], error: float) -> RaceVerdict:
 
     Args:
         gains: Logarithm of the default's time divided by the candidate's time, in each round.
-        error: Probability that the interval of the speed is wrong.
+        error: Largest probability that the interval does not contain the true speed.
     """
     low, middle, high = interval(gains, error)
     outcome: Outcome = "undecided"
@@ -169,9 +183,10 @@ def verdict(gains: Sequence[float], error: float) -> RaceVerdict:
 
 
 def combined(verdicts: Sequence[RaceVerdict]) -> RaceVerdict:
-    """Return the joint verdict of several pairs of processes.
+    """Return one verdict for several pairs of processes that ran the same candidate and the default.
 
-    The outcome is that of the last pair, the speed the geometric mean, and the interval covers all intervals.
+    The outcome is the outcome of the last pair. The speed is the geometric mean of the pairs' speeds. The interval
+    extends from the lowest to the highest end of the pairs' intervals.
     """
     middle = math.exp(statistics.mean(math.log(verdict.speed) for verdict in verdicts))
     low, high = min(verdict.low for verdict in verdicts), max(verdict.high for verdict in verdicts)
@@ -179,14 +194,14 @@ def combined(verdicts: Sequence[RaceVerdict]) -> RaceVerdict:
 
 
 def interval(values: Sequence[float], error: float) -> tuple[float, float, float]:
-    """Return Hodges and Lehmann's estimate of the centre of symmetric values, with its exact interval.
+    """Return Hodges and Lehmann's estimate of the centre of a symmetric distribution, with its exact interval.
 
     Args:
-        values: The sample.
-        error: Probability that the interval misses the centre.
+        values: Independent values from the distribution.
+        error: Largest probability that the interval does not contain the centre.
 
     Returns:
-        The lower end, the estimate and the upper end. The ends are infinite if the sample is too small.
+        The lower end, the estimate and the upper end. The ends are infinite if there are too few values.
     """
     means = sorted((value + other) / 2 for value, other in itertools.combinations_with_replacement(values, 2))
     ways = signed_rank_ways(len(values))
@@ -201,7 +216,10 @@ def interval(values: Sequence[float], error: float) -> tuple[float, float, float
 
 
 def p_value(values: Sequence[float]) -> float:
-    """Return the exact two-sided p-value of Wilcoxon's signed-rank test for values symmetric around 0."""
+    """Return the exact two-sided p-value of Wilcoxon's signed-rank test.
+
+    The null hypothesis is that the distribution of the values is symmetric around 0.
+    """
     ranked = sorted(values, key=abs)
     positive = sum(rank for rank, value in enumerate(ranked, start=1) if value > 0)
     total = len(values) * (len(values) + 1) // 2
@@ -211,7 +229,10 @@ def p_value(values: Sequence[float]) -> float:
 
 @functools.cache
 def signed_rank_ways(count: int) -> tuple[int, ...]:
-    """Return, for each possible sum, the number of subsets of the ranks 1 to ``count`` that have it."""
+    """Return the distribution of the signed-rank statistic: the element at index s counts the subsets with sum s.
+
+    The subsets are those of the numbers from 1 to ``count``.
+    """
     ways = [1]
     for rank in range(1, count + 1):
         grown = ways + [0] * rank

@@ -1,4 +1,4 @@
-"""Settings that can be tried on a device, and their form as a configuration."""
+"""Settings that ``tune`` can try, and their conversion to a configuration."""
 
 import itertools
 import os
@@ -16,11 +16,11 @@ CALLBACK = "cnnstrategies.callbacks.ComputeSettings"
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with nested keys.
+    """Return a configuration with nested keys from values with dotted keys.
 
     Args:
-        values: Values by dotted keys, such as ``{"trainer.precision": "bf16-mixed"}``. Keys under ``ComputeSettings``
-            become the arguments of one callback of that class.
+        values: Values by dotted keys, such as ``{"trainer.precision": "bf16-mixed"}``. Keys that begin with
+            ``ComputeSettings.`` become the arguments of one callback of that class.
     """
     result: dict[str, Any] = {}
     arguments = {path.partition(".")[2]: value for path, value in values.items() if path.startswith("ComputeSettings.")}
@@ -38,9 +38,9 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_commented(path: Path, content: Mapping[str, Any], comment: Sequence[str] = ()) -> None:
-    """Write a configuration with a comment, completely or not at all.
+    """Write a configuration with a comment at its head. The file only appears under its name when it is complete.
 
-    If several programs write the same file at once, the file of the last program stays.
+    If several programs write to the same path at once, the program that finishes last replaces the others' files.
     """
     text = yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=None)
     part = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
@@ -53,8 +53,8 @@ class Setting:
     """A change of the configuration that can be tried.
 
     Attributes:
-        name: Name for tables.
-        values: Values by dotted keys.
+        name: Name that tables show.
+        values: Values that the setting changes. Keys are dotted keys of the configuration.
         effect: Effect on the training result.
     """
 
@@ -64,7 +64,7 @@ class Setting:
 
 
 def joined(settings: Sequence[Setting]) -> Setting:
-    """Return one setting with the values of several; a later value of the same key replaces an earlier one."""
+    """Return one setting with the values of several settings. If settings share a key, the last value counts."""
     values: dict[str, Any] = {}
     for setting in settings:
         values.update(setting.values)
@@ -72,9 +72,9 @@ def joined(settings: Sequence[Setting]) -> Setting:
 
 
 def factorial(choices: Sequence[Sequence[Setting]]) -> Iterator[Setting]:
-    """Yield all combinations of at most one setting of each group, except the empty combination.
+    """Yield every combination that takes one setting or none from each group, except the combination without settings.
 
-    Settings interact, so no combination is left out.
+    No combination is left out, because settings can influence each other.
     """
     for combination in itertools.product(*((None, *group) for group in choices)):
         if chosen := [setting for setting in combination if setting is not None]:

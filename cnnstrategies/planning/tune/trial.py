@@ -1,4 +1,4 @@
-"""A training run in processes of its own that makes steps only on request."""
+"""A training run in separate processes that makes steps only when it is asked to."""
 
 import contextlib
 import importlib
@@ -13,14 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable with the socket on which a trial's ranks wait for orders.
-# Modules whose `main` a trial's ranks run: steps on the same batch each time, or steps as in training.
+TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable with the path of the socket from which ranks receive orders.
+# Modules whose `main` a trial's ranks run. The first uses one batch for all steps, the second new batches like `fit`.
 ONE_BATCH, AS_IN_TRAINING = "cnnstrategies.commands.tune.trial", "cnnstrategies.commands.scaling.run"
-FAILED = "This trial has failed: "  # A rank that fails prints this text and the reason in one line.
-PATIENCE = 120.0  # Least time limit in seconds for a start or an order, since the machine may be busy.
-# Number of steps whose losses are compared with the default's. The third loss depends on two updates of the weights.
+FAILED = "This trial has failed: "  # A rank that fails prints one line with this text and the reason.
+# Smallest time limit in seconds for the start and for each order. It is long because the machine may be busy.
+PATIENCE = 120.0
+# The losses of this number of steps are compared with the default's losses. The third loss depends on two updates of
+# the weights.
 COMPARED_STEPS = 3
-# Texts in the output of a failed run, and the cause that they indicate.
+# Each pair has error texts that a failed run may print, and the cause that they indicate to the user.
 CAUSES = (
     (("OutOfMemoryError", "out of memory", "can't allocate memory"), "out of memory"),
     (("BackendCompilerFailed", "InductorError", "CppCompileError", "InvalidCxxCompiler"), "the compiler failed"),
@@ -28,25 +30,26 @@ CAUSES = (
 
 
 class TrialError(Exception):
-    """A trial has ended or taken too long; the message gives the reason in a few words."""
+    """A trial has ended or taken too long; the error message gives the reason in a few words."""
 
 
 class Trial:
-    """One candidate's run.
+    """A run that is measured: the default's run, or the run of one candidate.
 
-    The run is forked from Python's fork server, which has imported the run's module: an import takes seconds, a fork
-    almost no time. The fork server only imports modules, so it has not used a device or started a thread.
+    The run is forked from Python's fork server, which has already imported the run's module. A fork takes almost no
+    time, while the import takes seconds. A fork is safe because the fork server has only imported modules: it has not
+    used a device or started a thread.
 
     Args:
         folder: Folder for the run's socket and output.
-        name: Name of these files.
-        words: Arguments of the command line.
-        seconds: Time limit for the start, and for each later order.
+        name: Name of the two files, without the suffix.
+        words: Command-line arguments of the run.
+        seconds: Time limit for the start and for each later order.
         command: Module whose ``main`` the ranks run.
 
     Attributes:
         output: File with the run's output.
-        process: The process that was started. The processes that it starts are in the same session.
+        process: The process of the run. It leads a process session, to which the processes that it starts also belong.
     """
 
     def __init__(self, folder: Path, name: str, words: Sequence[str], seconds: float, command: str = ONE_BATCH) -> None:
@@ -76,52 +79,52 @@ class Trial:
         """Wait until all ranks have connected.
 
         Raises:
-            TrialError: The run has ended, or not all ranks connected in time.
+            TrialError: The run has ended, or a rank did not connect in time.
         """
-        self._await(lambda: bool(self._ranks) and len(self._ranks) == self._ranks[0].world, self._accept)
+        self._wait_until(lambda: bool(self._ranks) and len(self._ranks) == self._ranks[0].world, self._accept)
 
     @property
     def hellos(self) -> list[dict[str, Any]]:
-        """Ranks' reports on themselves, in rank order."""
+        """The reports that the ranks sent when they connected, in rank order."""
         return [rank.hello for rank in self._ranks]
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Let all ranks make some steps.
+        """Ask all ranks to make ``count`` steps, and wait until they have.
 
         Returns:
-            Rank 0's report, with ``seconds`` of the slowest rank.
+            Rank 0's report, in which ``seconds`` is replaced by the largest ``seconds`` of all ranks.
 
         Raises:
-            TrialError: The run has ended, or a rank has not answered in time.
+            TrialError: The run has ended, or a rank did not answer in time.
         """
         reports = self.ask({"steps": count})
         return {**reports[0], "seconds": max(report["seconds"] for report in reports)}
 
     def ask(self, order: Mapping[str, Any], first: bool = False) -> list[dict[str, Any]]:
-        """Send an order to all ranks, or to the first rank alone.
+        """Send an order to all ranks or only to rank 0, and wait for the reports.
 
         Args:
-            order: The order, as JSON values.
-            first: Whether only the first rank gets the order.
+            order: The order, which must be serializable as JSON.
+            first: Whether only rank 0 gets the order.
 
         Returns:
-            The reports of the asked ranks, in rank order.
+            The ranks' reports, in rank order.
 
         Raises:
-            TrialError: The run has ended, or a rank has not answered in time.
+            TrialError: The run has ended, or a rank did not answer in time.
         """
         asked = self._ranks[:1] if first else self._ranks
         for rank in asked:
             rank.send(order)
         reports: dict[int, dict[str, Any]] = {}
-        self._await(lambda: len(reports) == len(asked), lambda: self._hear(asked, reports))
+        self._wait_until(lambda: len(reports) == len(asked), lambda: self._receive_reports(asked, reports))
         return [reports[rank.number] for rank in asked]
 
     def close(self, patience: float = 5.0) -> None:
         """End the run and all its processes.
 
         Args:
-            patience: Seconds that the processes have to end after SIGTERM.
+            patience: Seconds to wait after SIGTERM before SIGKILL.
         """
         for rank in self._ranks:
             rank.close()
@@ -131,10 +134,10 @@ class Trial:
                 os.killpg(self._pid, signum)
                 self.process.join(seconds)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)  # Ranks may outlive the process that started them.
+            os.killpg(self._pid, signal.SIGKILL)  # Other ranks may outlive the process that started them.
 
     def cause(self) -> str:
-        """Return the reason why the run has ended, in a few words, from its exit code and its output."""
+        """Return in a few words why the run has ended, according to its exit code and its output."""
         code = self.process.exitcode
         assert code is not None, "the run has ended"
         text = self.output.read_text(errors="replace")
@@ -147,9 +150,9 @@ class Trial:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         reasons = [line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)]
         if reasons:
-            return reasons[0]  # The first rank that failed; the other ranks failed because they lost it.
+            return reasons[0]  # The first failure is the cause; the other ranks failed because they lost that rank.
         if code == 0:
-            return "it ended by itself: a callback, max_epochs or limit_train_batches allows no further step"
+            return "it ended by itself: a callback, max_epochs or limit_train_batches allows no more steps"
         return lines[-1] if lines else f"exit code {code}"
 
     def _accept(self) -> None:
@@ -160,12 +163,12 @@ class Trial:
             return
         self._ranks = sorted([*self._ranks, _Rank(connection)], key=lambda rank: rank.number)
 
-    def _hear(self, asked: Sequence["_Rank"], reports: dict[int, dict[str, Any]]) -> None:
+    def _receive_reports(self, asked: Sequence["_Rank"], reports: dict[int, dict[str, Any]]) -> None:
         for rank in asked:
-            if rank.number not in reports and (report := rank.hear(0.2)) is not None:
+            if rank.number not in reports and (report := rank.receive(0.2)) is not None:
                 reports[rank.number] = report
 
-    def _await(self, done: Callable[[], bool], work: Callable[[], None]) -> None:
+    def _wait_until(self, done: Callable[[], bool], work: Callable[[], None]) -> None:
         deadline = time.monotonic() + self._seconds
         while not done():
             if self.process.exitcode is not None:
@@ -176,13 +179,13 @@ class Trial:
 
 
 def _run(module: str, words: list[str], output: Path, variables: Mapping[str, str]) -> None:
-    """Run the function ``main`` of a module in the forked process, with arguments in ``sys.argv``.
+    """Run the function ``main`` of a module in the forked process.
 
     Args:
         module: Name of the module.
-        words: Arguments of the command line.
-        output: File for the standard output and the standard error output.
-        variables: Environment variables.
+        words: Command-line arguments, without the name of the program.
+        output: Existing file that receives standard output and standard error.
+        variables: Environment variables, which replace those of the fork server.
     """
     os.setsid()
     file = os.open(output, os.O_WRONLY)
@@ -192,29 +195,38 @@ def _run(module: str, words: list[str], output: Path, variables: Mapping[str, st
     os.environ.update(variables)
     program = importlib.import_module(module)
     sys.argv = [str(program.__file__), *words]
-    sys.modules["__main__"] = program  # Lightning starts other ranks by the main module.
+    sys.modules["__main__"] = program  # Lightning starts the other ranks by running the main module.
     program.main()
 
 
 class _Rank:
-    """The connection to one rank of a trial."""
+    """The connection to one rank of a trial.
+
+    Attributes:
+        hello: The report that the rank sent when it connected.
+        number: The rank's number.
+        world: World size of the run.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._heard = b""
-        hello = self.hear(10.0)
+        self._buffer = b""
+        hello = self.receive(10.0)
         if hello is None:
             raise TrialError("a rank connected but did not report its number")
         self.hello = hello
         self.number, self.world = int(hello["rank"]), int(hello["world"])
 
     def send(self, order: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # The rank has ended; waiting for its answer raises the reason.
+        """Send an order."""
+        # If the rank has ended, the error with the reason is raised later, where the report is awaited.
+        with contextlib.suppress(OSError):
             self._connection.sendall(json.dumps(order).encode() + b"\n")
 
-    def hear(self, seconds: float) -> dict[str, Any] | None:
+    def receive(self, seconds: float) -> dict[str, Any] | None:
+        """Return the rank's next report; None if it does not arrive within the given seconds."""
         self._connection.settimeout(seconds)
-        while b"\n" not in self._heard:
+        while b"\n" not in self._buffer:
             try:
                 data = self._connection.recv(65536)
             except (TimeoutError, ConnectionError):
@@ -222,8 +234,8 @@ class _Rank:
             if not data:
                 time.sleep(seconds)
                 return None
-            self._heard += data
-        line, _, self._heard = self._heard.partition(b"\n")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
         message: dict[str, Any] = json.loads(line)
         return message
 

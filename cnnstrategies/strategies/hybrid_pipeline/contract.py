@@ -77,7 +77,7 @@ def _outermost(module: LightningModule) -> str:
         f"strategy hybrid_pipeline divides one submodule that has all trainable parameters, and those of {kind} are "
         f"shared out over {owners}: have the module's own forward call them, and the steps "
         "self(images), once, with several views of the images as several inputs; or freeze the others and name one "
-        "with the strategy's option network; or use strategy ddp, which takes them as they are"
+        "with the strategy's option submodule; or use strategy ddp, which takes them as they are"
     )
 
 
@@ -86,7 +86,7 @@ def _checked(module: LightningModule, named: str) -> str:
     if not named or named not in modules:
         close = [path for path in modules if path and path.count(".") <= named.count(".")]
         raise ConfigurationError(
-            f"network={named!r}: {type(module).__name__} has no submodule of this name; it has {', '.join(close[:8])}"
+            f"submodule={named!r}: {type(module).__name__} has no submodule of this name; it has {', '.join(close[:8])}"
         )
     return named
 

@@ -1,4 +1,4 @@
-"""The strategy `parameter_server`: the layer between Lightning and the engine in `cnnstrategies.paramserver`."""
+"""The strategy ``parameter_server``, which connects Lightning's Trainer to :mod:`cnnstrategies.paramserver`."""
 
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
 

@@ -1,4 +1,4 @@
-"""A DDP strategy whose ranks register with a coordinator instead of joining a torch process group."""
+"""The base class of ``parameter_server``: ranks register with a coordinator, and use no torch process group."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -35,18 +35,20 @@ from cnnstrategies.strategies.without_ddp import (
 
 
 class CoordinatedStrategy(StrategyFacts, DDPStrategy):
-    """Starts and watches the processes of a run, and provides the collectives that Lightning uses.
+    """DDP strategy that starts and watches the run's processes, and whose collectives go through the coordinator.
 
-    A collective covers only this worker's own value before a session is open, after the session, and once the worker
-    acts alone.
+    A session is one call of a trainer function, such as ``fit``, from registration with the coordinator to the end.
+    Without an open session, and after a stop was requested, each worker acts alone: a collective then returns the
+    result of this worker's own value.
 
     Attributes:
         membership: This worker's membership; None unless a session is open.
-        options: The options of the servers and of the run.
+        options: The strategy's options.
     """
 
-    gradient_weighting: GradientWeighting = "by_rank"  # The servers weight each worker's gradient by its samples.
-    connects_hosts = True  # All processes of the run register with its coordinator.
+    # The servers weight each worker's gradient by the number of the worker's samples.
+    gradient_weighting: GradientWeighting = "by_rank"
+    connects_hosts = True  # The hosts find each other through the coordinator.
     membership: Membership | None = None
 
     def __init__(
@@ -55,8 +57,8 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         check_keywords(type(self).__name__, kwargs)
         super().__init__(start_method=start_method, timeout=timedelta(seconds=options.timeout), **kwargs)
         self.options = options
-        self._address: RunAddress | None = None  # The address at which the run can be watched and joined.
-        self._folder: Path | None = None  # The folder that holds the address in a file.
+        self._address: RunAddress | None = None  # The run's address, for the commands `watch` and `join`.
+        self._folder: Path | None = None  # The log directory into which rank 0 has written the address.
         self._start = start_method
         self._services: Supervision | None = None
         self._interrupted = False
@@ -68,7 +70,8 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     def __deepcopy__(self, memo: Any) -> Self:
         """Return this strategy itself.
 
-        Weight averaging copies the module with its trainer and metrics, and the copy must belong to the same run.
+        Lightning's callback WeightAveraging makes a deep copy of the module. The copy must use the same strategy and
+        session as the module.
         """
         return self
 
@@ -83,7 +86,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
             self._launcher = WatchingProcessLauncher(self, self._start)
 
     def layout(self) -> NodeLayout:
-        """Return the nodes of the run as Lightning knows them."""
+        """Return the run's nodes and processes, from Lightning's cluster environment."""
         environment = self.cluster_environment
         assert environment is not None
         address, port = environment.main_address, environment.main_port
@@ -100,7 +103,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        """Register with the coordinator; there is no torch process group."""
+        """Register with the coordinator, instead of opening a torch process group."""
         assert self.lightning_module is not None
         reset_seed()
         self.set_world_ranks()
@@ -109,7 +112,10 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
             self.open_session()
 
     def open_session(self) -> None:
-        """Register with the coordinator of the next session."""
+        """Begin the next session, and register with its coordinator.
+
+        If no launcher of this package has done so, local rank 0 starts the coordinator and the servers of this node.
+        """
         assert self.lightning_module is not None
         self._interrupted = self._alone = False
         training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
@@ -120,29 +126,43 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         self.register(worker_address(self.options, place, self.global_rank), key_file)
 
     def register(self, address: Address, key_file: str | None) -> None:
-        """Register as a member of a run."""
+        """Register with a coordinator as a member of a run.
+
+        Args:
+            address: The coordinator's address, and the role, the id and the time-outs of this process.
+            key_file: File with the run's keys; None without encryption.
+        """
         self._address = RunAddress(address.coordinator, key_file)
         self.membership = Membership(address, keys=load_keys(key_file))
         self._collectives = Collectives(self.membership)
 
     def leave_address(self, trainer: Trainer) -> None:
-        """Write ``watch.json`` into the log directory, for ``cnnstrategies watch --run``, until the session ends."""
+        """Write the run's address into the log directory, for ``cnnstrategies watch`` and ``cnnstrategies join``.
+
+        The file is removed when the session ends. All ranks must call this.
+        """
         if trainer.fast_dev_run or not trainer.loggers:  # type: ignore[attr-defined]  # set outside the class
             return
-        folder = trainer.log_dir  # A broadcast, in which every rank must take part.
+        folder = trainer.log_dir  # Lightning broadcasts this value, so every rank must read it.
         if self._address is not None and self.global_rank == 0 and folder is not None and "://" not in folder:
             self._folder = Path(folder)
             self._address.save(self._folder)
 
     @property
     def collectives(self) -> Collectives:
-        """The coordinator's collectives; a session must be open."""
-        assert self._collectives is not None, "the strategy has been set up"
+        """The collectives among the workers; available only while a session is open."""
+        assert self._collectives is not None, "a session is open"
         return self._collectives
 
     @override
     def agree_on_stop(self, received: int | None) -> int | None:
-        """Tell all processes of the run of a received signal; once a stop is known, this worker acts alone."""
+        """Send a received signal to all processes of the run, and return the run's stop signal; None if there is none.
+
+        After that this worker acts alone, because the workers may stop in different steps.
+
+        Args:
+            received: The signal that this process has received; None if it has received none.
+        """
         membership = self.collectives.membership
         if received is not None:
             membership.stop_all(received)
@@ -173,7 +193,10 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         super().teardown()
 
     def leave_session(self) -> None:
-        """Leave the session; do nothing if none is open."""
+        """Leave the session, and stop the servers and the coordinator that this process has started.
+
+        Without an open session do nothing.
+        """
         if self.membership is not None:
             present = None if self._collectives is None else self._collectives.present
             SESSIONS.lost = [] if present is None else [rank for rank in range(self.world_size) if rank not in present]
@@ -192,7 +215,8 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         """End this worker's membership; do nothing if the worker is not a member.
 
         Args:
-            done: The batches of an epoch that this worker has processed, so that other workers process the rest.
+            done: The number of batches that this worker has processed in an epoch, under the keys ``epoch`` and
+                ``processed``. The coordinator then gives the worker's other batches to other workers.
         """
         membership, self.membership, self._collectives = self.membership, None, None
         if membership is not None:
@@ -201,7 +225,14 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     # Collectives
 
     def gather(self, value: Any, operation: str) -> dict[int, Any]:
-        """Return the values of all present workers, by rank."""
+        """Send a value to all workers, and return the values of all living workers by rank.
+
+        All workers must call this.
+
+        Args:
+            value: The value of this worker.
+            operation: Name of the operation, which must be the same on all workers.
+        """
         if self._alone or self._collectives is None:
             return {self.global_rank: value}
         return self._collectives.gather(value, operation).values
@@ -212,12 +243,18 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of one rank on all ranks; objects are not pickled."""
+        """Send an object from rank `src` to all ranks, and return it. All ranks must call this.
+
+        Objects are not pickled: only the types that :mod:`cnnstrategies.codec` encodes can be sent.
+        """
         return obj if self._alone or self._collectives is None else self._collectives.broadcast(obj, src)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
-        """Combine a tensor over all present workers; return any other value unchanged."""
+        """Return the mean, or another reduction, of a tensor over all living workers. All workers must call this.
+
+        A value that is not a tensor is returned unchanged.
+        """
         if not isinstance(tensor, Tensor) or self._alone or self._collectives is None:
             return tensor
         name = str(reduce_op or "sum").lower().removeprefix("redoptype.").replace("avg", "mean")
@@ -227,25 +264,30 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensors of all present workers, stacked along a new first dimension."""
+        """Return the tensors of all living workers, stacked along a new first dimension. All workers must call this."""
         if sync_grads:
             raise ConfigurationError(
-                "all_gather(sync_grads=True): workers do not exchange gradients of activations; leave it out, or use "
-                "strategy ddp"
+                "all_gather(sync_grads=True): with strategy parameter_server, backward cannot pass gradients to other "
+                "workers; leave sync_grads out, or use strategy ddp"
             )
         values = self.gather(tensor, "all_gather")
         return torch.stack([values[rank] for rank in sorted(values)]).to(tensor.device)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all workers, or any of them, have decided so."""
+        """Return whether the decision of all workers, or of any worker, is true. All workers must call this.
+
+        Args:
+            decision: The decision of this worker.
+            all: Whether all workers must have decided so; otherwise one worker is enough.
+        """
         decisions = self.gather(bool(decision), "decision").values()
         return bool(min(decisions) if all else max(decisions))
 
     # Metrics
 
     def share_metrics(self, module: nn.Module) -> None:
-        """Make a module's metrics combine their states over the workers, until the session ends."""
+        """Make the metrics of a module gather their states from all workers, until the session ends."""
         for metric in module.modules():
             if isinstance(metric, Metric):
                 self._metrics.append((metric, metric.dist_sync_fn, metric.distributed_available_fn))

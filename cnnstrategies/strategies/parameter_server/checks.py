@@ -1,4 +1,4 @@
-"""Checks that refuse the modules, callbacks, optimizers, trainers and hooks with which servers cannot train."""
+"""Checks for ``parameter_server``: modules, callbacks, optimizers, settings and hooks that do not work with servers."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,62 +18,62 @@ from cnnstrategies.paramserver.specification import hyperparameters
 from cnnstrategies.strategies.observer_hooks import TO_PYTHON, HookContexts, TensorOrigins, tensors_in
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
-GATHERS = "gather_distributed"  # Options of lightly's losses and memory banks have names that end so.
+GATHERS = "gather_distributed"  # The names of lightly's options for gathering from all processes end in this text.
 
 
 def check_module(module: LightningModule, options: ParameterServerOptions) -> None:
-    """Refuse a module that servers cannot train, by a ConfigurationError."""
+    """Raise a ConfigurationError for a module that servers cannot train."""
     if options.mode != "local" and is_overridden("configure_gradient_clipping", module):
         raise ConfigurationError(
-            f"{type(module).__name__}.configure_gradient_clipping would clip each worker's gradient instead of their "
-            "mean: let the servers clip by trainer.gradient_clip_val and trainer.gradient_clip_algorithm, or use "
-            "strategy ddp"
+            f"{type(module).__name__}.configure_gradient_clipping would clip each worker's gradient, not the mean of "
+            "the gradients: remove the method, so that the servers clip by trainer.gradient_clip_val and "
+            "trainer.gradient_clip_algorithm, or use strategy ddp"
         )
     if not module.automatic_optimization:
         raise ConfigurationError(
             f"{type(module).__name__} sets automatic_optimization=False, but with strategy parameter_server the "
-            "servers make the optimizer's step: set it to True, or use strategy ddp"
+            "servers run the optimizer: set it to True, or use strategy ddp"
         )
     for name, child in module.named_modules():
         if options.mode != "local" and isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise ConfigurationError(
-                f"{name} is {type(child).__name__}(sparse=True), and the servers take dense gradients: use "
+                f"{name} is {type(child).__name__}(sparse=True), but the servers accept dense gradients only: use "
                 "sparse=False, mode: local, or strategy ddp"
             )
         for attribute in (key for key, value in vars(child).items() if value is True and key.endswith(GATHERS)):
             raise ConfigurationError(
-                f"{name}.{attribute}=True would gather nothing, because strategy parameter_server has no process group "
-                "of torch.distributed: set it to False, which compares the images within each process, or use strategy "
-                "ddp"
+                f"{name}.{attribute}=True would gather nothing, because strategy parameter_server does not use a "
+                f"process group of torch.distributed: set {attribute} to False, so that only the images of the same "
+                "process are compared, or use strategy ddp"
             )
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> None:
-    """Refuse callbacks whose search or average would be wrong, by a ConfigurationError."""
+    """Raise a ConfigurationError for a callback of Lightning that does not work with servers."""
     for callback in callbacks:
         if isinstance(callback, StochasticWeightAveraging):
             raise ConfigurationError(
-                "StochasticWeightAveraging writes averaged weights into the network at the end, and the servers' "
+                "StochasticWeightAveraging writes averaged weights into the network at the end, but the servers' "
                 "weights would overwrite them: use Lightning's WeightAveraging or EMAWeightAveraging, or strategy ddp"
             )
         if isinstance(callback, BatchSizeFinder | LearningRateFinder):
             raise ConfigurationError(
-                f"{type(callback).__name__} cannot search with strategy parameter_server: search on one device "
-                "(strategy: auto, devices: 1) with the same global_batch_size, and train without the callback"
+                f"{type(callback).__name__} does not work with strategy parameter_server: run it on one device "
+                "(strategy: auto, devices: 1) with the same global_batch_size, and then train without the callback"
             )
 
 
 def check_optimizers(optimizers: list[Optimizer], options: ParameterServerOptions) -> None:
-    """Refuse optimizers that the servers cannot run, by a ConfigurationError."""
+    """Raise a ConfigurationError for optimizers that the servers cannot run."""
     if len(optimizers) != 1:
         raise ConfigurationError(
-            f"configure_optimizers returned {len(optimizers)} optimizers, and the servers run one: use its parameter "
-            "groups"
+            f"configure_optimizers returned {len(optimizers)} optimizers, but the servers run exactly one: return one "
+            "optimizer, with several parameter groups if necessary"
         )
     if isinstance(optimizers[0], LBFGS):
         raise ConfigurationError(
             "LBFGS evaluates the loss several times in a step, which servers cannot do: use SGD, Adam or another "
-            "optimizer that takes one gradient, or strategy ddp"
+            "optimizer that needs one gradient in each step, or strategy ddp"
         )
     if options.mode != "local":  # In mode local each worker runs the optimizer itself.
         _check_served(optimizers[0])
@@ -83,40 +83,44 @@ def _check_served(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ConfigurationError(
-            f"{name} keeps separate weights for training and for evaluation (its methods train and eval), and servers "
-            "hold one set: use mode: local, or strategy ddp"
+            f"{name} keeps separate weights for training and for evaluation (its methods train and eval), but servers "
+            "hold one set of weights: use mode: local, or strategy ddp"
         )
     for number, group in enumerate(hyperparameters(optimizer)):
         for option, value in group.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigurationError(
-                    f"{name} has {option}={value} in parameter group {number}, and the servers take finite numbers "
+                    f"{name} has {option}={value} in parameter group {number}, but the servers accept finite numbers "
                     "only: set a finite value, or use mode: local or strategy ddp"
                 )
 
 
 def check_dispatch(trainer: Trainer, options: ParameterServerOptions) -> None:
-    """Refuse joint actions within an epoch if batches are dispatched dynamically, by a ConfigurationError.
+    """Raise a ConfigurationError for settings of a trainer that do not work with ``data_dispatch: dynamic``.
 
-    Workers then make different numbers of steps, and meet only at the end of an epoch.
+    With ``dynamic`` the workers make different numbers of steps, so they can validate, save or stop together only at
+    the end of an epoch.
     """
     if options.data_dispatch == "static":
         return
     for setting, replacement in _within_epochs(trainer):
         raise ConfigurationError(
-            f"{setting}: with data_dispatch: dynamic workers make different numbers of steps, and meet only at the end "
-            f"of an epoch; use {replacement}, or data_dispatch: static"
+            f"{setting}: with data_dispatch: dynamic workers make different numbers of steps, and wait for each other "
+            f"only at the end of an epoch; use {replacement}, or data_dispatch: static"
         )
 
 
 def _within_epochs(trainer: Trainer) -> Iterator[tuple[str, str]]:
-    """Yield each setting by which a trainer does something jointly within an epoch, and a replacement for it."""
+    """Yield the settings that make all workers wait for each other within an epoch.
+
+    Each setting is a pair of texts for an error message: the setting with its value, and what to use instead.
+    """
     if trainer.val_check_interval != 1.0:
         yield f"val_check_interval={trainer.val_check_interval}", "1.0"
     if trainer.max_steps != -1 and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         yield f"max_steps={trainer.max_steps}", "max_epochs"
     if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
-        # Some workers would load the next epoch while other workers are still in this one.
+        # Some workers would create the loader of the next epoch while other workers still train in this epoch.
         yield f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}", "0"  # type: ignore[attr-defined]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         argument = acts_within_epochs(callback)
@@ -126,14 +130,15 @@ def _within_epochs(trainer: Trainer) -> Iterator[tuple[str, str]]:
             yield f"{type(callback).__name__} with {argument}", replacement
 
 
-# A hook sees the gradient of its own worker's images; the servers take the mean afterwards. A linear function (to
-# scale, mask, add or drop gradients) gives the same result before and after the mean. A norm, a clamp or a test for NaN
-# does not.
+# Names of the hooks between backward and the optimizer's step. Such a hook sees the gradient of its own worker's
+# images, because the servers compute the mean later. A linear function of gradients (to scale, mask, add or drop them)
+# gives the same result before and after the mean. A norm, a clamp or a test for NaN gives different results.
 HOOKS = ("on_after_backward", "on_before_optimizer_step")
-# Names of torch's functions. The names of operators and of functions that work in place are derived from these.
-PRODUCTS = ("mul", "multiply", "matmul", "masked_fill", "where")  # Linear if only one operand is a gradient.
-QUOTIENTS = ("div", "truediv", "true_divide")
-LINEAR = (
+# Names of torch's functions that are linear in gradients. `_is_linear` also accepts their in-place variants and
+# operators, such as `mul_` and `__rmul__` for `mul`.
+PRODUCTS = ("mul", "multiply", "matmul", "masked_fill", "where")  # Linear if only one argument comes from a gradient.
+QUOTIENTS = ("div", "truediv", "true_divide")  # Linear if only the dividend comes from a gradient.
+LINEAR = (  # Linear in all arguments, or independent of the values.
     "add", "sub", "subtract", "neg", "negative", "sum", "mean", "cumsum", "cat", "stack", "lerp", "zero", "copy",
     "clone", "detach", "contiguous", "view", "reshape", "flatten", "t", "permute", "transpose", "expand", "to",
     "cpu", "cuda", "float", "double", "unsqueeze", "squeeze", "chunk", "split", "unbind", "zeros_like", "ones_like",
@@ -144,28 +149,32 @@ LINEAR = (
 
 
 def watch_gradients(module: LightningModule, callbacks: Iterable[Callback]) -> HookContexts:
-    """Refuse nonlinear functions of gradients in the user's hooks between backward and the optimizer's step."""
+    """Make the user's hooks in `HOOKS` raise a ConfigurationError if they compute a nonlinear function of gradients.
+
+    Returns:
+        The replacement of the hooks, which lasts until its ``end`` is called.
+    """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return HookContexts((module, *callbacks), HOOKS, partial(Linear, names))
 
 
 class Linear(TorchFunctionMode):
-    """Mode in which a function that is not linear in gradients is refused.
+    """Mode of torch that raises a ConfigurationError when a user's hook computes a nonlinear function of gradients.
 
     Args:
-        names: Names of the parameters, by their ids.
-        hook: Name of the user's hook that runs in this mode.
+        names: Name of each parameter, by the parameter's ``id()``.
+        hook: Class and method of the user's hook that runs in this mode, for the error message.
     """
 
     def __init__(self, names: dict[int, str], hook: str) -> None:
         super().__init__()
         self._hook = hook
         self._names = names
-        # The name of a gradient's parameter, for each gradient and each tensor that is computed from gradients.
+        # The origin of a gradient, and of a tensor that is computed from gradients, is the name of a parameter.
         self._gradients: TensorOrigins[str] = TensorOrigins()
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Check the arguments of a function, and call it."""
+        """Check whether torch's function `func` is linear in gradients, and call the function."""
         kwargs = kwargs or {}
         parameters = self._parameters_of((*args, *kwargs.values()))
         if parameters and not self._is_linear(func, args, parameters):
@@ -178,7 +187,7 @@ class Linear(TorchFunctionMode):
         return result
 
     def _parameters_of(self, values: Iterable[Any]) -> list[str]:
-        """Return the names of the parameters whose gradients are among some values."""
+        """Return the recorded origins of the tensors among some values. Each origin is the name of a parameter."""
         return [name for tensor in tensors_in(values) if (name := self._gradients.origin_of(tensor, ""))]
 
     def _is_linear(self, func: Callable[..., Any], args: Sequence[Any], parameters: Sequence[str]) -> bool:
@@ -186,7 +195,7 @@ class Linear(TorchFunctionMode):
             return False
         name = func.__name__.removeprefix("_foreach_").strip("_")
         if func.__name__.startswith("__") and name[:1] in ("r", "i") and name[1:] in (*PRODUCTS, *QUOTIENTS, *LINEAR):
-            name = name[1:]  # `__rmul__` and `__imul__` are `mul`.
+            name = name[1:]  # `__rmul__` and `__imul__` count as `mul`.
         if name in QUOTIENTS:
             return len(parameters) == 1 and not self._parameters_of(args[1:])
         if name in PRODUCTS:
@@ -196,7 +205,7 @@ class Linear(TorchFunctionMode):
     def _refuse(self, name: str, func: Any) -> NoReturn:
         raise ConfigurationError(
             f"{self._hook} computes {func.__name__} of the gradient of {name}, which comes from this worker's images "
-            "alone: the servers take the mean later, so only linear functions (to scale, mask, add or drop gradients) "
-            "give the result of one device; to clip, set Trainer(gradient_clip_val=...), or use mode: async or local, "
-            "or strategy ddp"
+            "alone: the servers compute the mean over the workers later, so only linear functions (to scale, mask, add "
+            "or drop gradients) give the same result as on one device; to clip, set Trainer(gradient_clip_val=...); "
+            "otherwise use mode: async or local, or strategy ddp"
         )

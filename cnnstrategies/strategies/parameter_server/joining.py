@@ -1,4 +1,4 @@
-"""Strategy of a process that joins a running run: it takes batches and pushes gradients, and does nothing else."""
+"""The strategy of a joiner: a process that joins a run which trains already, and adds gradients to the training."""
 
 import signal
 import threading
@@ -43,22 +43,24 @@ from cnnstrategies.strategies.parameter_server.start import (
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-TOLD = "it was told to leave"
-LEAST_BEATS = 4  # Smallest number of heartbeats within the coordinator's time-out.
+TOLD_TO_LEAVE = "it was told to leave"  # The reason in the last line of the output of `cnnstrategies join`.
+LEAST_BEATS = 4  # Least number of heartbeats that this process sends within the coordinator's time-out.
 
 
 class JoinedDispatch(BatchDispatch):
-    """Takes batches from the one with which the process was admitted until the process is told to leave."""
+    """Takes batches from the coordinator until the process is told to leave, beginning with the batches of `first`."""
 
     def __init__(self, strategy: "JoiningStrategy") -> None:
         super().__init__(strategy)
         self._joiner = strategy
-        self.first: Chunk | None = None  # The batches that were taken at the admission, to see whether any are left.
-        self._rests = False
+        # The batches that this process took when it was admitted; None once they have been given to the loader.
+        self.first: Chunk | None = None
+        self._rests = False  # Whether the loader must yield no batches.
 
     @override
     def epoch(self, trainer: Trainer) -> int:
-        # Lightning iterates over the loader before each epoch, and again within each epoch except the first.
+        # Lightning iterates over the loader before each epoch, and again at the start of each epoch except the first.
+        # Without this check, the iteration before an epoch would take batches that are never computed.
         begun = trainer.fit_loop.epoch_progress.current.ready > trainer.current_epoch
         self._rests = trainer.current_epoch > 0 and not begun
         return trainer.current_epoch
@@ -68,11 +70,11 @@ class JoinedDispatch(BatchDispatch):
         if self._rests:
             return
         self.seen = self.processed = 0
-        theirs = self._joiner.collectives.begin_epoch(epoch, batches, 1)
-        if theirs not in (0, batches):
+        run_batches = self._joiner.collectives.begin_epoch(epoch, batches, 1)
+        if run_batches not in (0, batches):
             raise ConfigurationError(
-                f"an epoch of the run has {theirs} batches, and an epoch of this configuration {batches}: use the "
-                "run's own data and batch size"
+                f"an epoch of the run has {run_batches} batches, but an epoch of this configuration has "
+                f"{batches}: use the run's own data and batch size"
             )
 
     @override
@@ -90,21 +92,22 @@ class JoinedDispatch(BatchDispatch):
 
 
 class JoiningStrategy(ParameterServerStrategy):
-    """An additional worker of a run, which gets its batches from the run's coordinator.
+    """Strategy of a joiner: an additional worker of a run, which gets its batches from the run's coordinator.
 
-    For Lightning the process is alone. Each ``fit`` covers an epoch of the run, or its rest: the worker waits for its
-    admission, and leaves at the end, so that the other workers end the epoch.
+    For Lightning the process is a run of one process. Each call of ``fit`` covers an epoch of the run, or the rest of
+    an epoch. The joiner first waits until the run admits it, and leaves the run at the end of the epoch, so that the
+    other workers can end the epoch without it.
 
     Attributes:
-        leaving: Whether the process was told to leave.
-        epochs: Epochs in which the process has taken part.
+        leaving: Whether the process was told to leave, by Ctrl-C or SIGTERM.
+        epochs: Numbers of the epochs in which the process has computed batches.
         batches: Number of batches that the process has computed.
         samples: Number of samples in these batches.
 
     Args:
         options: The options of the run's configuration.
         address: The run's address.
-        place: The place that the coordinator offers.
+        place: The id, the incarnation and the session that the coordinator offers to this joiner.
     """
 
     def __init__(self, options: ParameterServerOptions, address: RunAddress, place: JoinPlace) -> None:
@@ -114,10 +117,10 @@ class JoiningStrategy(ParameterServerStrategy):
         self.epochs: set[int] = set()
         self.batches = self.samples = 0
         self._alone = True
-        self._configured: tuple[Any, int] | None = None  # The configured maximum of epochs and of steps.
+        self._configured: tuple[Any, int] | None = None  # Largest numbers of epochs and of steps in the configuration.
         self._run = address
-        self._patience = FIRST_SECONDS + place.timeout
-        self._waiting = False
+        self._patience = FIRST_SECONDS + place.timeout  # Seconds to wait for a reply of the coordinator.
+        self._waiting = False  # Whether the process waits for admission, so that a signal may interrupt it.
         self._dispatch: JoinedDispatch = JoinedDispatch(self)
         self._handle_signals()
 
@@ -129,31 +132,39 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def open_session(self) -> None:
-        """Do nothing: the session opens after the set-up, so that no place is reserved during the set-up."""
+        """Do nothing. The session is opened after the set-up, so that no place in the run is reserved during set-up."""
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments for a sampler of all workers' samples; the coordinator's numbers refer to these."""
+        """Arguments for the distributed sampler of the training data.
+
+        The coordinator gives out positions in the order of all workers' batches, so the sampler must have as many
+        replicas as the run has workers.
+        """
         return {"num_replicas": self.world_size, "rank": 0}
 
     @override
     def setup(self, trainer: Trainer) -> None:
         loop = trainer.fit_loop
         self._configured = self._configured or (loop.max_epochs, loop.max_steps)
-        # Schedules follow the configuration, as on the other workers.
+        # Learning-rate schedules read these numbers, and must get the same numbers as on the other workers.
         loop.max_epochs, loop.epoch_loop.max_steps = self._configured
         super().setup(trainer)
         worker = self._enter()
         self.collectives.membership.report_figures(worker.counters.figures)
         self.epochs.add(self._epoch)
-        # Without this, each epoch would begin with the same random numbers.
+        # Without this call, each epoch would begin with the same random numbers.
         seed_all(mixed_seed(torch.initial_seed(), self.global_rank, self._epoch))
-        # The run's coordinator decides when the run is over.
+        # This `fit` ends after one epoch. The coordinator decides when the run is over.
         loop.max_epochs, loop.epoch_loop.max_steps = trainer.current_epoch + 1, -1
 
     def _handle_signals(self) -> None:
-        """Make Ctrl-C and SIGTERM leave the run after the batches that were taken; a second signal ends the process."""
+        """Install handlers for Ctrl-C and SIGTERM.
+
+        After the first signal the process computes the batches that it has taken, and leaves the run. A second signal
+        ends the process at once.
+        """
         if threading.current_thread() is threading.main_thread():
             for signum in SIGNALS:
                 signal.signal(signum, self._on_signal)
@@ -164,11 +175,11 @@ class JoiningStrategy(ParameterServerStrategy):
             signal.raise_signal(signum)
         self.leaving = True
         if self._waiting:
-            raise RunEnded(TOLD, clean=True)
+            raise RunEnded(TOLD_TO_LEAVE, clean=True)
 
     @override
     def agree_on_stop(self, received: int | None) -> int | None:
-        """Return None: a joiner's own handler ends it, and no other process with it."""
+        """Return None: the joiner's own signal handlers stop it, and no other process stops with it."""
         return None
 
     @override
@@ -177,12 +188,12 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Do nothing: the run goes on without this process."""
+        """Do nothing: the run continues without this process."""
 
     # Joining and leaving
 
     def _enter(self) -> Worker:
-        """Wait for the admission and a first batch; return the connection to the servers.
+        """Wait until the run admits this process and gives it batches, and return the connection to the servers.
 
         Raises:
             RunEnded: The run is over, or this process was told to leave.
@@ -190,7 +201,7 @@ class JoiningStrategy(ParameterServerStrategy):
         worker = None
         while worker is None:
             if self.leaving:
-                raise RunEnded(TOLD, clean=True)
+                raise RunEnded(TOLD_TO_LEAVE, clean=True)
             self._waiting = True
             try:
                 worker = self._try()
@@ -199,7 +210,12 @@ class JoiningStrategy(ParameterServerStrategy):
         return worker
 
     def _try(self) -> Worker | None:
-        """Return the connection to the servers; None if another process took the place, or no batch is left."""
+        """Try once to join the run.
+
+        Returns:
+            The connection to the servers; None if another process took the offered place, or if the epoch has no
+            batches left.
+        """
         place = self._find_place()
         try:
             self._take(place)
@@ -207,7 +223,8 @@ class JoiningStrategy(ParameterServerStrategy):
             self.unregister()
             if ended.clean:
                 raise
-            time.sleep(PAUSE)  # Another process took the place, or the coordinator has ended: the next try tells which.
+            # Another process took the place, or the coordinator has ended. The next attempt shows which.
+            time.sleep(PAUSE)
             return None
         try:
             worker, specification = self._wait_for_admission()
@@ -229,16 +246,17 @@ class JoiningStrategy(ParameterServerStrategy):
         except ConfigurationError as error:
             if not self.epochs:
                 raise
-            raise RunEnded(OVER, clean=True) from error  # The coordinator answered before, so the run has ended.
+            # The coordinator replied in an earlier epoch. If it does not reply now, the run has ended.
+            raise RunEnded(OVER, clean=True) from error
 
     def _take(self, place: JoinPlace) -> None:
-        """Register as a member in a place.
+        """Register with the coordinator in the place that it has offered.
 
         Raises:
             RunEnded: Another process took the place, or the run is over.
         """
         heartbeat = min(self.options.heartbeat, place.timeout / LEAST_BEATS)
-        # The coordinator has just answered, so the long wait of a run's start is not needed.
+        # The coordinator has just replied, so a short wait is enough.
         appear = max(place.timeout, ANSWER_SECONDS)
         address = Address(
             self._run.coordinator, WORKER, place.id, place.incarnation, heartbeat, place.timeout, appear, place.session
@@ -246,7 +264,14 @@ class JoiningStrategy(ParameterServerStrategy):
         self.register(address, self._run.key_file)
 
     def _wait_for_admission(self) -> tuple[Worker, Specification]:
-        """Wait for the admission; return the connection to the servers and the run's specification."""
+        """Wait until the run admits this process.
+
+        Returns:
+            The connection to the servers, and the run's specification.
+
+        Raises:
+            ConfigurationError: The parameters or the seed of this configuration differ from those of the run.
+        """
         module, optimizer, run = self.module, self.optimizers[0], self.collectives
         specification = agreed_specification(self)
         check_parameters(specification, self.options.specification(module, optimizer, 1, self.world_size))
@@ -267,10 +292,10 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Install the signal handlers again; the connection to the servers exists already."""
-        self._handle_signals()  # Lightning has installed its own handlers for the time of the fit.
+        """Prepare the epoch. The connection to the servers exists already."""
+        self._handle_signals()  # At the start of `fit` Lightning has replaced the signal handlers.
         for config in self.trainer.lr_scheduler_configs:
-            config.strict = False  # Only the run's own workers measure the monitored value.
+            config.strict = False  # A joiner does not validate, so the value that a schedule monitors is missing here.
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -288,7 +313,7 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """Leave after the batches that were taken, so that the other workers end the epoch."""
+        """Leave the run, so that the other workers can end the epoch without this process."""
         assert self._stepper is not None
         self._stepper.worker.wait_all()
         self._leave_servers()
@@ -300,20 +325,33 @@ class JoiningStrategy(ParameterServerStrategy):
 
 
 def check_parameters(run: Specification, configured: Specification) -> None:
-    """Refuse a network whose parameters differ from the run's, by a ConfigurationError."""
-    for theirs, mine in zip_longest(run.parameters, configured.parameters):
-        if theirs != mine:
+    """Raise a ConfigurationError if a joiner's network does not have the same parameters as the run's network.
+
+    Args:
+        run: The run's specification.
+        configured: The specification that follows from the joiner's own configuration.
+    """
+    for expected, parameter in zip_longest(run.parameters, configured.parameters):
+        if expected != parameter:
             raise ConfigurationError(
-                f"the run trains {len(run.parameters)} parameters, and this configuration "
-                f"{len(configured.parameters)}: {theirs} there is {mine} here; use the run's own configuration"
+                f"the run trains {len(run.parameters)} parameters, but this configuration has "
+                f"{len(configured.parameters)}; the first difference is {expected or 'no parameter'} in the run "
+                f"and {parameter or 'no parameter'} here: use the run's own configuration"
             )
 
 
-def check_seed(theirs: str) -> None:
-    """Refuse a seed that differs from the run's, and so gives another order of samples, by a ConfigurationError."""
-    mine = seed()
-    if theirs != mine:
+def check_seed(run_seed: str) -> None:
+    """Raise a ConfigurationError if this process and the run have different seeds.
+
+    The order of the samples follows from the seed, and must be the same on all workers.
+
+    Args:
+        run_seed: The run's value of ``seed_everything``; empty if no seed is set.
+    """
+    configured = seed()
+    if run_seed != configured:
         raise ConfigurationError(
-            f"the run has seed_everything={theirs or 'false'}, and this configuration {mine or 'false'}, so samples "
-            "would have another order here: use the run's own configuration"
+            f"the run has seed_everything={run_seed or 'false'}, but this configuration has "
+            f"{configured or 'false'}, so the samples would have a different order here: use the run's own "
+            "configuration"
         )

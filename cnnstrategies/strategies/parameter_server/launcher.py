@@ -1,6 +1,7 @@
-"""Launchers that watch the ranks: a killed rank is restarted, or the other ranks go on without it.
+"""Launchers that start a node's processes and watch them: a killed rank is restarted, or the run continues without it.
 
-The launching process only watches. Rank 0 is one of its children and may die like any other rank.
+The process that starts the ranks is not a rank itself. Rank 0 is one of its child processes, and may be restarted like
+any other rank.
 """
 
 import contextlib
@@ -39,15 +40,15 @@ from cnnstrategies.runtime.processes import end_with_parent
 from cnnstrategies.strategies.parameter_server.checks import check_callbacks, check_dispatch
 from cnnstrategies.strategies.parameter_server.run import INCARNATION, SESSIONS, choose_rendezvous, open_supervision
 
-ENDED = 75  # Exit code (EX_TEMPFAIL) of a rank whose run has ended because another process failed.
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+ENDED = 75  # Exit code (EX_TEMPFAIL) of a rank that ends because another process of the run has failed.
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Signals that are forwarded to the ranks.
 
 
 @contextlib.contextmanager
 def forwarding(supervision: Supervision) -> Iterator[None]:
-    """Forward signals from this process to the workers, which stop at the end of their step.
+    """Forward the signals in `FORWARDED` from this process to the ranks, inside this context.
 
-    Ctrl-C is not forwarded, because the terminal sends it to the workers as well.
+    Ctrl-C is not forwarded: the terminal sends it to all processes, and the ranks handle it. This process ignores it.
     """
 
     def forward(signum: int, frame: FrameType | None) -> None:
@@ -63,13 +64,13 @@ def forwarding(supervision: Supervision) -> Iterator[None]:
 
 
 class _Watching:
-    """Common part of both launchers: checks before the start, and the watch over this node's processes."""
+    """Base class of both launchers, with the checks before the start and the supervision of this node's processes."""
 
     _strategy: Any
     _supervision: Supervision | None = None
 
     def check(self, trainer: Trainer | None) -> bool:
-        """Refuse a run that servers cannot do; return whether the run trains."""
+        """Raise a ConfigurationError for a run that does not work with servers; return whether the run trains."""
         if trainer is None:
             return False
         self._strategy.check()
@@ -86,16 +87,17 @@ class _Watching:
         start: Callable[[int, int], Handle],
         tick: Callable[[], None] = lambda: None,
     ) -> Supervision:
-        """Run the coordinator, servers and ranks of this node until the ranks have ended.
+        """Start the coordinator, the servers and the ranks of this node, and wait until the ranks have ended.
 
         Args:
             training: Whether the run trains, and so needs servers.
-            method: How the coordinator and the servers are started.
-            start: Starts a rank; called with the rank's number on this node and the number of its earlier starts.
-            tick: Called many times a second.
+            method: How to start the coordinator and the servers.
+            start: Starts a rank. Its arguments are the local rank, and the number of times that the rank was started
+                before.
+            tick: Called several times per second while the ranks run.
 
         Returns:
-            The supervision of the processes, which have all ended.
+            The supervision of the processes, which shows how each process has ended.
         """
         options, layout = self._strategy.options, self._strategy.layout()
         place = choose_rendezvous(options, layout, SESSIONS.launch(), supervised=True)
@@ -116,29 +118,29 @@ class _Watching:
         return supervision
 
     def kill(self, signum: int) -> None:
-        """Send a signal to the ranks; Lightning calls this."""
+        """Send a signal to the ranks. Lightning calls this method when it interrupts a run."""
         if self._supervision is not None:
             self._supervision.send_signal(signum)
 
 
 class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
-    """Starts the ranks by fork or spawn, and watches them."""
+    """Launcher that starts the ranks with ``fork`` or ``spawn``, and watches them."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Run a function on all ranks, and return the result of rank 0.
 
         Raises:
-            RunEnded: The run could not go on; the message names the processes that died.
+            RunEnded: The run could not continue; the error message names the processes that died.
             ProcessRaisedException: The function raised an error on a rank.
         """
         check_start(self._start_method, self._strategy.root_device)
         training = self.check(trainer)
         if self._already_fit and training:
             raise NotImplementedError(
-                f"trainer.fit() cannot be called twice on the same Trainer with start_method {self._start_method}, "
-                "because the trainer's loops stay in the ranks: make a new Trainer, and resume from a checkpoint of "
-                "the first"
+                "Calling `trainer.fit()` twice on the same Trainer is not possible with start_method "
+                f"{self._start_method}, because the state of the trainer's loops is lost with the ranks: create a new "
+                "Trainer, and resume from a checkpoint of the first fit"
             )
         assert self._strategy.cluster_environment is not None
         os.environ["MASTER_PORT"] = str(self._strategy.cluster_environment.main_port)
@@ -184,7 +186,7 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
         end_with_parent(starter.pid)
         os.environ[INCARNATION] = str(incarnation)
         try:
-            # Replaces the queue into which Lightning puts rank 0's result.
+            # Lightning puts rank 0's result into a queue. This object replaces the queue by the pipe.
             queue: Any = SimpleNamespace(put=lambda value: pipe.send(("result", local_rank, value)))
             self._wrapping_function(local_rank, *call, queue, state)
         except RunEnded as ended:
@@ -192,9 +194,9 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
             pipe.send(("ended", local_rank, str(ended)))
             sys.exit(ENDED)
         except Exception as error:
-            # Lightning calls this hook in the process that has called `fit`, but here the rank has failed.
+            # Lightning would call this hook only in the process that called `fit`, but the error is in this rank.
             self._strategy.on_exception(error)
-            pipe.send(("failed", local_rank, traceback.format_exc()))  # The process that called `fit` raises it.
+            pipe.send(("failed", local_rank, traceback.format_exc()))  # The process that called `fit` raises the error.
             sys.exit(1)
         finally:
             strategy: Any = self._strategy
@@ -206,7 +208,10 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
 
 
 class WatchingScriptLauncher(_Watching, ScriptLauncher):
-    """Starts this program once for each rank, and watches the ranks, unless another launcher has started them."""
+    """Launcher that runs the script once for each rank, and watches the ranks.
+
+    If another launcher such as torchrun has started the ranks, this launcher starts and watches nothing.
+    """
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
@@ -214,10 +219,10 @@ class WatchingScriptLauncher(_Watching, ScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Run this program on every rank and end after the ranks; on a rank, run the function.
+        """Start the ranks, wait until they have ended, and end this process; on a rank, run the function instead.
 
         Raises:
-            SystemExit: In the process that has watched the ranks, after they have ended.
+            SystemExit: The ranks have ended. Only the process that has started the ranks raises it.
         """
         training = self.check(trainer)
         if self.cluster_environment.creates_processes_externally:
@@ -225,7 +230,7 @@ class WatchingScriptLauncher(_Watching, ScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         supervision = self.watch(training, "program", self._start_rank)
         codes = [worker.code or 0 for worker in supervision.workers]
-        # A negative code is a killed worker without a replacement. It is a failure only if all workers were killed.
+        # A negative code means that a worker was killed and not restarted. The run has failed only if all were killed.
         sys.exit(2 if 2 in codes else max(0, *codes) or int(all(code < 0 for code in codes)))
 
     def _start_rank(self, local_rank: int, incarnation: int) -> Handle:
@@ -242,13 +247,21 @@ class WatchingScriptLauncher(_Watching, ScriptLauncher):
 
 
 class _Reports:
-    """Reports of the ranks: a result, or the reason why a rank has ended."""
+    """Reports that the ranks send when they end.
+
+    Attributes:
+        received: Kind, rank and value of each report. The value is the result if the kind is ``result``, a traceback if
+            it is ``failed``, and the reason why the run has ended if it is ``ended``.
+    """
 
     def __init__(self) -> None:
-        self.received: list[tuple[str, int, Any]] = []  # Kind, rank and value of each report.
+        self.received: list[tuple[str, int, Any]] = []
 
     def read(self, pipes: list[Connection]) -> None:
-        """Read the reports that have arrived. A rank with a large result waits until its pipe is read."""
+        """Read all reports that have arrived.
+
+        Call this repeatedly while the ranks run: a rank cannot end before a large result has been read from its pipe.
+        """
         for pipe in list(pipes):
             try:
                 while pipe.poll():
@@ -260,13 +273,13 @@ class _Reports:
         """Return the result of rank 0, or raise the error that has ended the ranks.
 
         Args:
-            deaths: Texts about processes that have died.
+            deaths: A line of text for each process that has died.
             code: Largest exit code of a rank.
 
         Raises:
-            ProcessRaisedException: A rank has raised an error; a ConfigurationError takes precedence.
+            ProcessRaisedException: A rank has raised an error. A ConfigurationError takes precedence.
             SystemExit: The ranks were stopped by a signal.
-            RunEnded: The run could not go on.
+            RunEnded: The run could not continue.
         """
         failed = [(rank, text) for kind, rank, text in self.received if kind == "failed"]
         failed.sort(key=lambda failure: "ConfigurationError" not in failure[1])
@@ -281,4 +294,4 @@ class _Reports:
         for kind, _, value in self.received:
             if kind == "ended":
                 raise RunEnded(value)
-        raise RunEnded("; ".join(deaths) or f"the ranks ended with exit code {code} and without a result")
+        raise RunEnded("; ".join(deaths) or f"the ranks ended with exit code {code}, and returned no result")

@@ -1,6 +1,6 @@
-"""A training loader whose batches the coordinator gives to the workers that ask for them.
+"""Loading with ``data_dispatch: dynamic``: the coordinator gives batches to the workers that request them.
 
-All workers know the same order of an epoch's batches, so that the coordinator names batches by their positions.
+All workers know the same order of an epoch's batches, so the coordinator only sends positions in this order.
 """
 
 import zlib
@@ -19,16 +19,19 @@ from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 
 
 class ChunkSampler:
-    """Yields the items of a sampler whose positions the coordinator gives to this worker.
+    """Sampler that yields this worker's items of another sampler. The coordinator gives the items' positions.
+
+    An item of the other sampler is the index of a sample, or a list with the indices of a batch.
 
     Attributes:
-        epoch: The epoch that is being given out.
-        count: Number of items of the epoch.
-        before: State of a checkpoint: the epoch, its number of items, and the items that had been processed.
+        epoch: Number of the current epoch.
+        count: Number of items in the current epoch, for all workers together.
+        before: State from a checkpoint: number of the epoch, number of items in that epoch, and a text that encodes the
+            positions of the processed items. The epoch is -1 if no state was loaded.
 
     Args:
-        sampler: Sampler, or batch sampler, of the whole epoch.
-        dispatch: Link to the coordinator.
+        sampler: Sampler or batch sampler that yields the items of a whole epoch.
+        dispatch: Object that requests positions from the coordinator.
     """
 
     def __init__(self, sampler: Any, dispatch: "BatchDispatch") -> None:
@@ -44,27 +47,28 @@ class ChunkSampler:
         epoch, count, done = self.before
         if epoch == self.epoch and count != self.count:
             raise ConfigurationError(
-                f"the checkpoint was saved within epoch {epoch} of {count} batches, and this run's epochs have "
-                f"{self.count}: restore the data and the batch size, or resume from the end of an epoch"
+                f"the checkpoint was saved within epoch {epoch}, which had {count} batches, but an epoch of this run "
+                f"has {self.count}: use the data and the batch size of the checkpoint's run, or resume from a "
+                "checkpoint that was saved at the end of an epoch"
             )
         self.dispatch.begin(self.epoch, self.count, done if epoch == self.epoch else "")
         while chunk := self.dispatch.take(self.epoch):
             if chunk.epoch not in epochs:
-                # A worker that died at the end of an earlier epoch has left these items.
+                # These items belong to an earlier epoch. The worker that had taken them died at the end of that epoch.
                 epochs[chunk.epoch] = items_of(self.sampler, chunk.epoch)
             yield from epochs[chunk.epoch][chunk.start : chunk.stop]
 
 
 class BatchDispatch:
-    """Takes this worker's batches from the coordinator, and tells it how many have been processed.
+    """Requests this worker's batches from the coordinator, and reports the number of processed batches.
 
     Attributes:
-        seen: Batches of the present epoch that this worker has begun.
-        processed: Batches of the present epoch whose gradients have been sent.
+        seen: Number of batches of the current epoch that this worker has begun.
+        processed: Number of batches of the current epoch whose gradients this worker has sent.
         has_loader: Whether a training loader exists already.
 
     Args:
-        strategy: The strategy, whose collectives reach the coordinator.
+        strategy: The strategy. Its collectives send the requests.
     """
 
     def __init__(self, strategy: CoordinatedStrategy) -> None:
@@ -73,11 +77,19 @@ class BatchDispatch:
         self._strategy = strategy
 
     def loader(self, dataloader: object, trainer: Trainer) -> "DispatchedLoader":
-        """Return the training loader whose batches the coordinator gives out."""
+        """Return a training loader whose batches come from the coordinator.
+
+        Args:
+            dataloader: The DataLoader of all batches.
+            trainer: The trainer that trains with the loader.
+
+        Raises:
+            ConfigurationError: There is a second training loader, or the batches of the loader cannot be given out.
+        """
         if self.has_loader:
             raise ConfigurationError(
-                "training has several loaders (CombinedLoader), and data_dispatch: dynamic gives out the batches of "
-                "one: use data_dispatch: static"
+                "training has several loaders (CombinedLoader), but data_dispatch: dynamic works with a single loader: "
+                "use one loader, or data_dispatch: static"
             )
         self.has_loader = True
         dispatched = DispatchedLoader(dataloader, self, trainer)
@@ -85,43 +97,58 @@ class BatchDispatch:
         return dispatched
 
     def epoch(self, trainer: Trainer) -> int:
-        """Return the epoch of a trainer that begins to load; `current_epoch` is too small in a resumed run."""
+        """Return the number of the epoch that a trainer is about to load.
+
+        This can differ from the trainer's `current_epoch`, which is too small in a resumed run.
+        """
         return int(trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
 
     def begin(self, epoch: int, batches: int, done: str) -> None:
-        """Announce an epoch to the coordinator.
+        """Tell the coordinator that an epoch begins.
 
         Args:
             epoch: Number of the epoch.
-            batches: Number of its batches.
-            done: The batches that were processed before the run began, as a checkpoint holds them.
+            batches: Number of batches in the epoch, for all workers together.
+            done: A text from a checkpoint that encodes the positions of the processed batches; empty if there are none.
         """
         workers = self._strategy.world_size
         if batches < workers:
             raise ConfigurationError(
-                f"an epoch has {batches} batches for {workers} workers: lower the batch size so that each gets one"
+                f"an epoch has {batches} batches for {workers} workers: lower the batch size, so that each worker gets "
+                "at least one batch"
             )
         self.seen = self.processed = 0
         self._strategy.collectives.begin_epoch(epoch, batches, 1, done)
 
     def progress(self, epoch: int) -> str:
-        """Return the batches that all workers have processed, for the checkpoint that rank 0 saves; a collective."""
+        """Return a text that encodes the positions of all batches that any worker has processed, for a checkpoint.
+
+        All workers must call this.
+        """
         run = self._strategy
         return "" if run.membership is None else run.collectives.progress(epoch, self.processed)
 
     def take(self, epoch: int) -> Chunk:
-        """Return the next batches of an epoch for this worker."""
+        """Request this worker's next batches of an epoch, and return their positions; empty if none are left."""
         return self._strategy.collectives.take(epoch, self.processed)
 
 
 class DispatchedLoader(DataLoader[Any]):
-    """A loader without a length: the number of a worker's batches is known only at the end of an epoch."""
+    """DataLoader of the batches that the coordinator gives to this worker.
+
+    The loader has no length, because the number of this worker's batches is known only at the end of an epoch.
+
+    Args:
+        loader: The DataLoader of all batches.
+        dispatch: Object that requests positions from the coordinator.
+        trainer: The trainer that trains with the loader.
+    """
 
     def __init__(self, loader: Any, dispatch: BatchDispatch, trainer: Trainer) -> None:
         if not isinstance(loader, DataLoader):
             raise ConfigurationError(
-                f"the training data is a {type(loader).__name__}, and data_dispatch: dynamic needs a torch DataLoader: "
-                "use data_dispatch: static"
+                f"the training loader is a {type(loader).__name__}, but data_dispatch: dynamic needs a torch "
+                "DataLoader: use a DataLoader, or data_dispatch: static"
             )
         self.dispatch = dispatch
         self.trainer = trainer
@@ -136,24 +163,30 @@ class DispatchedLoader(DataLoader[Any]):
         super().__init__(loader.dataset, **options)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, its number of batches, and the batches that any worker has processed.
+        """Return the progress within the epoch, for a checkpoint. All workers must call this.
 
-        Batches of the previous epoch that a dead worker has left are not part of the state.
+        The dictionary has three keys. ``epoch`` is the number of the epoch, ``batches`` the number of batches in the
+        epoch, and ``done`` a text that encodes the positions of the processed batches. The state does not contain
+        batches of the previous epoch that a dead worker has left.
         """
         epoch = self.chunks.epoch
         return {"epoch": epoch, "batches": self.chunks.count, "done": self.dispatch.progress(epoch)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Skip the batches that were processed before the checkpoint was saved."""
+        """Restore the progress within an epoch, so that batches which were processed already are skipped.
+
+        Raises:
+            ConfigurationError: The state was saved with ``data_dispatch: static``.
+        """
         if not {"epoch", "batches", "done"} <= state.keys():
             raise ConfigurationError(
-                "the checkpoint was saved within an epoch of data_dispatch: static, and this run has data_dispatch: "
-                "dynamic: resume with data_dispatch: static, or from the end of an epoch"
+                "the checkpoint was saved within an epoch with data_dispatch: static, but this run has data_dispatch: "
+                "dynamic: resume with data_dispatch: static, or from a checkpoint that was saved at the end of an epoch"
             )
         self.chunks.before = int(state["epoch"]), int(state["batches"]), str(state["done"])
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield this worker's batches of the trainer's epoch."""
+        """Yield this worker's batches of the trainer's current epoch."""
         self.chunks.epoch = self.dispatch.epoch(self.trainer)
         for batch in super().__iter__():
             if isinstance(batch, ConfigurationError):
@@ -162,7 +195,11 @@ class DispatchedLoader(DataLoader[Any]):
 
 
 def check_order(sampler: Any, strategy: CoordinatedStrategy) -> None:
-    """Refuse a user's own sampler whose order changes from call to call or from worker to worker; a collective."""
+    """Refuse a user's own sampler that does not give one fixed order for each epoch. All workers must call this.
+
+    Raises:
+        ConfigurationError: The order differs between two calls, or between workers.
+    """
     inner = distributed(sampler)
     if not isinstance(inner, DistributedSamplerWrapper):
         return
@@ -170,23 +207,28 @@ def check_order(sampler: Any, strategy: CoordinatedStrategy) -> None:
     name = type(wrapped_sampler(inner)).__name__
     if drawn[0] != drawn[1]:
         raise ConfigurationError(
-            f"{name} returns another order of the same epoch in each call, and data_dispatch: dynamic needs one order "
-            "that all workers know: leave out the sampler's own generator, because torch's is seeded for each epoch, "
-            "or use data_dispatch: static"
+            f"{name} returns the samples of an epoch in a different order in each call, but data_dispatch: dynamic "
+            "needs an order that all workers know: create the sampler without a generator of its own, because torch's "
+            "generator is seeded for each epoch, or use data_dispatch: static"
         )
     if len(set(strategy.gather(drawn[0], "order of the samples").values())) > 1:
         raise ConfigurationError(
-            f"{name} returns another order in each worker, and data_dispatch: dynamic needs one order that all workers "
-            "know: seed it equally in each worker (seed_everything), or use data_dispatch: static"
+            f"{name} returns the samples of an epoch in a different order in each worker, but data_dispatch: dynamic "
+            "needs an order that all workers know: seed all workers equally (seed_everything), or use data_dispatch: "
+            "static"
         )
 
 
 def distributed(sampler: Any) -> DistributedSampler[Any]:
-    """Return the distributed sampler inside a sampler or batch sampler; refuse all other samplers."""
+    """Return a distributed sampler: the argument itself, or the sampler inside a batch sampler.
+
+    Raises:
+        ConfigurationError: The sampler is not a DistributedSampler.
+    """
     inner = getattr(sampler, "sampler", sampler)
     if not isinstance(inner, DistributedSampler):
         raise ConfigurationError(
-            f"the training data is sampled by {type(inner).__name__}, and data_dispatch: dynamic needs a "
+            f"the training loader has the sampler {type(inner).__name__}, but data_dispatch: dynamic needs a "
             "DistributedSampler: set trainer.use_distributed_sampler to true, or use data_dispatch: static"
         )
     return inner

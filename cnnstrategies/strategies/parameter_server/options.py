@@ -1,4 +1,4 @@
-"""Options of the strategy parameter_server, with their checks and the texts about them."""
+"""Options of the strategy ``parameter_server``: their checks, their defaults, and texts for the start panel."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -25,26 +25,34 @@ from cnnstrategies.strategies.differences import differences_of_replicas
 Dispatch = Literal["static", "dynamic"]
 Security = Literal["auto", "curve", "none"]
 
-PIPELINED_BYTES = 1 << 19  # Size of a slice if each slice is updated as soon as its own pushes have arrived.
-MOST_HEARTBEAT, BEATS = 0.5, 20  # Seconds between two heartbeats, at most; heartbeats within a time-out.
-AVERAGING = (1.0, 0.0)  # With these outer_lr and outer_momentum the outer step gives the mean of the workers' weights.
-USUAL_STALENESS, USUAL_SYNC_EVERY = 4, 8  # Defaults in the modes ssp and local.
-LEAST_SECONDS = 5.0  # Time for the answer of a server with heartbeats, which may be short of processor time.
+# Size of a slice in bytes in a pipelined run, which updates each slice as soon as all its gradients have arrived.
+PIPELINED_BYTES = 1 << 19
+MOST_HEARTBEAT = 0.5  # Largest time between two heartbeats, in seconds.
+BEATS = 20  # Number of heartbeats within a time-out.
+AVERAGING = (1.0, 0.0)  # With these values of outer_lr and outer_momentum, an outer step averages the workers' weights.
+USUAL_STALENESS = 4  # Default of staleness in mode ssp.
+USUAL_SYNC_EVERY = 8  # Default of sync_every in mode local.
+# Least time in seconds that a worker waits for the reply of a server. A server may be slow because it gets little CPU
+# time, although its heartbeats arrive.
+LEAST_SECONDS = 5.0
 
 
 def usual_staleness(mode: Mode) -> int:
-    """Return the default staleness of a mode; 0 for modes without staleness."""
+    """Return the default of ``staleness`` for a mode; 0 for modes other than ``ssp``."""
     return USUAL_STALENESS if mode == "ssp" else 0
 
 
 def usual_sync_every(mode: Mode) -> int:
-    """Return the default number of steps between two outer steps; 1 for modes without outer steps."""
+    """Return the default of ``sync_every`` for a mode; 1 for modes other than ``local``."""
     return USUAL_SYNC_EVERY if mode == "local" else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServerOptions(RunOptions):
-    """Options of the strategy, which also decide where and how its processes run; the strategy describes them."""
+    """All options of the strategy ``parameter_server``.
+
+    :class:`.ParameterServerStrategy` describes them. The base class has the options that the engine needs.
+    """
 
     sync_every: int
     outer_lr: float
@@ -67,11 +75,14 @@ class ParameterServerOptions(RunOptions):
         yield from self._mistakes_of_places()
 
     def _mistakes_of_modes(self) -> Iterator[str]:
-        """Yield the mistakes of options that the mode does not allow."""
+        """Yield an error message for each option that the mode, or a related option, does not allow."""
         if self.sync_every > 1 and self.mode != "local":
             yield f"sync_every={self.sync_every} is for mode: local, not mode: {self.mode}; leave it out"
         if not 0 < self.outer_lr < math.inf:
-            yield f"outer_lr={self.outer_lr}: use a finite value above 0; 1 with outer_momentum 0 averages weights"
+            yield (
+                f"outer_lr={self.outer_lr}: use a finite value above 0; outer_lr 1 with outer_momentum 0 averages the "
+                "workers' weights"
+            )
         if not 0 <= self.outer_momentum < 1:
             yield f"outer_momentum={self.outer_momentum}: use 0 or more and less than 1"
         if (self.outer_lr, self.outer_momentum) != AVERAGING and self.mode != "local":
@@ -87,51 +98,55 @@ class ParameterServerOptions(RunOptions):
         if self.shares != "equal" and self.mode != "sync":
             yield (
                 f"shares={self.shares} are for mode: sync, not mode: {self.mode}, in which workers make separate "
-                "steps; leave shares out, or let faster workers take more with mode: async and data_dispatch: dynamic"
+                "steps; leave shares out, or use mode: async and data_dispatch: dynamic, so that faster workers take "
+                "more batches"
             )
         if self.max_joiners and self.aggregates:
             mode = self.mode + (" with staleness 0" if self.mode == "ssp" else "")
             yield (
                 f"max_joiners={self.max_joiners} is for mode: async, and ssp with a staleness above 0: in mode: {mode} "
-                "all workers step together, and none can join or leave; use one of these modes, or leave it out"
+                "all workers step together, so no worker can join or leave; use mode: async, or leave max_joiners out"
             )
         if self.max_joiners and self.data_dispatch != "dynamic":
             yield (
-                f"max_joiners={self.max_joiners} with data_dispatch: {self.data_dispatch}: an epoch would be divided "
-                "before a worker joins; use data_dispatch: dynamic"
+                f"max_joiners={self.max_joiners} with data_dispatch: {self.data_dispatch}: the batches of an epoch are "
+                "divided before the epoch begins, so a joiner would get none; use data_dispatch: dynamic"
             )
         if self.combine_per_node and self.mode != "sync":
             yield (
                 f"combine_per_node: true is for mode: sync, not mode: {self.mode}: in other modes the workers of a "
-                "node make separate steps, or send rarely; leave it out"
+                "node make separate steps, or push rarely; leave combine_per_node out"
             )
         if self.combine_per_node and self.max_restarts:
             yield (
                 f"combine_per_node: true with max_restarts={self.max_restarts}: a restarted worker cannot share the "
-                "node's memory; use one of the two"
+                "node's memory; set only one of the two options"
             )
 
     def _mistakes_of_places(self) -> Iterator[str]:
-        """Yield the mistakes of addresses, numbers of servers and the key file."""
+        """Yield an error message for each mistake in addresses, in the number of servers and in the key file."""
         for endpoint in self.endpoints:
             if not endpoint.startswith("tcp://") or endpoint.endswith("*"):
-                yield f"endpoint {endpoint!r}: write the dedicated server's address as tcp://address:port"
+                yield f"endpoints: {endpoint!r}: write the address of a dedicated server as tcp://address:port"
             check_endpoint(endpoint, encrypted=self.security != "none", insecure=self.security == "none")
             is_local(endpoint)  # Raises an error if the address is not valid.
         if self.coordinator is not None:
             is_local(self.coordinator)
         if self.endpoints and self.coordinator is None:
             yield (
-                "endpoints: dedicated servers must find the coordinator, which runs on the machine of rank 0: set "
-                "coordinator: tcp://address:port"
+                "endpoints: dedicated servers need the address of the coordinator, which runs on the machine of rank "
+                "0: set coordinator: tcp://address:port"
             )
         if self.endpoints and self.servers_per_node > 1:
             yield (
-                f"servers_per_node={self.servers_per_node} starts servers on each node, and endpoints names dedicated "
-                "servers: leave one of the two out"
+                f"servers_per_node={self.servers_per_node} starts servers on each node, but endpoints names dedicated "
+                "servers: leave one of the two options out"
             )
         if self.endpoints and self.replication > len(self.endpoints):
-            yield f"replication={self.replication} needs as many servers, but endpoints names {len(self.endpoints)}"
+            yield (
+                f"replication={self.replication} needs at least {self.replication} servers, but endpoints names "
+                f"{len(self.endpoints)}: start more servers, or lower replication"
+            )
         if self.key_file is not None and not Path(self.key_file).is_file():
             yield (
                 f"key_file: {self.key_file} does not exist; make it with `cnnstrategies-server --make-keys "
@@ -139,65 +154,73 @@ class ParameterServerOptions(RunOptions):
             )
 
     def check_nodes(self, nodes: int) -> None:
-        """Refuse a replication that is larger than the number of servers, by a ConfigurationError."""
+        """Raise a ConfigurationError if ``replication`` is larger than the number of servers on `nodes` nodes."""
         if self.replication > self.server_count(nodes):
             raise ConfigurationError(
-                f"replication={self.replication} needs as many servers, but servers_per_node={self.servers_per_node} "
-                f"and num_nodes={nodes}: change one of them"
+                f"replication={self.replication} needs at least {self.replication} servers, but servers_per_node="
+                f"{self.servers_per_node} and num_nodes={nodes} give {self.server_count(nodes)}: change one of them"
             )
 
     @property
     def heartbeat(self) -> float:
-        """Seconds between two heartbeats of a process."""
+        """Time between two heartbeats of a process, in seconds."""
         return min(MOST_HEARTBEAT, self.timeout / BEATS)
 
     @property
     def waits_for_pushes(self) -> bool:
-        """Whether each worker waits for gradients of all other workers, of this step or of some steps before."""
+        """Whether a worker waits if another worker is some steps behind; True for all modes except ``async``."""
         return self.mode == "ssp" or self.aggregates
 
     def combines(self, per_node: int) -> bool:
-        """Return whether the workers of a node, of which there are `per_node`, push as one."""
+        """Return whether the workers of a node combine their gradients; False if a node has only one worker.
+
+        Args:
+            per_node: Number of workers of a node.
+        """
         return self.combine_per_node and per_node > 1
 
     def server_count(self, nodes: int) -> int:
-        """Return the number of servers of a run on a number of nodes."""
+        """Return the number of servers of a run on `nodes` nodes."""
         return len(self.endpoints) or self.servers_per_node * nodes
 
     def encrypted(self, coordinator: str) -> bool:
-        """Return whether a run whose coordinator listens at an address encrypts by CURVE.
+        """Return whether the connections of a run are encrypted with CURVE.
+
+        Args:
+            coordinator: Address at which the coordinator listens.
 
         Raises:
-            ConfigurationError: The run must encrypt, and no key file is configured that every machine could have.
+            ConfigurationError: Connections to other machines are encrypted, and ``key_file`` is not set.
         """
-        ipc = coordinator.startswith("ipc://")  # The socket is in a directory that only this user can enter.
+        ipc = coordinator.startswith("ipc://")  # The socket file is in a directory that only this user can enter.
         local = is_local(coordinator) and all(is_local(endpoint) for endpoint in self.endpoints)
         wanted = self.security == "curve" or (self.security == "auto" and not ipc)
         if wanted and self.key_file is None and not local:
             raise ConfigurationError(
-                f"the coordinator listens at {coordinator}, and its connections are encrypted: make a key file with "
-                "`cnnstrategies-server --make-keys FILE`, copy it to every machine and set key_file; on a network of "
-                "your own, security: none"
+                f"the coordinator listens at {coordinator}, and connections to it are encrypted: make a key file with "
+                "`cnnstrategies-server --make-keys FILE`, copy it to every machine and set key_file; on a private "
+                "network you may set security: none instead"
             )
         return wanted
 
     def specification(
         self, module: LightningModule, optimizer: Optimizer, nodes: int, workers: int, **changes: Any
     ) -> Specification:
-        """Return the engine's specification of a run; in mode ``local`` its optimizer is the outer one.
+        """Return the settings of a run for its workers and servers.
 
         Args:
-            module: The module.
-            optimizer: The module's optimizer.
+            module: The module that is trained.
+            optimizer: The module's optimizer. In mode ``local`` the specification has the outer optimizer instead.
             nodes: Number of nodes.
-            workers: Number of workers.
-            **changes: Fields of the specification with other values than the options'.
+            workers: Number of workers over all nodes.
+            **changes: Values of fields of the specification that differ from the options or the defaults.
         """
         options = {field.name: getattr(self, field.name) for field in fields(RunOptions)}
         options |= {"servers": self.server_count(nodes), "timeout": max(self.timeout, LEAST_SECONDS), **changes}
         if self.mode == "local":
             optimizer = self._outer(module, optimizer)
-        # Values return while gradients are sent only with dedicated servers: else both would share the nodes' links.
+        # Pipelining is used only with dedicated servers. If servers share nodes with workers, returning values and
+        # outgoing gradients would compete for the nodes' links.
         dedicated = bool(self.endpoints) and self.mode == "sync" and not may_be_lossy(self.pull_compression)
         if dedicated and "clip_norm" not in changes:
             options = {"pipelined": True, "slice_bytes": PIPELINED_BYTES, **options}
@@ -213,14 +236,14 @@ class ParameterServerOptions(RunOptions):
     # Texts
 
     def describe(self, nodes: int) -> list[tuple[str, str]]:
-        """Return the start panel's rows about mode and servers."""
+        """Return the start panel's rows about the mode and the servers, as pairs of a name and a text."""
         if self.endpoints:
             places = "dedicated"
         else:
             places = f"{self.servers_per_node} on each of {nodes} nodes" if nodes > 1 else "on this node"
         text = f"{self.server_count(nodes)} ({places})"
         if self.replication > 1:
-            text += f"; each part is on {self.replication} of them"
+            text += f"; each slice of the parameters is on {self.replication} servers"
         mode = self.mode + (f", staleness {self.staleness}" if self.mode == "ssp" else "")
         if self.combine_per_node:
             mode += ", one push for each node"
@@ -234,19 +257,19 @@ class ParameterServerOptions(RunOptions):
         accumulated: int = 1,
         sees_gradients: Sequence[str] = (),
     ) -> list[str]:
-        """Return one line for each difference from a run on one device.
+        """Return one line of text for each difference from a run on one device.
 
         Args:
-            module: The module.
+            module: The module that is trained.
             workers: Number of workers.
-            batch_size: Samples in a batch of one worker; None if the number is not known.
-            accumulated: Number of batches whose gradients a worker accumulates for an update.
+            batch_size: Number of samples in a batch of one worker; None if the number is not known.
+            accumulated: Number of batches whose gradients a worker accumulates for one update.
             sees_gradients: Names of the user's hooks that may read or change gradients.
         """
         lines = [*self._different_steps(batch_size, accumulated)] if workers > 1 else []
         if self.data_dispatch == "dynamic":
             lines.append("faster workers take more of the batches")
-        pushed = "differences" if self.mode == "local" else "gradients"
+        pushed = "changes of the weights" if self.mode == "local" else "gradients"
         for subject, compression in (
             (f"{pushed} are sent as", self.compression),
             ("forward and backward use weights that are sent as", self.pull_compression),
@@ -256,7 +279,7 @@ class ParameterServerOptions(RunOptions):
         if sees_gradients and self.mode != "local":
             lines.append(f"gradients are sent after {', '.join(sees_gradients)}")
             if workers > 1:
-                lines[-1] += ", which sees the gradients of each worker's own images, not their mean"
+                lines[-1] += ", which sees the gradients of one worker's images, not the mean over the workers"
         return lines + differences_of_replicas(module, workers, batch_size, "the workers' mean")
 
     def _different_steps(self, batch_size: int | None, accumulated: int) -> Iterator[str]:
@@ -273,9 +296,9 @@ class ParameterServerOptions(RunOptions):
             if self.mode == "ssp":
                 yield f"no worker is more than {self.staleness} steps ahead of the slowest"
             else:
-                yield "the weights of a gradient may be any number of updates old"
+                yield "a gradient may come from weights that are any number of updates old"
 
     def _in_words(self, compression: str) -> str:
         if compression == AUTO:
-            return "the encoding with the fastest steps, down to one bit a value"
+            return "the encoding that makes steps fastest, which may be as coarse as one bit per element"
         return payload_compression(compression).describe(self.topk_density)

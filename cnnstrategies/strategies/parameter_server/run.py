@@ -1,4 +1,7 @@
-"""Sessions of a run: the address at which their processes meet, and the processes that each node starts."""
+"""Sessions of a run: the coordinator's address, and the coordinator and the servers that each node starts.
+
+A session is one call of a trainer function, such as ``fit``. Each session has its own coordinator and servers.
+"""
 
 import atexit
 import contextlib
@@ -29,24 +32,28 @@ from cnnstrategies.paramserver.services import (
 from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
-VARIABLE = "CNNSTRATEGIES_PARAMETER_SERVER"
-INCARNATION = "CNNSTRATEGIES_INCARNATION"
-WAIT = 300.0  # Seconds within which all processes must register.
-LATER = 600.0  # Seconds to wait for a later session: rank 0 may do other work between two trainer functions.
-SESSIONS_OF_LAUNCH = 1 << 16  # Largest number of sessions of one launch.
+VARIABLE = "CNNSTRATEGIES_PARAMETER_SERVER"  # Environment variable with the rendezvous, as JSON.
+INCARNATION = "CNNSTRATEGIES_INCARNATION"  # Environment variable with the number of earlier starts of a rank.
+WAIT = 300.0  # Seconds within which all processes must register with the coordinator.
+# Seconds within which the coordinator of a later session must reply. The time is long, because rank 0 starts that
+# coordinator and may do other work between two trainer functions.
+LATER = 600.0
+SESSIONS_OF_LAUNCH = 1 << 16  # Largest number of sessions of the ranks of one launch.
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Meeting point of a session's processes, which a node's processes read from the environment.
+    """The data that the processes of a session need to find each other: the coordinator's address, keys and time-out.
+
+    A launcher of this package passes the rendezvous to the ranks in an environment variable.
 
     Attributes:
         coordinator: Address of the coordinator.
-        directory: Directory for sockets and keys; None if the run has processes on other machines.
+        directory: Directory for socket files and keys; None if the run uses TCP.
         key_file: File with the run's keys; None without encryption.
         supervised: Whether a launcher of this package watches the processes.
         session: Number of the session.
-        wait: Seconds within which all processes must register.
+        wait: Time within which all processes must register, in seconds.
     """
 
     coordinator: str
@@ -57,27 +64,27 @@ class Rendezvous:
     wait: float = WAIT
 
     def publish(self) -> None:
-        """Write the meeting point into the environment, for the processes that this process starts."""
+        """Write the rendezvous into an environment variable, for the processes that this process starts."""
         os.environ[VARIABLE] = json.dumps(asdict(self))
 
     @classmethod
     def published(cls) -> "Rendezvous | None":
-        """Return the meeting point that the starting process has published; None if it has published none."""
+        """Return the rendezvous from the environment variable; None if the variable is not set."""
         text = os.environ.get(VARIABLE)
         return None if text is None else cls(**json.loads(text))
 
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """Nodes of a run as Lightning knows them.
+    """Nodes and processes of a run, from Lightning's cluster environment.
 
     Attributes:
         nodes: Number of nodes.
-        node: Number of this node.
-        processes: Ranks of each node.
-        main_address: Lightning's main address.
-        main_port: Lightning's main port.
-        wait: Seconds within which all processes must register.
+        node: Index of this node, from 0.
+        processes: Number of ranks on each node.
+        main_address: Host name or address of rank 0's node (``MASTER_ADDR``).
+        main_port: Port on rank 0's node (``MASTER_PORT``).
+        wait: Time within which all processes must register with the coordinator, in seconds.
     """
 
     nodes: int
@@ -95,14 +102,17 @@ def choose_rendezvous(
     supervised: bool = False,
     directory: str | None = None,
 ) -> Rendezvous:
-    """Return the meeting point of a session's processes.
+    """Return the rendezvous of a session.
+
+    A run on one node uses socket files in a private directory, unless the option ``coordinator`` is set. All other runs
+    use TCP.
 
     Args:
         options: The strategy's options.
-        layout: The nodes.
+        layout: The nodes and processes of the run.
         session: Number of the session.
         supervised: Whether a launcher of this package watches the processes.
-        directory: The directory of the process that has started the ranks, if it has one.
+        directory: The private directory, if the launcher has already made it; None otherwise.
     """
     if layout.nodes == 1 and options.coordinator is None:
         if directory is None:
@@ -116,27 +126,33 @@ def choose_rendezvous(
 
 
 def machine_directory(layout: NodeLayout) -> Path:
-    """Return the directory for the ranks of one machine that another launcher has started.
+    """Return the private directory that ranks on one machine share, if another launcher has started them.
 
-    The last rank to end removes the directory.
+    The last rank that ends removes the directory.
     """
-    # A job may start several runs with the same port. Its step tells them apart.
+    # A cluster job may start several runs with the same address and port. The launchers' ids distinguish these runs.
     step = [launcher.launch_id(os.environ) for launcher in detected(os.environ)]
     return _shared_directory(f"{layout.main_address}:{layout.main_port} {step}")
 
 
 def _shared_directory(name: str) -> Path:
-    """Return a directory that this user's processes on this machine share by a name until the last of them ends."""
+    """Return the private directory that belongs to a name, for this user's processes on this machine.
+
+    The last process that uses the directory removes it when it ends.
+    """
     directory = shared_directory(name)
     atexit.register(let_go, directory)
     return directory
 
 
 def key_file_of(options: ParameterServerOptions, coordinator: str) -> str | None:
-    """Return the file with the keys of a run whose coordinator has a TCP address; None without encryption.
+    """Return the path of the file with a run's keys; None without encryption.
 
-    If no file is configured, and all processes listen at this machine's own addresses, the file is in a private
-    directory.
+    If ``key_file`` is not set and all processes run on this machine, the file is created in a private directory.
+
+    Args:
+        options: The strategy's options.
+        coordinator: TCP address of the coordinator.
     """
     if not options.encrypted(coordinator):
         return None
@@ -148,17 +164,18 @@ def key_file_of(options: ParameterServerOptions, coordinator: str) -> str | None
 def open_supervision(
     options: ParameterServerOptions, layout: NodeLayout, place: Rendezvous, training: bool, method: StartMethod
 ) -> Supervision:
-    """Start this node's coordinator and servers, and return their supervision.
+    """Start the servers of this node, and on node 0 the coordinator; return their supervision.
 
     Args:
         options: The strategy's options.
-        layout: The nodes.
-        place: Meeting point of the session.
+        layout: The nodes and processes of the run.
+        place: The session's rendezvous.
         training: Whether the session trains, and so needs servers.
-        method: How the processes are started.
+        method: How to start the processes.
     """
     allow_threads(1 + layout.processes + options.servers_per_node)
-    # A later session's coordinator is not checked: it waits until the previous coordinator has released the port.
+    # Only the first session checks the port. In later sessions the previous coordinator may still use the port, and the
+    # new coordinator waits until it is free.
     if layout.node == 0 and place.session == 0:
         _check_free(place.coordinator)
     servers = options.server_count(layout.nodes) if training else 0
@@ -198,7 +215,7 @@ def open_supervision(
 
 
 def worker_address(options: ParameterServerOptions, place: Rendezvous, rank: int) -> Address:
-    """Return the address with which a rank registers."""
+    """Return what a rank needs to register: the coordinator's address, the rank's id and incarnation, and time-outs."""
     incarnation = int(os.environ.get(INCARNATION, "0"))
     later = place.session > 0 and not place.supervised
     appear = LATER if later else place.wait
@@ -214,7 +231,7 @@ def _address(
 
 
 def _journal(place: Rendezvous) -> str:
-    """Return the file, on this machine, from which a restarted coordinator recovers its state."""
+    """Return the path of the file on this machine from which a restarted coordinator reads its earlier state."""
     directory = place.directory or _shared_directory(place.coordinator)
     return f"{directory}/coordinator-{place.session}.journal"
 
@@ -228,7 +245,8 @@ def _start_server(
     elif is_local(place.coordinator) or not is_local(f"tcp://{own_address(place.coordinator)}:1"):
         endpoint = f"tcp://{own_address(place.coordinator)}:*"
     else:
-        # On the coordinator's own machine its name resolves to a loopback address, which other machines cannot reach.
+        # On the coordinator's machine, the coordinator's host name resolves to a loopback address, which other machines
+        # cannot reach. The server therefore listens on all interfaces, and workers use the coordinator's host name.
         endpoint, known_as = "tcp://0.0.0.0:*", place.coordinator.removeprefix("tcp://").rpartition(":")[0]
     address = _address(options, place, SERVER, identity, incarnation)
     service = ServerProcess(address, endpoint, place.key_file, options.security == "none", known_as, os.getpid())
@@ -236,9 +254,10 @@ def _start_server(
 
 
 def _listening(coordinator: str) -> str:
-    """Return the endpoint that a coordinator binds.
+    """Return the endpoint to which the coordinator binds its socket.
 
-    It binds all interfaces for the address of another host name, which may resolve to loopback on its own machine.
+    For a TCP address other than localhost, this is the port on all interfaces: on the coordinator's machine its own
+    host name may resolve to a loopback address, which other machines cannot reach.
     """
     if coordinator.startswith("ipc://"):
         return coordinator
@@ -249,11 +268,11 @@ def _listening(coordinator: str) -> str:
 
 
 def _check_free(coordinator: str) -> None:
-    """Refuse a coordinator's address with a port that is taken, or with a name that does not resolve."""
+    """Raise a ConfigurationError if the coordinator's port is taken, or if its host name cannot be resolved."""
     endpoint = _listening(coordinator)
     if endpoint.startswith("ipc://"):
         return
-    own_address(coordinator)  # libzmq would try to resolve the name again and again.
+    own_address(coordinator)  # Raises an error if the name cannot be resolved. libzmq would retry without an error.
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     with socket.socket(socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -267,15 +286,15 @@ def _check_free(coordinator: str) -> None:
 
 
 def own_address(coordinator: str) -> str:
-    """Return this machine's address on the way to the coordinator.
+    """Return the IP address of this machine on the network interface that leads to the coordinator.
 
     Raises:
-        ConfigurationError: The coordinator's address cannot be reached.
+        ConfigurationError: The coordinator's host name cannot be resolved, or there is no route to it.
     """
     host, _, port = coordinator.removeprefix("tcp://").rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, int(port)))  # Sends nothing, because UDP has no connections.
+            probe.connect((host, int(port)))  # On a UDP socket, this chooses the interface and sends nothing.
         except OSError as error:
             raise ConfigurationError(
                 f"coordinator {coordinator}: the address cannot be reached from this machine ({error.strerror}): set "
@@ -285,10 +304,10 @@ def own_address(coordinator: str) -> str:
 
 
 class Sessions:
-    """Numbers of this process's sessions, which are the same on all ranks.
+    """The numbering of the sessions of this process. All ranks number their sessions alike.
 
     Attributes:
-        lost: Ranks that died during the last session.
+        lost: Ranks that died during the previous session.
     """
 
     def __init__(self) -> None:
@@ -298,21 +317,22 @@ class Sessions:
         self._store = contextlib.ExitStack()
 
     def launch(self) -> int:
-        """Return the number of the first session of the ranks that this process is about to start."""
+        """Return the number of the first session of a new launch. A launcher calls this before it starts ranks."""
         self._launches += 1
         return (self._launches - 1) * SESSIONS_OF_LAUNCH
 
     def open(self, options: ParameterServerOptions, layout: Callable[[], NodeLayout], training: bool) -> Rendezvous:
-        """Return the meeting point of this rank's next session.
+        """Return the rendezvous of the next session of this rank.
 
         Args:
             options: The strategy's options.
-            layout: Returns the nodes; called after torchrun's store has been replaced, which changes the main port.
+            layout: Returns the nodes and processes of the run. It is called late, because replacing torchrun's store
+                changes the main port.
             training: Whether the session trains.
 
         Raises:
-            RunEnded: A rank has died in an earlier session, and every rank is needed.
-            ConfigurationError: Dedicated servers have ended with the first session.
+            RunEnded: A rank has died in an earlier session, and a new session needs all ranks.
+            ConfigurationError: The session would train with dedicated servers, which ended with the first session.
         """
         published = Rendezvous.published()
         opened, self._opened = self._opened, self._opened + 1
@@ -321,18 +341,19 @@ class Sessions:
         if self.lost:
             ranks = ", ".join(f"rank {rank}" for rank in self.lost)
             raise RunEnded(
-                f"{ranks} died in an earlier trainer function, and every rank is needed here: run this part as a "
-                "separate script"
+                f"{ranks} died in an earlier trainer function, but this function needs all ranks: run it in a separate "
+                "script"
             )
         if opened and training and options.endpoints:
             raise ConfigurationError(
-                f"endpoints: dedicated servers end with the first function of a script, and this is function "
-                f"{opened + 1}: start the servers again with a separate script, or leave endpoints out"
+                f"endpoints: dedicated servers end with the first function of a script, and this is function number "
+                f"{opened + 1}: start the servers again and run this function in a separate script, or leave endpoints "
+                "out"
             )
         first = 0 if published is None else published.session
         directory = None if published is None else published.directory
         if published is None:
-            self._store.enter_context(own_store(listens=True))  # torchrun's store occupies the main port.
+            self._store.enter_context(own_store(listens=True))  # torchrun's own store occupies the main port.
         return choose_rendezvous(options, layout(), first + opened, directory=directory)
 
 

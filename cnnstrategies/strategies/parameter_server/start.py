@@ -1,4 +1,4 @@
-"""The start of a worker's training: the state of rank 0, the connection to servers, the progress of a running run."""
+"""Functions for the start of a worker's training, such as connecting to the servers and restoring progress."""
 
 import os
 import sys
@@ -24,10 +24,11 @@ from cnnstrategies.paramserver.specification import Mode, Specification, hyperpa
 from cnnstrategies.paramserver.worker.codecs import ladder
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 
-PAUSE_SECONDS = 1e-4  # Between two looks at the shared memory of the node's workers.
-LOOK_SECONDS = 0.02  # Between two looks at the view for workers that have died.
-SEED = "PL_GLOBAL_SEED"  # Lightning's variable; the order of the samples follows from its value.
-# A piece takes 0.8 s over 10 Mbit/s. Heartbeats use the same connection, and wait for a piece that is being sent.
+PAUSE_SECONDS = 1e-4  # Time between two reads of the shared memory of a node's workers.
+LOOK_SECONDS = 0.02  # Time between two checks whether workers of the node have died.
+SEED = "PL_GLOBAL_SEED"  # Environment variable in which Lightning stores the seed of `seed_everything`.
+# Largest number of bytes that a broadcast sends at once. Heartbeats use the same connection and wait until these bytes
+# are sent, which takes 0.8 s over 10 Mbit/s.
 PIECE_BYTES = 1 << 20
 
 # The servers
@@ -36,17 +37,21 @@ PIECE_BYTES = 1 << 20
 def join_servers(
     strategy: CoordinatedStrategy, module: LightningModule, optimizer: Optimizer, outer_state: Mapping[str, Any] | None
 ) -> tuple[Worker | CombinedWorker, Specification, int | None]:
-    """Agree on the run's specification and join the servers; a restarted worker waits until the run admits it.
+    """Connect this worker to the servers at the start of training. All workers must call this.
+
+    Rank 0 publishes the run's specification. If the run trains already, this worker was restarted: it waits until the
+    run admits it, and takes the progress of the other workers.
 
     Args:
         strategy: The strategy, with an open session.
-        module: The module.
+        module: The module that is trained.
         optimizer: The module's optimizer.
-        outer_state: State of the outer optimizer of mode ``local`` from a checkpoint.
+        outer_state: State of the outer optimizer of mode ``local`` from a checkpoint; None if there is none.
 
     Returns:
-        The worker; the specification; and, if the run was training already and has admitted this worker, the other
-        workers' steps since the last outer step (0 unless the mode is ``local``), else None.
+        The connection to the servers, the run's specification, and a number of steps. For a restarted worker, the last
+        value is the number of steps that the other workers have made since the last outer step, which is 0 unless the
+        mode is ``local``. It is None if training has just begun.
     """
     options, run, trainer = strategy.options, strategy.collectives, module.trainer
     if strategy.global_rank == 0:
@@ -55,8 +60,8 @@ def join_servers(
         run.put(whole.to_json())
     specification = agreed_specification(strategy)
     parameters = value_tensors(module, specification)
-    # From here on the servers know this worker and accept its keys. If the coordinator gives out batches, a restarted
-    # worker need not wait for the end of the epoch.
+    # From here on the servers know this worker and accept its keys. With dynamic dispatch, a restarted worker can join
+    # in the middle of an epoch.
     started = run.start(midway=options.data_dispatch == "dynamic" and not options.aggregates)
     connect = partial(connection, run.membership, specification, parameters)
     worker: Worker | CombinedWorker
@@ -69,9 +74,10 @@ def join_servers(
         state = started.values[started.leader]
         restore_trainer(trainer, optimizer, state)
         if options.data_dispatch == "dynamic":
-            run.give_back(trainer.current_epoch)  # Lightning has already taken batches of another epoch.
+            # Before this process knew the run's epoch, Lightning has requested batches of another epoch.
+            run.give_back(trainer.current_epoch)
         own_steps = int(state["own_steps"])
-        notice = f"Rank {strategy.global_rank} was restarted and goes on in epoch {state['epoch']}"
+        notice = f"Rank {strategy.global_rank} was restarted and continues in epoch {state['epoch']}"
         print(notice, file=sys.stderr, flush=True)
     else:
         optimizer_state = optimizer.state_dict() if optimizer.state else None
@@ -85,7 +91,7 @@ def join_servers(
 
 
 def agreed_specification(strategy: CoordinatedStrategy) -> Specification:
-    """Return the run's specification; wait until rank 0 has published it."""
+    """Wait until rank 0 has published the run's specification, and return it."""
     return Specification.from_json(strategy.collectives.get())
 
 
@@ -95,13 +101,14 @@ def connection(
     parameters: Sequence[Tensor],
     on_value: Callable[[int, Tensor], None] | None = None,
 ) -> Worker:
-    """Return a member's connection to the servers.
+    """Return the connection of this worker to the servers.
 
     Args:
-        membership: The membership.
+        membership: This worker's membership of the run.
         specification: The run's specification.
-        parameters: Tensors into which received values are written.
-        on_value: Called with the number of a parameter and its value when the value has been received.
+        parameters: Tensors into which received values are written, in the order of the specification.
+        on_value: Called when the value of a parameter has arrived. The arguments are the parameter's index in the
+            specification, and the value.
     """
     address = membership.address
     return Worker(
@@ -110,10 +117,10 @@ def connection(
 
 
 def value_tensors(module: LightningModule, specification: Specification) -> list[Tensor]:
-    """Return the tensors into which a worker writes the servers' values.
+    """Return the tensors into which a worker writes the values from the servers, in the order of the specification.
 
-    These are the parameters themselves, except for frozen parameters, which get copies: the module may write them
-    itself, as with a teacher's weights that follow a student's, even if the optimizer has them.
+    The tensor of a parameter is the parameter itself. The tensor of a frozen parameter is a copy, because the module
+    may change a frozen parameter itself: a teacher's weights, for example, may follow the weights of a student.
     """
     named = dict(module.named_parameters())
     parameters = [named[info.name] for info in specification.parameters]
@@ -134,7 +141,17 @@ def combined_worker(
     parameters: Sequence[Tensor],
     connect: Callable[[Callable[[int, Tensor], None]], Worker],
 ) -> CombinedWorker:
-    """Return a worker that shares memory with the other workers of its node; a collective at the start of training."""
+    """Return a worker that pushes and pulls together with the other workers of its node, through shared memory.
+
+    All workers must call this at the start of training.
+
+    Args:
+        strategy: The strategy, with an open session.
+        specification: The run's specification.
+        parameters: Tensors into which received values are written, in the order of the specification.
+        connect: Returns a connection to the servers. Its argument is called with the index and the value of each
+            parameter that arrives.
+    """
     size, this_rank, per_node = size_of(parameters), strategy.global_rank, strategy.num_processes
     memory = SharedMemory(size)
     where = strategy.gather(memory.where, "shared memory")
@@ -153,10 +170,10 @@ def _pause() -> None:
 
 
 class Alive:
-    """Record of a node's workers that are alive, updated at most every `LOOK_SECONDS`.
+    """Function object that returns a node's living workers, and reads the view at most every `LOOK_SECONDS`.
 
     Args:
-        view: Returns the present view.
+        view: Returns the current view.
         ranks: Ranks of the node's workers.
     """
 
@@ -166,7 +183,7 @@ class Alive:
         self._next = 0.0
 
     def __call__(self) -> frozenset[int]:
-        """Return the ranks of the workers that are alive.
+        """Return the ranks of the node's living workers.
 
         Raises:
             RunEnded: The run is over.
@@ -180,18 +197,18 @@ class Alive:
         return self._alive
 
 
-# State that the servers do not hold: buffers and the trainer's progress
+# State that the servers do not hold: buffers and the trainer's progress.
 
 
 def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int) -> dict[str, Any]:
-    """Return the trainer's progress at the first batch of an epoch, for workers that are admitted there.
+    """Return a trainer's progress, for workers that the run admits at the beginning of an epoch.
 
-    The servers hold the parameters and the optimizer's state, so they are not part of it.
+    The parameters and the optimizer's state are left out, because admitted workers receive them from the servers.
 
     Args:
         trainer: The trainer.
-        optimizer: The optimizer, for its options.
-        own_steps: In mode ``local``, the steps since the last outer step.
+        optimizer: The optimizer, for its hyper-parameters.
+        own_steps: In mode ``local``, the number of steps since the last outer step.
     """
     callbacks = {}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the callback connector
@@ -211,15 +228,21 @@ def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int) -> dic
 
 
 def seed() -> str:
-    """Return the seed of `seed_everything`, from which the order of the samples follows; empty without a seed."""
+    """Return the seed of `seed_everything` as text; empty if no seed is set. The order of the samples depends on it."""
     return os.environ.get(SEED, "")
 
 
 def restore_trainer(trainer: Trainer, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Set a trainer that is about to begin its first epoch to the progress of the other workers."""
+    """Give a trainer the progress of the other workers, before its first epoch begins.
+
+    Args:
+        trainer: The trainer.
+        optimizer: The optimizer, which gets the hyper-parameters of the other workers.
+        state: The result of :func:`trainer_state` on another worker.
+    """
     loop = trainer.fit_loop
     if trainer.current_epoch != int(state["epoch"]):
-        loop.restarting = False  # Otherwise it would go on within the epoch of the checkpoint that it has loaded.
+        loop.restarting = False  # Otherwise the loop would continue within the epoch of the checkpoint it has loaded.
         loop.on_iteration_done()
     epochs, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
     for progress in (epochs.current, epochs.total):
@@ -248,7 +271,7 @@ def _can_be_sent(state: Any) -> bool:
 
 
 def take_state_of_rank_zero(module: nn.Module, strategy: CoordinatedStrategy) -> None:
-    """Copy the parameters and buffers of rank 0 to every rank, in pieces; a collective."""
+    """Copy the parameters and buffers of rank 0 to all ranks. All ranks must call this."""
     state = (*module.parameters(), *module.buffers())
     flattened = [tensor.detach().reshape(-1) for tensor in state]
     parts = (part for flat in flattened for part in torch.split(flat, PIECE_BYTES // flat.element_size()))
@@ -256,13 +279,16 @@ def take_state_of_rank_zero(module: nn.Module, strategy: CoordinatedStrategy) ->
         for part, value in zip(piece, strategy.broadcast(piece, 0), strict=True):
             part.copy_(value)
     with torch.no_grad():
-        # The flat form of a tensor that is not contiguous is a copy.
+        # For a tensor that is not contiguous, `flat` is a copy, which must be written back.
         for tensor, flat in zip(state, flattened, strict=True):
             tensor.copy_(flat.reshape(tensor.shape))
 
 
 def _pieces(parts: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors that are sent together, each of at most `PIECE_BYTES`."""
+    """Group tensors into lists that are sent together, and yield these lists.
+
+    A list has at most `PIECE_BYTES` bytes in total. The order of the tensors is kept.
+    """
     piece: list[Tensor] = []
     size = 0
     for part in parts:
@@ -276,9 +302,10 @@ def _pieces(parts: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def average_buffers(module: nn.Module, strategy: CoordinatedStrategy) -> None:
-    """Replace floating-point buffers by their mean over the workers and all others by their maximum; a collective.
+    """Make the buffers of a module equal on all workers. All workers must call this.
 
-    Buffers of metrics stay as they are, because metrics combine their states themselves.
+    Each floating-point buffer is replaced by its mean over the workers, and each other buffer, such as a counter, by
+    its maximum. Buffers of metrics are left as they are, because metrics combine their states themselves.
     """
     metrics = {id(b) for m in module.modules() if isinstance(m, Metric) for b in m.buffers()}
     buffers = [buffer for buffer in module.buffers() if id(buffer) not in metrics]

@@ -1,4 +1,4 @@
-"""A worker's training step: gradients are sent during backward, and each forward waits for its own parameters."""
+"""A worker's training step: hooks push gradients during backward, and make forwards wait for new parameters."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,31 +20,38 @@ from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.strategies.observer_hooks import tensors_in
 
-NOTED_STEPS = 2  # First steps, which note the parameters that are read outside of their own modules.
+NOTED_STEPS = 2  # Number of first steps that record which parameters are read outside of their own modules.
 
 
 class Stepper:
-    """Connects a module's training to a worker.
+    """Connection between the training of a module and the worker that talks to the servers.
 
-    If no hook of the user can notice it, each gradient is pushed as soon as backward has accumulated it, and each
-    module waits for its own parameters right before its forward. Otherwise gradients are sent in the optimizer's step,
-    as they are then, and all values are awaited at the end of a step. A parameter that is read outside of its own
-    module is awaited when a step begins. The first steps wait for all parameters, and note which ones are read so.
+    Usually each gradient is pushed as soon as backward has accumulated it. If a hook of the user may read or change
+    gradients after backward, all gradients are pushed later, in the optimizer's step.
+
+    Usually each module waits for its own parameters right before its forward. If a hook of the user may read weights
+    between two steps, each step waits for all parameters at its end.
+
+    Code may also read a parameter outside of the module that owns it. The first steps wait for all parameters before
+    the forward, and record which parameters are read in this way. Later steps wait before the forward only for the
+    recorded parameters.
 
     Args:
-        module: The module.
-        worker: The worker, which sends gradients and receives values.
+        module: The module that is trained.
+        worker: The worker, which pushes gradients and pulls values.
         specification: The run's specification.
         optimizer: The module's optimizer.
-        early: Whether gradients may be sent before the hooks between backward and the optimizer's step.
+        early: Whether gradients may be pushed during backward, because no hook of the user reads or changes them later.
         sees_weights: Names of the hooks that may read weights between two steps.
-        sync_every: In mode ``local``, the worker's steps between two outer steps; else 0.
-        own_steps: Initial value of the attribute, for a worker that joins others.
+        sync_every: In mode ``local``, the number of steps between two outer steps; otherwise 0.
+        own_steps: Initial value of the attribute `own_steps`. It is not 0 if the worker joins a run that trains.
 
     Attributes:
-        own_steps: In mode ``local``, the worker's steps since the last outer step.
-        accumulating: Whether the next backward only accumulates gradients.
-        eager: Whether all values are awaited at the end of each step.
+        worker: The worker.
+        optimizer: The module's optimizer.
+        own_steps: In mode ``local``, the number of steps of this worker since the last outer step.
+        accumulating: Whether the next backward only accumulates gradients, which are not pushed yet.
+        eager: Whether each step waits for all values at its end.
         parameters: The trained parameters, in the order of the specification.
     """
 
@@ -65,8 +72,8 @@ class Stepper:
         self.own_steps = own_steps
         self._sync_every = sync_every
         self.accumulating = False
-        self._samples = self._batches = 0  # Of the present step.
-        self._left_out = 0  # Steps to leave out, including the present one.
+        self._samples = self._batches = 0  # Numbers of samples and batches in the current step so far.
+        self._left_out = 0  # Number of steps that this worker must skip, including the current step.
         named = dict(module.named_parameters())
         self.parameters: list[nn.Parameter] = [named[info.name] for info in specification.parameters]
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
@@ -75,20 +82,23 @@ class Stepper:
         self._early = early
         self._sees_weights = sees_weights
         self._readers = Readers(module, self._index)
-        self._noted = 0  # Steps in which reads were noted.
-        # Reads inside compiled code cannot be noted.
+        self._noted = 0  # Number of steps that have recorded which parameters are read outside of their modules.
+        # Reads inside compiled code cannot be recorded, so every step of compiled modules waits for all parameters.
         if is_compiled_whole(module) or any(is_compiled(child) for child in module.modules()):
             self._noted, self._readers.indices = NOTED_STEPS, set(range(len(self.parameters)))
-        self._waited: set[int] = set()  # Parameters whose modules have computed in this step.
+        self._waited: set[int] = set()  # Indices of the parameters whose modules have run a forward in this step.
+        # For each parameter: its write count and its memory address when its value was received.
         self._written = [writes(parameter) for parameter in self.parameters]
         self._memory = [parameter.data_ptr() for parameter in self.parameters]
-        self._received: list[Tensor] | None = None  # Copies of the received values, if hooks may write weights.
-        self._received_from: int | None = None  # The rank that received them for this node.
-        self._in_step = False
-        self._codecs = worker.codecs
-        self._pushed: dict[int, tuple[Tensor, int]] = {}  # Gradients, with their write counts when they were sent.
-        self._options = [group.options for group in specification.groups]  # In mode local those of the outer optimizer.
-        self._handles: list[Any] = []
+        self._received: list[Tensor] | None = None  # Copies of the received values; None if no hook may write weights.
+        self._received_from: int | None = None  # Rank of the worker that received the values for this node.
+        self._in_step = False  # Whether the push of a step has begun and not ended.
+        self._codecs = worker.codecs  # Encodings of pushes and pulls, as they were last logged.
+        # By a parameter's index: the gradient that was pushed in this step, and its write count at that time.
+        self._pushed: dict[int, tuple[Tensor, int]] = {}
+        # Hyper-parameters of the servers' optimizer, which is the outer optimizer in mode local.
+        self._options = [group.options for group in specification.groups]
+        self._handles: list[Any] = []  # Handles of all hooks that this object has registered.
         if not sync_every and early:
             for index, parameter in enumerate(self.parameters):
                 if self._frozen[index]:
@@ -98,7 +108,8 @@ class Stepper:
         for child in () if sync_every else module.modules():
             indices = [self._index[id(p)] for p in child.parameters(recurse=False) if id(p) in self._index]
             if indices:
-                # Must run before hooks that compute a weight from other parameters, as torch's weight_norm does.
+                # This hook must run first: another hook may compute a weight from parameters, as torch's weight_norm
+                # does, and must read new values.
                 self._handles.append(child.register_forward_pre_hook(self._waiter(indices), prepend=True))
         if not sync_every:
             self._handles.append(optimizer.register_step_pre_hook(self._take_gradients))
@@ -110,24 +121,33 @@ class Stepper:
         self._handles.clear()
 
     def leaves_out(self) -> bool:
-        """Return whether the next batch belongs to a step that the others have made already, and is left out.
+        """Return whether the next batch must be skipped, because the other nodes have already made its step.
 
-        The trainer still counts these steps, so that schedules and the end of the epoch stay where they are.
+        The trainer still counts skipped steps, so that learning-rate schedules and the end of the epoch do not change.
         """
         if isinstance(self.worker, CombinedWorker) and not self._left_out and not self._batches:
-            self.worker.wait(0)  # The forward waits for it anyway, and its version shows how far the others are.
+            # The forward waits for parameter 0 anyway. Its version shows how many steps the other nodes have made.
+            self.worker.wait(0)
             if self.worker.late:
                 self._left_out = self.worker.catch_up()
         return self._left_out > 0
 
     def count(self, samples: int) -> None:
-        """Count a batch of the present step; its samples are part of the gradient's weight."""
+        """Add a batch to the current step.
+
+        Args:
+            samples: Number of samples in the batch. The servers weight the step's gradient by the
+                number of samples in all its batches.
+        """
         self._samples += samples
         self._batches += 1
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Surround a batch's forward; wait first for the parameters that are read outside of their own modules."""
+        """Return a context for the forward of a batch.
+
+        The context first waits for the parameters that are read outside of their own modules.
+        """
         if self._sync_every or self._noted >= NOTED_STEPS:
             for index in () if self._sync_every else self._readers.indices:
                 self.worker.wait(index)
@@ -138,17 +158,17 @@ class Stepper:
             yield
 
     def before_backward(self) -> None:
-        """Begin the push of a step before its last backward, unless gradients only accumulate in this backward."""
+        """Begin to push the gradients of a step, if this backward is its last one and gradients may be pushed early."""
         if self._early and not (self.accumulating or self._sync_every or self._left_out):
             self._begin()
 
     @property
     def begun(self) -> int:
-        """Number of common steps that this worker has pushed or is pushing."""
+        """Number of the run's steps that this worker has completed, plus 1 while it pushes gradients."""
         return self.worker.step + self._in_step
 
     def after_step(self, last: bool = False) -> None:
-        """End a training step after the optimizer's step.
+        """End a training step. Call this after the optimizer's step.
 
         Args:
             last: Whether the step is the last one of an epoch, after which hooks may read weights.
@@ -163,7 +183,7 @@ class Stepper:
             self.note_values()
 
     def note_values(self) -> None:
-        """Note that the weights are the received ones, so that later writes by other code are found."""
+        """Remember the current weights as the received ones, so that later writes by other code are noticed."""
         self._written = [writes(parameter) for parameter in self.parameters]
         self._memory = [parameter.data_ptr() for parameter in self.parameters]
         self._received_from = self.worker.leader
@@ -171,13 +191,14 @@ class Stepper:
             self._received = [parameter.detach().clone() for parameter in self.parameters]
 
     def outer_step(self) -> None:
-        """Let the servers make an outer step of mode ``local``, and take its weights.
+        """Push this worker's weights for an outer step of mode ``local``, and wait for the new weights.
 
-        Without own steps there is no outer step, because momentum alone must not move the weights.
+        If this worker has made no steps since the last outer step, do nothing: the momentum alone must not change the
+        weights.
         """
         if not self.own_steps:
             return
-        assert not isinstance(self.worker, CombinedWorker), "in mode local each worker pushes for itself"
+        assert not isinstance(self.worker, CombinedWorker), "in mode local workers are not combined"
         self.worker.begin_step(self._options, self._samples)
         self._log_codecs()
         for index, parameter in enumerate(self.parameters):
@@ -196,7 +217,7 @@ class Stepper:
     def _log_codecs(self) -> None:
         if self.worker.codecs != self._codecs:
             self._codecs = pushes, pulls = self.worker.codecs
-            rank_zero_info(f"From step {self.worker.step} on compression: {pushes}, pull_compression: {pulls}")
+            rank_zero_info(f"From step {self.worker.step} on, compression is {pushes} and pull_compression is {pulls}")
 
     def _end(self) -> None:
         self.worker.end_step()
@@ -222,7 +243,11 @@ class Stepper:
         return wait
 
     def _take_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Make the optimizer's step run its closure, push the gradients, and find none: the servers make the step."""
+        """Wrap the closure of the optimizer's step so that it pushes the gradients and then removes them.
+
+        This is a pre-hook of the optimizer's step. Without gradients the optimizer changes nothing: the servers make
+        the step.
+        """
         closure = kwargs["closure"]
 
         def closure_then_push() -> Any:
@@ -242,19 +267,19 @@ class Stepper:
         return args, {**kwargs, "closure": closure_then_push}
 
     def _check(self) -> None:
-        """Refuse uses of gradients or weights that would have another result than on one device.
+        """Refuse uses of gradients or weights that would give different results from a run on one device.
 
         Raises:
-            ConfigurationError: A gradient was changed after it was sent, a weight was read before it was received or
+            ConfigurationError: A gradient was changed after it was pushed, a weight was read before it was received or
                 was changed between two steps, or a frozen parameter has a gradient.
         """
         for index, (gradient, version) in self._pushed.items():
-            present = self.parameters[index].grad
-            if present is not gradient or writes(present) != version:
+            current = self.parameters[index].grad
+            if current is not gradient or writes(current) != version:
                 raise ConfigurationError(
                     f"the gradient of {self._names[index]} was changed after backward had sent it to the servers: "
-                    "change gradients in on_after_backward or on_before_optimizer_step of the module or of a callback, "
-                    "which strategy parameter_server waits for, or use strategy ddp"
+                    "change gradients in a hook on_after_backward or on_before_optimizer_step, because strategy "
+                    "parameter_server sends gradients after these hooks, or use strategy ddp"
                 )
         changed = self._changed()
         awaited = self._readers.indices if self._noted >= NOTED_STEPS else range(len(self.parameters))
@@ -262,49 +287,52 @@ class Stepper:
             if self._frozen[index]:
                 if parameter.grad is not None:
                     raise ConfigurationError(
-                        f"{self._names[index]} was frozen when training began and has a gradient now, so the servers "
-                        "do not train it: train the parts one after the other in two fits, or use strategy ddp"
+                        f"{self._names[index]} was frozen when training began and has a gradient now, but the servers "
+                        "do not train it: unfreeze it before a new fit, or use strategy ddp"
                     )
                 continue
             if parameter.grad is not None and index not in self._waited and index not in awaited:
                 raise ConfigurationError(
                     f"{self._names[index]} was used without a forward of its own module, unlike in the first "
-                    f"{NOTED_STEPS} steps, and may have had the value of the step before: call its module, use the "
-                    "parameter so from the first step on, or use strategy ddp"
+                    f"{NOTED_STEPS} steps, and may have had an old value: call the module, use the parameter directly "
+                    "from the first step on, or use strategy ddp"
                 )
-            # An assignment to `.data` does not count as a write, but it changes the memory. Weights without gradients
-            # may have other memory, as an average of weights has.
+            # An assignment to `.data` does not increase the write count, but it changes the memory address. The address
+            # of a weight without a gradient may change: a callback may exchange weights for their average.
             moved = parameter.grad is not None and parameter.data_ptr() != self._memory[index]
             if moved or writes(parameter) != self._written[index] or changed[index]:
                 suspects = f" (maybe by {', '.join(self._sees_weights)})" if self._sees_weights else ""
                 raise ConfigurationError(
                     f"{self._names[index]} was changed between two steps, or in training_step{suspects}: the servers "
-                    "hold the parameters, and would overwrite the change; use mode: local, or strategy ddp"
+                    "hold the parameters and would overwrite the change; use mode: local, or strategy ddp"
                 )
 
     def _changed(self) -> list[bool]:
-        """Return for each parameter whether its value differs from the received one, if hooks may write weights."""
-        # A new leader of the node brings the values of the servers' present step, which may be newer.
+        """Return for each parameter whether its value differs from the received value.
+
+        The values are compared only if hooks may write weights. Otherwise all results are False.
+        """
+        # If the node has a new leader, the new leader has received values again. They may be newer than the copies.
         if self._received is None or self._received_from != self.worker.leader:
             return [False] * len(self.parameters)
         pairs = zip(self.parameters, self._received, strict=True)
-        # One read for all parameters, because each read waits for the device.
+        # The results for all parameters are read at once, because each read waits for the device.
         different: list[bool] = torch.stack([(value != received).any() for value, received in pairs]).tolist()
         return different
 
 
 class Readers(TorchFunctionMode):
-    """Mode that notes which parameters are read while none of their own modules computes.
+    """Mode of torch that records which parameters are read outside of a forward of the module that owns them.
 
-    Examples are a head's weight that is passed to ``F.linear``, the last layer of ``nn.MultiheadAttention``, which is
-    never called, a weight in a penalty, and a weight that a moving average follows.
+    Examples are a weight that is passed to ``F.linear``, the weight of the last layer of ``nn.MultiheadAttention``,
+    whose forward is never called, a weight in a penalty of the loss, and a weight in a moving average.
 
     Attributes:
-        indices: Numbers of the noted parameters.
+        indices: Indices of the recorded parameters.
 
     Args:
-        module: The module.
-        index: Numbers of the parameters, by their ids.
+        module: The module that is trained.
+        index: Index of each parameter, by the parameter's ``id()``.
     """
 
     def __init__(self, module: nn.Module, index: Mapping[int, int]) -> None:
@@ -316,7 +344,7 @@ class Readers(TorchFunctionMode):
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note the reads inside this context."""
+        """Record the reads inside this context."""
         with ExitStack() as stack:
             for child in self._module.modules():
                 for handle in _noted(child, self._computing):
@@ -325,7 +353,7 @@ class Readers(TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Note the parameters among the arguments of a function, and call it."""
+        """Record the parameters among the arguments of torch's function `func`, and call the function."""
         for tensor in tensors_in((*args, *(kwargs or {}).values())):
             index = self._index.get(id(tensor))
             if index is not None and not any(tensor is parameter for parameter in self._computing_parameters()):
@@ -333,15 +361,19 @@ class Readers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _computing_parameters(self) -> Iterator[Tensor]:
-        """Yield the parameters of the modules that are computing now."""
+        """Yield the parameters of the modules whose forward is running."""
         for module in self._computing:
             yield from module.parameters(recurse=False)
 
 
 def _noted(child: nn.Module, computing: list[nn.Module]) -> Iterator[RemovableHandle]:
-    """Register hooks that note when a module computes, and yield their handles.
+    """Register hooks that keep a list of the modules whose forward is running, and yield the hooks' handles.
 
-    The hooks are plain functions, because a copy of the module then shares them instead of copying what they refer to.
+    The hooks are plain functions: a deep copy of the module then shares the hooks, and does not copy the list.
+
+    Args:
+        child: The module that gets the hooks.
+        computing: The list. Each module follows the module that calls it.
     """
 
     def begin(module: nn.Module, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""`strategy: parameter_server`: workers with a replica each, and servers with the parameters and the optimizer."""
+"""The strategy ``parameter_server``: workers compute gradients; servers hold the parameters and run the optimizer."""
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -45,69 +45,84 @@ from cnnstrategies.strategies.parameter_server.start import (
 from cnnstrategies.strategies.parameter_server.step import Stepper
 from cnnstrategies.strategies.protocol import StepKind
 
-OUTER_STATE = "outer_optimizer_state"  # Key of a checkpoint.
-CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")  # Methods of a precision plugin.
+OUTER_STATE = "outer_optimizer_state"  # Key in a checkpoint for the state of the outer optimizer of mode ``local``.
+CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")  # Names of the clipping methods of a precision plugin.
 
 
 class ParameterServerStrategy(CoordinatedStrategy):
-    """Data parallelism through servers that each hold a part of the parameters and make the optimizer's steps.
+    """Data parallelism with parameter servers: each server holds a part of the parameters and updates this part.
 
-    Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014. Gradients are pushed while
-    backward still runs, and a layer's forward waits only for the layer's own parameters. There is no torch process
-    group: the run goes on without a worker that dies, and a restarted worker joins at the next epoch.
+    The design follows Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014. Workers
+    push gradients while backward still runs. The forward of each layer waits only for the parameters of this layer. The
+    strategy does not use a torch process group: if a worker dies, the run continues without this worker. A restarted
+    worker joins again when the next epoch begins, or earlier with ``data_dispatch: dynamic``.
 
-    BatchNorm's running statistics come from each worker's own batches. They are averaged over the workers before each
-    validation, test and checkpoint.
+    Each worker computes BatchNorm's running statistics from its own batches. Before each validation, test and
+    checkpoint, the statistics are averaged over the workers.
 
     Args:
-        mode: ``sync`` makes one step on the mean gradient of all workers, as DDP does. ``async`` applies each gradient
-            when it arrives. ``ssp`` is like ``async``, but no worker runs more than ``staleness`` steps ahead of the
-            slowest (Ho et al., NeurIPS 2013). In ``local`` each worker makes ``sync_every`` steps of its own optimizer;
-            then the servers make an outer step on the mean of the workers' changes (DiLoCo, Douillard et al. 2023).
-        staleness: For ssp: steps that a worker may be ahead of the slowest one, 4 by default; 0 is sync.
-        sync_every: For local: optimizer steps between two outer steps, 8 by default.
-        outer_lr: For local: learning rate of the outer step, an SGD step. The value 1 without momentum averages the
-            weights (local SGD); DiLoCo uses 0.7 with momentum 0.9.
-        outer_momentum: For local: Nesterov momentum of the outer step.
-        servers_per_node: Server processes that each node starts.
-        endpoints: Addresses of dedicated servers, which are started with ``cnnstrategies-server`` and replace the
-            nodes' own servers. With dedicated servers and ``sync``, each slice is updated by itself, so that values
-            return while gradients are still being sent.
-        coordinator: ``tcp://address:port`` on the machine of rank 0. By default a socket in a private directory on one
-            machine, else Lightning's main address and port.
-        compression: Compression of pushed gradients: ``none``, ``fp16``, ``bf16``, or, with error feedback, ``topk`` or
-            ``onebit``. ``auto`` measures step times during training, and uses the fastest of ``none``, ``bf16`` and
-            ``onebit``.
-        topk_density: Fraction of the elements that ``topk`` sends.
-        pull_compression: Compression of pulled parameters: ``none``, ``fp16`` or ``bf16``. Forward and backward then
-            use rounded weights, while the servers, validation and checkpoints keep full precision. ``sync`` and
-            ``local`` also accept ``topk`` and ``onebit``, which compress the change of each step with error feedback
-            (DoubleSqueeze, Tang et al., ICML 2019). ``auto`` chooses by step times between ``none``, ``fp16`` and, if
-            all workers make the same steps, ``onebit``.
-        replication: Number of servers that hold each part. With 2, one server can die without the loss of an update.
-        data_dispatch: ``static`` divides each epoch as DDP does. ``dynamic``, for async and ssp, gives batches to the
-            workers that ask for them: faster workers take more, and a dead worker's batches are given out again.
-        security: ``curve`` encrypts and authenticates, ``none`` does not. ``auto`` is ``curve`` for TCP connections and
-            ``none`` for the private directory; it needs ``key_file`` if the run has other machines.
-        key_file: File with the run's keys, the same on every machine.
-        timeout: Time in seconds, or as ``minutes:seconds``, after which a process without a heartbeat or an answer
-            counts as dead.
-        max_restarts: Number of times that each killed process may be restarted, in the first trainer function of a
-            script. Without restarts a run goes on without a dead worker, but not without rank 0, which writes
-            checkpoints and logs.
-        max_joiners: Number of workers that may join and leave during training, with ``cnnstrategies join``. For async
-            and ssp, with ``data_dispatch: dynamic``.
-        combine_per_node: For sync: the workers of a node sum their gradients in shared memory, and one of them pushes
-            and pulls for all, so that the node's link carries the bytes of one worker. If that worker dies, another
-            one takes over.
-        shares: For sync: the workers' parts of a global batch as a list of proportions such as ``[3, 1]``, or ``auto``:
-            equal at first, then by each worker's measured time, as under ``ddp_balanced``.
-        initial_shares: The shares with which ``auto`` begins, as ``plan`` writes them.
+        mode: When the servers update the parameters. ``sync``: in each step, with the mean of all workers' gradients,
+            as under DDP. ``async``: with each gradient when it arrives. ``ssp`` (stale synchronous parallel, Ho et al.,
+            NeurIPS 2013): like ``async``, but no worker runs more than ``staleness`` steps ahead of the slowest worker.
+            ``local`` (DiLoCo, Douillard et al. 2023): each worker makes ``sync_every`` steps with its own optimizer;
+            then the servers make an outer step with the mean of the workers' changes.
+        staleness: For mode ``ssp``: number of steps that a worker may be ahead of the slowest worker; 4 by default.
+            With 0, ``ssp`` is the same as ``sync``.
+        sync_every: For mode ``local``: number of steps that each worker makes between two outer steps; 8 by default.
+        outer_lr: For mode ``local``: learning rate of the outer step, which is a step of SGD. With ``outer_lr`` 1 and
+            ``outer_momentum`` 0 an outer step averages the workers' weights (local SGD). DiLoCo uses 0.7 and 0.9.
+        outer_momentum: For mode ``local``: Nesterov momentum of the outer step; 0 or more, and less than 1.
+        servers_per_node: Number of server processes that each node starts.
+        endpoints: Addresses of dedicated servers, as ``tcp://address:port``. Start each dedicated server with
+            ``cnnstrategies-server``; the nodes then start no servers. In mode ``sync`` a dedicated server updates each
+            slice as soon as all gradients of the slice have arrived, so new values return while other gradients are
+            still being sent.
+        coordinator: Address at which the coordinator listens, as ``tcp://address:port``, on the machine of rank 0. By
+            default a run on one node uses a socket file in a private directory, and a run on several nodes uses
+            Lightning's main address and port.
+        compression: Compression of pushed gradients. ``none`` sends them as they are. ``fp16`` and ``bf16`` round to 16
+            bits. ``topk`` sends only the elements with the largest absolute values, and ``onebit`` one bit for each
+            element, both with error feedback. ``auto`` measures step times during training, and uses the fastest of
+            ``none``, ``bf16`` and ``onebit``.
+        topk_density: For ``topk``: fraction of the elements that are sent; above 0 and at most 1.
+        pull_compression: Compression of pulled parameters. With ``fp16`` and ``bf16``, forward and backward use rounded
+            weights; the servers, validation and checkpoints use full precision. ``topk`` and ``onebit`` need mode
+            ``sync`` or ``local``: they compress the change of the parameters in each step, with error feedback
+            (DoubleSqueeze, Tang et al., ICML 2019). ``auto`` measures step times during training, and uses the fastest
+            of ``none``, ``fp16`` and, if all workers step together, ``onebit``.
+        replication: Number of servers that hold each slice of the parameters. With 2, no update is lost if one server
+            dies.
+        data_dispatch: Division of an epoch's batches among the workers. ``static`` gives all workers the same number of
+            batches, as under DDP. ``dynamic`` needs mode ``async`` or ``ssp``: each worker requests its next batch when
+            it needs one, so faster workers compute more batches, and the batches of a worker that dies go to other
+            workers.
+        security: ``curve`` encrypts and authenticates all connections; ``none`` does not. ``auto`` means ``none`` for a
+            socket file in a private directory, and ``curve`` for TCP. With ``curve`` on several machines, set
+            ``key_file``.
+        key_file: File with the run's keys. Make the file with ``cnnstrategies-server --make-keys FILE``, and copy it to
+            every machine.
+        timeout: A process counts as dead if it sends no heartbeat or reply for this time, in seconds or as
+            ``minutes:seconds``.
+        max_restarts: Number of times that each process may be restarted after it was killed. Processes are restarted
+            only in the first trainer function that a script calls. Without a restart, the run continues if a worker
+            dies, but ends if rank 0 dies, because rank 0 writes checkpoints and logs.
+        max_joiners: Number of additional workers that may join and leave during training, with ``cnnstrategies join``.
+            This needs ``data_dispatch: dynamic``, and mode ``async`` or mode ``ssp`` with a staleness above 0.
+        combine_per_node: For mode ``sync``: the workers of a node add their gradients in shared memory, and one worker
+            of the node pushes and pulls for all of them. The node's link then carries the bytes of a single worker. If
+            the worker that pushes dies, another worker of the node takes its role.
+        shares: For mode ``sync``: division of each global batch among the workers, as under ``ddp_balanced``. A list
+            has one number above 0 for each worker, such as ``[3, 1]``. ``equal`` gives all workers the same number of
+            samples. ``auto`` begins with ``initial_shares``, and then follows the workers' measured times.
+        initial_shares: The shares with which ``auto`` begins: ``equal``, or a list as for ``shares``. The command
+            ``plan`` writes such a list.
+        start_method: How the workers of a node are started: ``popen`` runs the script again for each worker, ``spawn``
+            starts new Python processes that run only the trainer function, and ``fork`` forks the process that calls
+            the trainer function. The strategy names ``parameter_server_spawn`` and ``parameter_server_fork`` set it.
         **kwargs: Options of :class:`~lightning.pytorch.strategies.DDPStrategy` about devices.
 
     Raises:
-        ConfigurationError: Options contradict each other. Checks that depend on the module follow before processes
-            start.
+        ConfigurationError: Options contradict each other. The module is checked later, right before processes start.
     """
 
     step_kind: StepKind = "worker"
@@ -160,21 +175,27 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._watch: HookContexts | None = None
 
     def check(self) -> None:
-        """Refuse a module or a layout that the servers cannot train; called before processes start."""
+        """Check the module, the number of nodes and the shares, before the run starts.
+
+        The launcher calls this before it starts processes.
+
+        Raises:
+            ConfigurationError: The servers cannot train the module, or an option does not suit the number of processes.
+        """
         check_module(self.module, self.options)
         self.options.check_nodes(self.num_nodes)
         self._dealing.check()
         if self._layer_sync is not None:
             raise ConfigurationError(
-                "sync_batchnorm=True: workers run independently and cannot exchange statistics within a step; set "
-                "trainer.sync_batchnorm to false"
+                "sync_batchnorm=True: workers run independently, and cannot exchange BatchNorm's statistics within a "
+                "step; set trainer.sync_batchnorm to false"
             )
 
     # Joining the run
 
     @property
     def module(self) -> LightningModule:
-        """The module that is trained."""
+        """The LightningModule of the run."""
         assert isinstance(self.lightning_module, LightningModule)
         return self.lightning_module
 
@@ -221,11 +242,11 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self.setup_precision_plugin()
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ConfigurationError(
-                "precision=16-mixed: workers would have to agree on the loss scale in each step; with strategy "
-                "parameter_server use bf16-mixed"
+                "precision=16-mixed: all workers would need the same loss scale in each step, but strategy "
+                "parameter_server does not exchange it; use bf16-mixed"
             )
         if trainer.state.fn == TrainerFn.FITTING and self.options.mode != "local":
-            for name in CLIPPING:  # The servers clip, by the norm of the whole gradient.
+            for name in CLIPPING:  # The servers clip instead, because only they know the norm of the whole gradient.
                 setattr(self.precision_plugin, name, _clip_nothing)
         self.share_metrics(self.module)
 
@@ -248,7 +269,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Connect to the servers; a restarted worker waits here until the run admits it."""
+        """Connect to the servers. A restarted worker waits here until the run admits it."""
         self.leave_address(self.trainer)
         worker, specification, own_steps = join_servers(self, self.module, self.optimizers[0], self._outer_state)
         if self.options.mode == "sync" and self.world_size > 1:
@@ -258,8 +279,15 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._stepper = self._stepper_of(worker, specification, own_steps or 0)
 
     def _stepper_of(self, worker: Worker | CombinedWorker, specification: Specification, own_steps: int) -> Stepper:
-        """Return the stepper that connects the module's training to a worker."""
-        local = self.options.mode == "local"  # Weights are then the worker's own; only an average reads all of them.
+        """Return the stepper that connects the module's training to a worker.
+
+        Args:
+            worker: This worker's connection to the servers.
+            specification: The run's specification.
+            own_steps: In mode ``local``, the number of steps since the last outer step.
+        """
+        # In mode local the weights between two steps are the worker's own, so hooks may read and change them.
+        local = self.options.mode == "local"
         average = ["an average of the weights"] * self._averages_weights
         return Stepper(
             self.module,
@@ -273,7 +301,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         )
 
     def _figures(self, worker: Worker | CombinedWorker) -> dict[str, float]:
-        """Return this worker's figures for ``watch``; called in another thread."""
+        """Return this worker's measured values by name, for ``watch``. The thread that sends heartbeats calls this."""
         figures = worker.counters.figures()
         if self._stepper is not None and self.options.waits_for_pushes and not self._has_left:
             pushed = self._stepper.begun
@@ -286,13 +314,14 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if batch_idx > 0 or self._stepper is None:
             return
         if self.joined_late:
-            self.joined_late = False  # The run admitted this worker at this boundary.
+            # For this epoch the admission is over. This worker took part in it when it joined.
+            self.joined_late = False
             return
         self._stepper.worker.interrupt()
         self._stepper.worker.wait_all()
         state = trainer_state(self.trainer, self.optimizers[0], self._stepper.own_steps)
         if self.collectives.boundary(state).admitted:
-            self.collectives.barrier("admitted")  # Wait until the admitted workers have parameters and step.
+            self.collectives.barrier("admitted")  # Wait until the admitted workers have received the parameters.
         if self._has_left:
             self._stepper.worker.join()
             self._stepper.note_values()
@@ -302,7 +331,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._stepper is not None
         if self._stepper.leaves_out():
-            return torch.zeros((), device=self.root_device, requires_grad=True)  # Gives no parameter a gradient.
+            return torch.zeros((), device=self.root_device, requires_grad=True)  # No parameter gets a gradient from it.
         self._stepper.count(self._samples_in(args[0] if args else next(iter(kwargs.values()))))
         self._buffers_are_equal = False
         self._dispatch.seen += 1
@@ -314,7 +343,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def _samples_in(self, batch: Any) -> int:
         sampler = dealt(self.trainer) if self.options.aggregates else None
         if sampler is not None and not sampler.counts(self.trainer.fit_loop.batch_idx)[sampler.rank]:
-            return 0  # This batch only repeats samples, so that all ranks have equally many batches.
+            return 0  # This batch only repeats samples, so that all ranks have the same number of batches.
         return max(1, count_samples(batch))
 
     @override
@@ -330,7 +359,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Send nothing while gradients accumulate."""
+        """Send no gradients inside this context, because they accumulate over several batches."""
         assert self._stepper is not None
         self._stepper.accumulating = True
         try:
@@ -346,31 +375,42 @@ class ParameterServerStrategy(CoordinatedStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the closure in the optimizer's step, which finds no gradients because the servers make the step."""
+        """Run forward and backward, and push the gradients; the servers make the optimizer's step.
+
+        The closure runs inside the optimizer's own `step`, and the pushed gradients are removed. The optimizer then has
+        no gradients, and changes nothing.
+        """
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self._stepper is not None
         self._stepper.after_step(self.trainer.is_last_batch)
-        # The gradients have been sent: if this worker dies, no other worker must repeat these batches.
+        # The gradients of these batches have been sent. If this worker dies, no other worker must repeat the batches.
         self._dispatch.processed = self._dispatch.seen
         if self.options.mode == "ssp" and self.trainer.is_last_batch:
-            # The other workers must not wait for a worker that has no more batches in this epoch.
+            # This worker has no more batches in this epoch, so the other workers must not wait for its pushes.
             worker = self._stepper.worker
-            assert not isinstance(worker, CombinedWorker), "in mode ssp each worker pushes for itself"
+            assert not isinstance(worker, CombinedWorker), "in mode ssp workers are not combined"
             worker.leave()
             self._has_left = True
         return output
 
-    # Weights and buffers at rest
+    # Weights and buffers outside of training steps
 
     def _settle(self, refresh: bool = True) -> None:
-        """Load the servers' parameters and the mean of the workers' buffers; a collective during training."""
+        """Load the servers' parameters and the mean of the workers' buffers into the module.
+
+        All workers must call this during training. Outside of training it does nothing.
+
+        Args:
+            refresh: Whether to pull the parameters again, in full precision, if this worker may have older or rounded
+                values.
+        """
         if self._stepper is None:
             return
         worker = self._stepper.worker
         worker.interrupt()
         if self.options.mode == "local":
             self._stepper.outer_step()
-            worker.interrupt()  # The time of an early outer step must not count for the choice of compressions.
+            worker.interrupt()  # The duration of an early outer step must not influence the choice of encodings.
         worker.wait_all()
         self._dispatch.processed = self._dispatch.seen
         if not self._buffers_are_equal:
@@ -388,22 +428,23 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def on_validation_end(self) -> None:
         if self._stepper is not None:
-            self._stepper.note_values()  # A callback may have replaced the weights during validation.
+            self._stepper.note_values()  # A callback may have exchanged the weights during validation.
 
     @property
     def _averages_weights(self) -> bool:
-        """Whether a callback averages all weights after each step, and writes the average at the end."""
+        """Whether a callback averages the weights of all steps, and writes the average into the module at the end."""
         return any(isinstance(callback, WeightAveraging) for callback in self.callbacks)
 
     @override
     def on_train_end(self) -> None:
-        """Take weights and optimizer state from the servers, and leave them.
+        """Take the weights and the optimizer's state from the servers, and disconnect from the servers.
 
-        From here on the weights, and the optimizer of rank 0, hold the result of the run.
+        Afterwards the module of each rank holds the trained weights, and the optimizer of rank 0 its final state.
         """
         self._settle(refresh=not self._averages_weights)
         if self._averages_weights:
-            take_state_of_rank_zero(self.module, self)  # Each rank has averaged the weights that it has seen.
+            # The ranks may have averaged different weights, so all ranks take the average of rank 0.
+            take_state_of_rank_zero(self.module, self)
         if self.options.mode == "local":
             self._outer_state = self._servers_state()
         else:
@@ -414,13 +455,17 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state; a collective."""
+        """Return the module's state, with the servers' parameters. All ranks must call this."""
         self._settle()
         return super().lightning_module_state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return on rank 0 the servers' optimizer state, as one process would save it; a collective."""
+        """Return the state of an optimizer for a checkpoint, in the form in which a run on one device saves it.
+
+        During training the servers hold the state, except in mode ``local``, and only rank 0 receives it. All ranks
+        must call this.
+        """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if self._stepper is None or self.options.mode == "local":
@@ -432,7 +477,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         return state
 
     def _servers_state(self) -> dict[str, Any] | None:
-        """Return on rank 0 the state of the servers' optimizer; a collective."""
+        """Return the state of the servers' optimizer on rank 0, and None on other ranks. All ranks must call this."""
         assert self._stepper is not None
         self.barrier("optimizer state")
         state = self._stepper.worker.optimizer_state() if self.global_rank == 0 else None
@@ -441,7 +486,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint, in mode ``local`` with the outer optimizer's state; a collective."""
+        """Save a checkpoint. In mode ``local``, add the outer optimizer's state. All ranks must call this."""
         if self.options.mode == "local" and "optimizer_states" in checkpoint:
             checkpoint[OUTER_STATE] = self._outer_state if self._stepper is None else self._servers_state()
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -453,24 +498,31 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights. The servers of the next training take them when it starts, with the optimizer's state."""
+        """Load weights into the module. The servers receive them, with the optimizer's state, when training starts.
+
+        Raises:
+            ConfigurationError: Training has started already.
+        """
         if self._stepper is not None:
             raise ConfigurationError(
-                "weights were loaded in the middle of training, where the servers would ignore them: save a "
-                "checkpoint, and pass it to a new fit as ckpt_path"
+                "weights were loaded in the middle of training, but the servers hold the weights and would overwrite "
+                "the loaded values: save a checkpoint, and pass it to a new fit as ckpt_path"
             )
         super().load_model_state_dict(checkpoint, strict)
 
     @property
     @override
     def traffic(self) -> Counters | None:
-        """Bytes, steps and waiting time of this worker; None unless it trains."""
+        """Counters of this worker's bytes, steps and waiting time; None unless the worker trains."""
         return None if self._stepper is None else self._stepper.worker.counters
 
     @property
     @override
     def may_skip_steps(self) -> bool:
-        """Whether the other nodes may make a step without this worker's node, which then goes on with their step."""
+        """Whether the other nodes may make a step without this worker's node.
+
+        This can happen if the workers of a node are combined. The node then continues with the other nodes' next step.
+        """
         return self.options.combines(self.num_processes)
 
     @property
@@ -480,7 +532,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
-        """Return the rows about mode and servers; none unless the run trains."""
+        """Return the start panel's rows about the mode, the servers and the shares; none unless the run trains."""
         if self.trainer.state.fn != TrainerFn.FITTING:
             return []
         shares = [self._dealing.panel_row()] * (self.options.shares != "equal")
@@ -494,14 +546,14 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def leave_session(self) -> None:
-        """Leave the servers and the coordinator; do nothing if no session is open."""
+        """Disconnect from the servers and the coordinator; do nothing if no session is open."""
         self._leave_servers()
         super().leave_session()
 
     @override
     def teardown(self) -> None:
         for name in CLIPPING:
-            vars(self.precision_plugin).pop(name, None)  # Another Trainer may use the same plugin.
+            vars(self.precision_plugin).pop(name, None)  # Another Trainer may use the same plugin, and must clip.
         if self._watch is not None:
             self._watch.end()
             self._watch = None
@@ -515,4 +567,4 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
 
 def _clip_nothing(*args: Any, **kwargs: Any) -> None:
-    """Replace the clipping of a precision plugin, because the servers clip."""
+    """Do nothing. This function replaces the clipping methods of a precision plugin, because the servers clip."""
