@@ -99,7 +99,7 @@ def decode(frames: Sequence[Any]) -> Any:
     """
     if not frames or len(frames[0]) > MAX_STRUCTURE:
         raise CodecError(
-            f"a message of {len(frames)} frames does not begin with a structure of at most {MAX_STRUCTURE} bytes"
+            f"the first of a message's {len(frames)} frames is missing or has more than {MAX_STRUCTURE} bytes of JSON"
         )
     try:
         packed = json.loads(bytes(frames[0]))
@@ -107,7 +107,7 @@ def decode(frames: Sequence[Any]) -> Any:
     except CodecError:
         raise
     except Exception as error:  # The unflatten function of a registered pytree node may raise any exception.
-        raise CodecError(f"not a message of this codec: {type(error).__name__}: {error}") from error
+        raise CodecError(f"the message cannot be decoded: {type(error).__name__}: {error}") from error
 
 
 def to_bytes(value: Any) -> bytes:

@@ -61,7 +61,7 @@ class Compression(ABC):
             rank: Rank of the low-rank factors. Only ``powersgd`` uses it.
             start_step: First step with compression. Only ``powersgd`` uses it.
         """
-        raise NotImplementedError(f"{self.name} has no communication hook for DDP")
+        raise NotImplementedError(f"compression {self.name!r} has no communication hook for DDP")
 
     def describe_ddp(self, rank: int, start_step: int) -> str:
         """Return a description of the compression under DDP that completes the sentence "gradients are sent as ..."."""

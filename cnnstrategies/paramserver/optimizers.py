@@ -36,7 +36,7 @@ def load_optimizer(path: str) -> type[Optimizer]:
             "server can import, and not in a script or a function"
         ) from None
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise ConfigurationError(f"optimizer {path} is not a subclass of torch.optim.Optimizer: use such a subclass")
+        raise ConfigurationError(f"optimizer {path} is not a subclass of torch.optim.Optimizer: use an optimizer class")
     if issubclass(optimizer_class, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise ConfigurationError(
             f"optimizer {path} needs a closure or sparse gradients, which servers do not have: use a different "

@@ -233,9 +233,8 @@ class Supervision:
         elif killed:
             fields = {"role": child.role, "id": child.id, "incarnation": child.incarnation, "process": child.handle.pid}
             self.send("died", {**fields, "how": how, "replaced": replaced})
-        elif (
-            code < 128
-        ):  # An exit code from 128 on is 128 plus the number of a signal with which the user stopped the run.
+        elif code < 128:
+            # Exit codes from 128 on are not errors: the user stopped the run with signal number `code - 128`.
             self.send("end", {"message": death, "clean": False})
         if replaced:
             child.restarts -= 1
@@ -284,7 +283,7 @@ class Supervision:
             child.stopped = child.stopped + passed if is_stopped(child.handle.pid) else 0.0
             limit = self.coordinator.timeout
             if child.role == COORDINATOR and child.restarts:
-                limit /= 2  # Members wait for the coordinator for the time-out, in which it must also be restarted.
+                limit /= 2  # The coordinator must be killed and restarted before the members' time-out has passed.
             if child.stopped > limit:
                 child.end_silent()
 

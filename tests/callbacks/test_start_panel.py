@@ -136,8 +136,8 @@ def test_the_panel_names_images_that_chose_the_checkpoint_and_the_preprocessing(
     data.test_source = data.train_source
     assert "best.ckpt" not in start_panel.images(trainer)[0][1]
     data.prepare_as(IMAGENET)
-    how = "bilinear, mean 0.485 0.456 0.406, deviation 0.229 0.224 0.225"
-    mismatch = "that of SyntheticDataModule; the network's weights were trained with 224 pixels"
+    how = "bilinear, mean 0.485 0.456 0.406, std 0.229 0.224 0.225"
+    mismatch = "set by SyntheticDataModule; the pretrained weights expect 224 pixels"
     assert start_panel.images(trainer)[1] == ("preprocessing", f"{mismatch}, {how}")
     data.preprocessing, data.resize, data.image_shape = IMAGENET, 37, (3, 32, 32)
     assert start_panel.images(trainer)[1] == ("preprocessing", f"37 to 32 pixels, {how}")

@@ -42,7 +42,7 @@ def test_the_doctor_names_differences_and_faults_of_hosts(tmp_path: Path, monkey
     )  # The tests may run in a container with little shared memory.
     (code, output), (second, _) = examine("--interface=10.77.9.0/24")
     assert (code, second) == (0, 0), output
-    assert f"All 2 hosts agree, reach each other and share {tmp_path}" in output
+    assert f"No problems: all 2 hosts have the same versions, reach each other and share {tmp_path}" in output
     assert re.search(r"1 beta +│ 10\.77\.9\.2 │ wire", output), output
     assert not list(tmp_path.glob(".cnnstrategies-doctor*"))
     (tmp_path / "beta").mkdir()
@@ -57,7 +57,7 @@ def test_the_doctor_names_differences_and_faults_of_hosts(tmp_path: Path, monkey
     assert (code, second) == (1, 0), output
     assert "problem: lightning differs: " in output
     assert "2.6.4 on beta" in output
-    assert f"problem: beta: {tmp_path}/shared: files that alpha writes do not appear here" in output
+    assert f"problem: beta: {tmp_path}/shared: a file from alpha does not appear on this host" in output
     assert re.search(rf"problem: beta: cannot write {tmp_path}/shared/\S+: Read-only file system", output), output
 
 
@@ -78,5 +78,5 @@ def test_without_other_hosts_the_doctor_checks_this_machine(
         monkeypatch.setenv(name, value)
     alone, alone_output = run_cli("doctor", "--wait=0.1")
     assert (little, alone) == (1, 1)
-    assert re.search("problem: .* has rank 0 been started", alone_output), alone_output
-    assert (f"torch {torch.__version__} cannot use its 1 GPU" in output) != torch.cuda.is_available()
+    assert re.search("problem: .* check that rank 0 was started", alone_output), alone_output
+    assert (f"torch {torch.__version__} cannot use the 1 GPU" in output) != torch.cuda.is_available()

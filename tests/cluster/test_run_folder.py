@@ -89,11 +89,11 @@ def test_a_run_does_not_resume_from_another_runs_checkpoint():
     """This also holds after a crash before the run's first own checkpoint."""
     made = trainer("saved")
     write(Path("saved/last.ckpt"))
-    with pytest.raises(ConfigurationError, match="is not of the run digits"):
+    with pytest.raises(ConfigurationError, match="does not belong to the run digits"):
         last_checkpoint(made, "digits")
     write_record(Path("saved"), {"run": "digits"})
     assert last_checkpoint(made, "digits") == Path("saved/last.ckpt").resolve()
-    with pytest.raises(ConfigurationError, match="is not of the run other"):
+    with pytest.raises(ConfigurationError, match="does not belong to the run other"):
         last_checkpoint(made, "other")
 
 

@@ -43,7 +43,7 @@ def test_after_a_ranks_death_the_run_resumes_in_its_folder(
     arguments = fit(*strategy, f"--trainer.max_epochs={EPOCHS}", *BATCHES, *fault_arguments(step=9))
     torchrun = Program([*TORCHRUN, *launch, *arguments], tmp_path / "log", PYTHONPATH=os.pathsep.join(sys.path))
     assert torchrun.wait() == 0, torchrun.output()
-    assert len(re.findall(r"Going on from .*last\.ckpt", torchrun.output())) == 1, torchrun.output()
+    assert len(re.findall(r"Continuing from .*last\.ckpt", torchrun.output())) == 1, torchrun.output()
     (path,) = tmp_path.glob(f"runs/quickstart/{folder}/checkpoints/last.ckpt")
     checkpoint = torch.load(path, weights_only=True)
     history = next(state["history"] for state in checkpoint["callbacks"].values() if "history" in state)

@@ -70,7 +70,7 @@ def test_a_reference_to_an_argument_that_the_class_lacks_is_named(run_cli):
     assert code == 2
     key = "model.init_args.network.init_args.num_classes"
     # omegaconf before 2.4 reports only the end of the key.
-    message = rf"{key}: refers to (model\.init_args\.)?num_classes, which is not there: give {key} a value"
+    message = rf"{key} refers to (model\.init_args\.)?num_classes, which does not exist: give {key} a value"
     assert re.match(f"cnnstrategies: error: {message}", output.splitlines()[-1])
 
 

@@ -51,14 +51,20 @@ def test_a_plan_from_files_needs_neither_torch_nor_lightning(files: list[str], t
 def test_missing_or_invalid_options_are_named(files: list[str]) -> None:
     file_options = profile, batch, cluster = files[1:]
     for words, message in (
-        (["--config", QUICKSTART, "--profile=net.csv"], "profile: the network of a configuration is measured"),
+        (
+            ["--config", QUICKSTART, "--profile=net.csv"],
+            "profile: the network comes either from a configuration or from a profile",
+        ),
         ([profile, cluster], "profile_batch is missing"),
         ([profile, batch], "cluster is missing: give a YAML file"),
-        (file_options, "batch_size is missing: give the samples of a step"),
-        ([*file_options, "--batch_size=8", "--batch_per_device=2"], "batch_size and batch_per_device say the same"),
+        (file_options, "batch_size is missing: give the number of samples in a step"),
+        (
+            [*file_options, "--batch_size=8", "--batch_per_device=2"],
+            "batch_size and batch_per_device set the same number",
+        ),
         ([*file_options, "--batch_size=0"], "batch_size=0: a step needs at least 1 sample"),
         ([*file_options, "--batch_size=many"], "--batch_size: 'many' is not accepted; it must be a whole number"),
-        ([*file_options, "--cluster"], "--cluster: a value must follow: YAML file that describes the machines"),
+        ([*file_options, "--cluster"], "--cluster needs a value: YAML file that describes the machines"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             COMMANDS["plan"].run([*words])

@@ -55,7 +55,7 @@ def test_waits_and_faults_are_shown_without_terminal_control_codes(capsys):
     }
     lines = [" ".join(line.split()) for line in shown(now, now, capsys).splitlines()]
     assert "The run is being set up: workers 1, servers 0, 3 lost" in lines
-    assert "not here yet: server 0" in lines
+    assert "not registered yet: server 0" in lines
     assert "worker 0 in `metric` for worker 1" in lines
     assert lines.index("3 s ago: worker 1 [red](process 7 on ?]0;node1)") < lines.index("9 s ago: first")
     assert any(line.startswith("worker 1, incarnation 2, joins node1:7") and line.endswith(" 8") for line in lines)

@@ -28,7 +28,7 @@ def a_push_that_was_lost_is_not_sent_again(original, self, keys, step):
 
 
 removes(
-    Pulls.with_push,
+    Pulls.expect_after_push,
     "a worker does not wait for the update of a pipelined push",
     killed_by=test_sync.test_values_come_while_gradients_leave,
 )

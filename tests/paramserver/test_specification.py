@@ -46,7 +46,7 @@ def test_optimizers_that_cannot_run_on_servers_are_refused() -> None:
         load_optimizer("torch.optim.lbfgs.LBFGS")
     with pytest.raises(ConfigurationError, match="cannot import this class"):
         load_optimizer("nowhere.Optimizer")
-    with pytest.raises(ConfigurationError, match=r"not a torch.optim.Optimizer"):
+    with pytest.raises(ConfigurationError, match=r"not a subclass of torch.optim.Optimizer"):
         load_optimizer("collections.OrderedDict")
     named, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
     with pytest.raises(ConfigurationError, match=r"shape \(3,\)"):

@@ -167,7 +167,7 @@ def test_a_refused_joiner_gets_the_reason(coordinator, tmp_path):
     assert (place.id, place.incarnation, place.workers) == (2, 0, 2)
     member = Membership(Address(address.coordinator, "worker", place.id, place.incarnation, 0.1, 1.0))
     member.wait_registered()
-    with pytest.raises(ConfigurationError, match=r"all 1 places of the run .* are taken"):
+    with pytest.raises(ConfigurationError, match=r"all 1 places for joiners of the run .* are taken"):
         find_place(address)
     member.close()
     assert find_place(address).incarnation == 1
@@ -186,21 +186,25 @@ def test_a_joiner_with_a_different_configuration_is_refused(monkeypatch):
         return Specification.of(parameters, torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1), 2)
 
     check_parameters(of((3, 2), (4,)), of((3, 2), (4,)))
-    with pytest.raises(ConfigurationError, match=r"'layer0', shape=\(3, 2\), .* there is .* shape=\(3, 1\)"):
+    with pytest.raises(ConfigurationError, match=r"'layer0', shape=\(3, 2\), .* in the run and .* shape=\(3, 1\)"):
         check_parameters(of((3, 2), (4,)), of((3, 1), (4,)))
-    with pytest.raises(ConfigurationError, match=r"2 parameters, and this configuration 1: .*'layer1'.* None here"):
+    with pytest.raises(
+        ConfigurationError, match=r"2 parameters, but this configuration has 1; .*'layer1'.* no parameter here"
+    ):
         check_parameters(of((3, 2), (4,)), of((3, 2)))
     monkeypatch.setenv(SEED, "3")
     check_seed("3")
-    with pytest.raises(ConfigurationError, match="the run has seed_everything=1, and this configuration 3"):
+    with pytest.raises(ConfigurationError, match="the run has seed_everything=1, but this configuration has 3"):
         check_seed("1")
     run = JoinedDispatch(SimpleNamespace(collectives=SimpleNamespace(begin_epoch=lambda *_: 36)))
     run.begin(0, 36, "")
     with pytest.raises(
-        ConfigurationError, match="an epoch of the run has 36 batches, and an epoch of this configuration 72"
+        ConfigurationError, match="an epoch of the run has 36 batches, but an epoch of this configuration has 72"
     ):
         run.begin(0, 72, "")
-    with pytest.raises(ConfigurationError, match=r"trainer\.strategy=ddp: give the configuration of the run to join"):
+    with pytest.raises(
+        ConfigurationError, match=r"trainer\.strategy=ddp: .* give the configuration of the run to join"
+    ):
         server_options_of("ddp")
     assert server_options_of("parameter_server_async").mode == "async"
 

@@ -95,9 +95,15 @@ def test_a_sampler_without_a_common_order_is_refused():
         check_order(in_worker(0, sampler), group)
 
     check(SubsetRandomSampler(CHOSEN))
-    with pytest.raises(ConfigurationError, match="SubsetRandomSampler returns a different order of the same epoch"):
+    with pytest.raises(
+        ConfigurationError,
+        match="SubsetRandomSampler returns the samples of an epoch in a different order in each call",
+    ):
         check(SubsetRandomSampler(CHOSEN, generator=torch.Generator().manual_seed(0)))
-    with pytest.raises(ConfigurationError, match="SubsetRandomSampler returns a different order in each worker"):
+    with pytest.raises(
+        ConfigurationError,
+        match="SubsetRandomSampler returns the samples of an epoch in a different order in each worker",
+    ):
         check(SubsetRandomSampler(CHOSEN), other_value=1)
 
 

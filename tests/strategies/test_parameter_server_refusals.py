@@ -20,13 +20,13 @@ ARGUMENTS = [
     ({"sync_every": 3}, "is for mode: local"),
     ({"data_dispatch": "dynamic"}, "dynamic is for mode: async and ssp"),
     ({"mode": "local", "data_dispatch": "dynamic"}, "in mode: local every worker makes the same number of steps"),
-    ({"timeout": 0.0}, "timeout=0.0: it must be above 0 seconds"),
+    ({"timeout": 0.0}, "timeout=0.0 is too short: it must be above 0 seconds"),
     ({"security": "some"}, "security='some': use one of auto, curve, none"),
     ({"max_restarts": -1}, "max_restarts=-1: use at least 0"),
     ({"endpoints": ["tcp://10.0.0.1:4000"]}, "coordinator: tcp://address:port"),
     (
         {"endpoints": ["tcp://10.0.0.1:4000"], "servers_per_node": 2, "coordinator": "tcp://10.0.0.1:1"},
-        "leave one of the two out",
+        "leave one of the two options out",
     ),
     ({"coordinator": "tcp://[::1]:80"}, r"endpoint 'tcp://\[::1\]:80': the parameter server supports only IPv4"),
     (
@@ -110,9 +110,9 @@ USES: dict[str, Callable[[], Any]] = {
     r"words is Embedding\(sparse=True\).* use sparse=False": lambda: check_module(SPARSE, servers()),
     r"OwnClipping\.configure_gradient_clipping would clip": lambda: check_module(OwnClipping(), servers()),
     "StochasticWeightAveraging writes averaged weights": lambda: fit_with(StochasticWeightAveraging(0.1), "fork"),
-    "BatchSizeFinder cannot search .* search on one device": lambda: fit_with(BatchSizeFinder(), "fork"),
-    "LearningRateFinder cannot search .* search on one device": lambda: fit_with(LearningRateFinder(), "popen"),
-    "replication=2 needs as many servers": lambda: fit_with(Callback(), "popen", replication=2),
+    "BatchSizeFinder does not work .* run it on one device": lambda: fit_with(BatchSizeFinder(), "fork"),
+    "LearningRateFinder does not work .* run it on one device": lambda: fit_with(LearningRateFinder(), "popen"),
+    "replication=2 needs at least 2 servers": lambda: fit_with(Callback(), "popen", replication=2),
 }
 
 

@@ -39,14 +39,18 @@ UNFIT: tuple[tuple[int, dict[str, Any], str], ...] = (
     (4, {"replicas": [3, 1], "microbatches": 2, "cuts": ["2"]}, "microbatches=2 are fewer than the 3 replicas"),
     (3, {"stages": 3, "cuts": ["2"]}, "stages make 3, cuts make 2"),
     (2, {"schedule": "zigzag"}, "schedule='zigzag'"),
-    (2, {"shares": "best"}, "shares='best': accepted are auto, equal and a list"),
-    (3, {"replicas": [2, 1], "cuts": ["2"], "shares": [3, 0, 1]}, r"shares=\[3, 0, 1\]: each rank needs"),
+    (2, {"shares": "best"}, "shares='best': use auto, equal or a list"),
+    (3, {"replicas": [2, 1], "cuts": ["2"], "shares": [3, 0, 1]}, r"shares=\[3, 0, 1\]: set a share above 0"),
     (
         3,
         {"replicas": [2, 1], "initial_shares": [3, 1, 1]},
-        r"initial_shares=\[3, 1, 1\] is for shares: auto, and shares is equal",
+        r"initial_shares=\[3, 1, 1\] has no effect with shares=equal",
     ),
-    (3, {"replicas": [2, 1], "cuts": ["2"], "shares": [3, 1]}, r"shares=\[3, 1\] are 2, and there are 3 processes"),
+    (
+        3,
+        {"replicas": [2, 1], "cuts": ["2"], "shares": [3, 1]},
+        r"shares=\[3, 1\] has length 2, but there are 3 processes",
+    ),
     (
         3,
         {"replicas": [2, 1], "cuts": ["2"], "microbatches": 4, "shares": [9, 1, 1]},

@@ -22,10 +22,11 @@ _lock = threading.Lock()
 class SharedState:
     """One worker's shared memory: its gradients, values that it publishes as the node's leader, and marks.
 
-    A mark is a step number, or a number made from one, that shows which data is ready. The writer writes the data first
-    and the mark afterwards; a reader reads the mark first and the data afterwards. No worker writes data while another
-    may read it, because the order of a step is fixed: a worker writes its gradients after it has taken the step's
-    values, and the leader publishes values after it has added up the gradients of the step before.
+    A mark is a number that shows which data is ready. It is the number of a step, or is computed from this number. The
+    writer writes the data first and the mark afterwards; a reader reads the mark first and the data afterwards. No
+    worker writes data while another worker may read them, because the order of a step is fixed: a worker writes its
+    gradients after it has taken the step's values, and the leader publishes values after it has added up the gradients
+    of the step before.
 
     Args:
         memory: Shared memory of :func:`size_of` bytes, filled with zeros when it is created.
@@ -79,13 +80,13 @@ class SharedState:
         self._samples[0] = samples
         self._write(_BEGUN, step)
 
-    def give(self, index: int, gradient: Tensor, step: int) -> None:
+    def publish_gradient(self, index: int, gradient: Tensor, step: int) -> None:
         """Publish a parameter's gradient of the step that was begun last."""
         self.gradients[index].copy_(gradient)
         fence()
         self._gradient_steps[index] = step + 1
 
-    def has_given(self, index: int, step: int) -> bool:
+    def has_gradient(self, index: int, step: int) -> bool:
         """Return whether this worker has published a parameter's gradient of a step."""
         if self._gradient_steps[index] != step + 1:
             return False
@@ -111,13 +112,13 @@ class SharedState:
         """
         self._write(_LED, step)
 
-    def show(self, index: int, value: Tensor, mark: int) -> None:
+    def publish_value(self, index: int, value: Tensor, mark: int) -> None:
         """Publish a parameter's value, with a mark that says to which step the value belongs."""
         self.values[index].copy_(value)
         fence()
         self._value_marks[index] = mark + 1
 
-    def shows(self, index: int, mark: int) -> bool:
+    def has_value(self, index: int, mark: int) -> bool:
         """Return whether a parameter's value is published with this mark or a larger one."""
         if self._value_marks[index] <= mark:
             return False

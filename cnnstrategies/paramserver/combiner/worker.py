@@ -167,7 +167,7 @@ class CombinedWorker:
             self._publish_fetched()
 
     def _publish(self, index: int, gradient: Tensor) -> None:
-        self._own_state.give(index, gradient, self.step)
+        self._own_state.publish_gradient(index, gradient, self.step)
         if self._engine is not None:
             self._open[index] = None
             self._push_means(self._engine)
@@ -213,7 +213,7 @@ class CombinedWorker:
             engine.begin_step(self._groups, sum(self._weights.values()))
         unfinished = [state for state in states.values() if state.ended < step]
         for index in list(self._open):
-            if all(state.has_given(index, step) for state in unfinished):
+            if all(state.has_gradient(index, step) for state in unfinished):
                 del self._open[index]
                 mean = self._mean(index, step, states.keys(), self._weights)
                 if mean is not None:
@@ -234,7 +234,7 @@ class CombinedWorker:
         Returns:
             The mean; None if no worker has a gradient of the parameter.
         """
-        published = {rank: weight for rank, weight in weights.items() if self._states[rank].has_given(index, step)}
+        published = {rank: weight for rank, weight in weights.items() if self._states[rank].has_gradient(index, step)}
         if not published:
             return None
         # A live worker without a gradient counts as a gradient of zeros, as the servers count it.
@@ -253,7 +253,7 @@ class CombinedWorker:
     def _finish(self, engine: Worker) -> None:
         """Wait for the gradients of the node's other workers, push all remaining means, and end the leader's step."""
         step = self._own_state.begun
-        missing = [index for index in range(len(self._sums)) if not self._own_state.has_given(index, step)]
+        missing = [index for index in range(len(self._sums)) if not self._own_state.has_gradient(index, step)]
         self._open.update(dict.fromkeys(missing))
         while not self._push_means(engine):
             self._follow_leader()
@@ -329,7 +329,7 @@ class CombinedWorker:
         Returns:
             Whether the value was copied.
         """
-        if self._leader is None or not self._states[self._leader].shows(index, self._mark):
+        if self._leader is None or not self._states[self._leader].has_value(index, self._mark):
             return False
         value = self._states[self._leader].values[index]
         if self._staging is None:
@@ -384,7 +384,7 @@ class CombinedWorker:
             self._go_on_with(step)
 
     def _go_on_with(self, step: int) -> None:
-        """Continue with the leader's first step, and skip the batches of steps that were made without this node.
+        """Continue with the new leader's step. Batches that belong to steps made without this node will be skipped.
 
         Args:
             step: Step with which the new leader begins to lead.
@@ -404,4 +404,4 @@ class CombinedWorker:
     def _on_arrival(self, index: int, value: Tensor) -> None:
         """Publish a parameter's new value from the servers for the node's other workers."""
         assert self._engine is not None
-        self._own_state.show(index, value, 2 * self._engine.step + self._exact)
+        self._own_state.publish_value(index, value, 2 * self._engine.step + self._exact)

@@ -110,7 +110,7 @@ def parse_checked(frame: bytes | memoryview, key: str, run: KeyPair) -> tuple[Pe
         raise ControlError("the sender does not have the run's keys")
     sender, message = parse(frame)
     if sender.process != fingerprint(key) or message.fields.get("public_key", key) != key:
-        raise ControlError(f"{message.kind}: the connection's key is not the sender's")
+        raise ControlError(f"{message.kind}: the connection's key does not belong to the sender")
     return sender, message
 
 

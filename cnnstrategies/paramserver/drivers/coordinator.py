@@ -58,8 +58,8 @@ class CoordinatorService:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         secure(self._socket, keys)
-        # Any process that knows the run's public key may connect, because each message contains a proof. The gatekeeper
-        # admits every key. It exists because libzmq reports a connection's key only if a gatekeeper admits the key.
+        # The gatekeeper admits every key, because each message contains a proof that its sender has the run's keys. It
+        # is needed because libzmq reports a connection's key only if a gatekeeper has admitted the key.
         self._gatekeeper = None if keys is None else Gatekeeper(self._context, lambda key: True)
         role = Coordinator(settings)
         self._bind(settings, BIND_SECONDS if settings.session or follows else 0.0)
@@ -135,7 +135,7 @@ class CoordinatorService:
                 self.loop.message(sender, message)
             finally:
                 if sender.role == WATCHER:
-                    del self.routes[sender]  # A watcher needs only the reply, and many watchers may come and go.
+                    del self.routes[sender]  # A watcher gets only this reply, and its route is not needed afterwards.
         except ControlError:
             self.dropped += 1
 

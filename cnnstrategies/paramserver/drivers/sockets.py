@@ -305,7 +305,7 @@ class Inbox:
         self._session = session
         self._routed = routed
         self._has_users = encrypted and routed
-        self._open: dict[bytes, bytes] = {}  # by route, the header whose payload is the next frame
+        self._open: dict[bytes, bytes] = {}  # By route: the header whose payload is expected in the next frame.
 
     def receive(self) -> list[Received]:
         """Receive the next frame, and return the messages that are complete with it.

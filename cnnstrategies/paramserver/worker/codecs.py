@@ -16,7 +16,7 @@ Codecs = tuple[PushCompression, PullCompression]
 
 WARM_UP = 3  # steps before the first trial
 PAIRS = 5  # largest number of trial steps; each trial step is paired with a step that uses the current encodings
-GAIN = 0.95  # A smaller encoding must reduce a step's time below this fraction; a more exact one must save any time.
+GAIN = 0.95  # A smaller encoding is chosen if it reduces a step's time below this fraction.
 # A trial ends early if one trial step takes WORSE times as long, or if two trial steps are BETTER times as fast.
 WORSE, BETTER = 1.5, 1.25
 SETTLED = 8  # number of steps whose median time is the reference for later steps

@@ -290,6 +290,6 @@ class Connections:
             ServersUnreachableError: Always.
         """
         raise ServersUnreachableError(
-            f"server {server} was started again, but its slices of the parameters are lost: use replication=2 to go "
-            "on after a server's death"
+            f"server {server} was started again, but its slices of the parameters are lost: use replication=2, so "
+            "that a run can continue after a server's death"
         )

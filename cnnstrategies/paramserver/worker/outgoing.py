@@ -135,7 +135,7 @@ class Outgoing:
         """Repeat pushes that have no reply yet.
 
         Args:
-            keys: Keys of the slices to consider.
+            keys: Keys of slices; those whose push has a reply are skipped.
             step: The step that the worker works on, or will work on next.
         """
         self.begin_again([server.id for server in self._connections.view.servers], step)
@@ -189,7 +189,7 @@ class Outgoing:
         self._sent.add(key)
         payload, encoding, absent = self.unanswered[key]
         if self._answers is not None:
-            self._answers.with_push(key)
+            self._answers.expect_after_push(key)
         self._counters.bytes_sent += self._connections.send(
             self._connections.primary(key), Kind.PUSH, payload, key=key, step=self._begin[0], encoding=encoding,
             base=absent,

@@ -1,4 +1,4 @@
-"""A worker's pulls: which slices have not arrived yet, and writing the arrived values into the parameters."""
+"""A worker's pulls: requests for slices, and the writing of arrived values into the parameters."""
 
 from collections.abc import Collection, Sequence
 
@@ -101,8 +101,8 @@ class Pulls:
         self.refreshing, self.states = False, None
         self.step = step
 
-    def with_push(self, key: int) -> None:
-        """Wait for a slice's new values from now on: the slice's push, which is being sent, also requests them."""
+    def expect_after_push(self, key: int) -> None:
+        """Expect a slice's new values, because the worker is sending a push of the slice that also requests them."""
         if key not in self.pending:
             self.pending[key] = None
             for part in self._slices[key].parts:
@@ -112,7 +112,7 @@ class Pulls:
         """Repeat the requests for slices that have not arrived.
 
         Args:
-            keys: Keys of the slices to consider.
+            keys: Keys of slices; those that have arrived are skipped.
         """
         wanted = set(keys)
         pulls = [key for key in self.pending if key in wanted]

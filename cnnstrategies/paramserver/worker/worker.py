@@ -284,7 +284,7 @@ class WorkerRole:
         if not self.pulls.take(header, payload) or self.pulls.states is not None:
             return
         refreshing = self.pulls.refreshing
-        if not refreshing or header.base > 0:  # A version above 0 means that the run has made a step.
+        if not refreshing or header.base > 0:  # A version above 0 shows that the servers have made a step.
             self._moved, self._first_values = True, None
         self.counters.bytes_received += len(payload)
         if header.key == 0:
