@@ -34,7 +34,7 @@ def test_a_process_ends_if_its_parent_is_gone_before_it_asks():
 
 
 @pytest.mark.parametrize(
-    ("signum", "said"),
+    ("signum", "reason"),
     [(signal.SIGTERM, "was ended by SIGTERM"), (signal.SIGSTOP, "is stopped, for example by SIGSTOP"), (0, None)],
 )
 def test_a_rank_that_is_killed_or_stopped_is_named(signum, reason):
