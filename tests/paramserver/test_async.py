@@ -41,16 +41,16 @@ def test_workers_leave_and_come_back_between_epochs(mode: dict[str, Any], tmp_pa
     parameter = nn.Parameter(torch.zeros(10))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     with Roles(tmp_path, Specification.of([("w", parameter)], optimizer, 2, **mode)) as run:
-        found = [run.worker(number) for number in range(2)]
+        workers = [run.worker(number) for number in range(2)]
         for _ in range(3):
-            join([worker for worker, _ in found])
+            join([worker for worker, _ in workers])
             for _ in range(5):
-                for worker, _ in found:
+                for worker, _ in workers:
                     run.begin(worker)
-                for worker, _ in found:
+                for worker, _ in workers:
                     worker.wait_all()
-            for worker, _ in found:
+            for worker, _ in workers:
                 worker.leave()
-        for worker, (value,) in found:
+        for worker, (value,) in workers:
             worker.refresh()
             assert torch.equal(value, torch.full((10,), -15.0 if mode["mode"] == "sync" else -30.0))

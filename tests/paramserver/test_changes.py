@@ -40,13 +40,13 @@ def test_a_change_goes_only_to_who_has_what_it_was_made_from() -> None:
 @pytest.mark.light
 def test_a_worker_adds_a_change_only_to_what_it_was_made_from() -> None:
     slices = cut(specify(SGD, 1))
-    had, change = PulledValues(slices), torch.ones(slices[0].numel, dtype=torch.float64)
+    pulled, change = PulledValues(slices), torch.ones(slices[0].numel, dtype=torch.float64)
     header = Header(Kind.PULLED, 0, 0, 1, Encoding.DENSE, base=3, weight=5.0)
-    whole = had.take(header, change)
+    whole = pulled.take(header, change)
     assert whole is not None
     for base, mark in ((3, 5.0), (5, 5.0), (4, 6.0)):
-        assert had.take(header._replace(encoding=TopK.encoding, base=base, weight=mark), change) is None
-    nearer = had.take(header._replace(encoding=TopK.encoding, base=4), change)
+        assert pulled.take(header._replace(encoding=TopK.encoding, base=base, weight=mark), change) is None
+    nearer = pulled.take(header._replace(encoding=TopK.encoding, base=4), change)
     assert nearer is not None
     assert nearer.unique().tolist() == [2.0]
 
@@ -59,8 +59,8 @@ def test_who_wants_changes_alone_gets_the_values() -> None:
     value.add_(1.0)
     assert not changes.make(0, {Encoding.DENSE})
     copy.take_over(0, changes.known[0], 0, 0 in changes.behind)
-    for one in (changes, copy):
-        assert one.answer(0, one.mark(0), True, OneBit.encoding) == (bytes(value.numpy()), Encoding.DENSE, ALONE)
+    for server_changes in (changes, copy):
+        assert server_changes.answer(0, server_changes.mark(0), True, OneBit.encoding) == (bytes(value.numpy()), Encoding.DENSE, ALONE)
 
 
 def in_one_process(optimizer_options: dict[str, Any], size: int) -> dict[str, Tensor]:
@@ -77,14 +77,14 @@ def in_one_process(optimizer_options: dict[str, Any], size: int) -> dict[str, Te
         optimizer.step()
         scheduler.step()
         pairs = [*zip(values.parameters(), network.parameters(), strict=True)]
-        for one in slices:
-            parts = [(part, *(each.data.view(-1) for each in pairs[part.parameter])) for part in one.parts]
+        for slice_ in slices:
+            parts = [(part, *(each.data.view(-1) for each in pairs[part.parameter])) for part in slice_.parts]
             left = torch.cat([(value - known)[part.start : part.stop] for part, value, known in parts]).float()
-            largest = left.abs().topk(max(1, round(RATIO * one.numel))).indices
-            change = torch.zeros(one.numel, dtype=torch.float64)
+            largest = left.abs().topk(max(1, round(RATIO * slice_.numel))).indices
+            change = torch.zeros(slice_.numel, dtype=torch.float64)
             change[largest] = left[largest].double()
-            for (part, _, known), own in zip(parts, change.split(one.sizes), strict=True):
-                known[part.start : part.stop] += own
+            for (part, _, known), part_change in zip(parts, change.split(slice_.sizes), strict=True):
+                known[part.start : part.stop] += part_change
     return network.state_dict()
 
 
@@ -125,7 +125,7 @@ def test_who_changes_encodings_has_what_the_server_counts_with(dies: int, tmp_pa
         rung_before = level
     with PlainRoles(tmp_path, (40,), servers=2, replication=2, pull_compression="auto") as run:
         (slice_,) = cut(run.specification)
-        worker, (had,) = run.joined()
+        worker, (pulled,) = run.joined()
         encodings_by_step(worker, levels)
         for step, gradient in enumerate(gradients):
             if step == dies:
@@ -133,7 +133,7 @@ def test_who_changes_encodings_has_what_the_server_counts_with(dies: int, tmp_pa
             before = worker.counters.bytes_received
             run.step(worker, [gradient])
             sizes.append(worker.counters.bytes_received - before)
-            torch.testing.assert_close(had, expected[step], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(pulled, expected[step], rtol=1e-5, atol=1e-6)
     whole, half, bits = 160, 80, 8 + 5
     assert sizes == [whole, half, bits, bits, bits, half, bits, whole, whole, whole, bits, bits]
 
@@ -153,7 +153,7 @@ def test_where_one_wants_changes_all_have_the_same_if_they_can(tmp_path: Path) -
                 run.begin(worker, [torch.randn(40, generator=torch.Generator().manual_seed(2 * step + number))])
             for worker in workers:
                 worker.wait_all()
-            sizes.append([worker.counters.bytes_received - had for worker, had in zip(workers, before, strict=True)])
+            sizes.append([worker.counters.bytes_received - received for worker, received in zip(workers, before, strict=True)])
             assert torch.equal(values[0][0], values[1][0])
     assert sizes == [[80, 80], [13, 13], [13, 13], [160, 160], [160, 160], [13, 160], [13, 13]]
 
@@ -163,9 +163,9 @@ def test_validation_has_the_servers_values_and_training_goes_on(tmp_path: Path) 
     with PlainRoles(tmp_path, (40,), workers=1, pull_compression="topk", topk_density=0.1) as run:
         worker, (value,) = run.joined()
         run.step(worker)
-        had = value.clone()
+        before = value.clone()
         worker.refresh()
-        assert not torch.equal(value, had)
+        assert not torch.equal(value, before)
         assert value.unique().tolist() == [-0.5], "the servers' own values, as validation and checkpoints have them"
         run.step(worker, 0.0)
         assert (value == 0).sum() == 32, "training goes on with what changes have brought"

@@ -29,7 +29,7 @@ def test_a_parameter_is_waited_for_alone_and_pulls_follow_use() -> None:
         assert not role.here(index).waiting()
     role.begin_step([group.options for group in specify({"name": "SGD", "lr": 0.5}, 1).groups], 1.0)
     role.end_step()
-    (asked,) = [one for one in role.connections.take() if one.header.kind == Kind.PULL]
+    (asked,) = [parcel for parcel in role.connections.take() if parcel.header.kind == Kind.PULL]
     order = [part.parameter for key in unpack_keys(memoryview(asked.payload)) for part in slices[key].parts[-1:]]
     assert order == sorted(order, reverse=True)
 

@@ -130,7 +130,7 @@ def test_the_ladder_has_what_is_left_open() -> None:
 def test_sent_and_kept_are_all_gradients_in_any_encoding(seed: int) -> None:
     """Small whole numbers, which bf16 holds as they are."""
     from_here, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    encoder, pushed, came = Encoder("auto", 0.1), torch.zeros(64), torch.zeros(64)
+    encoder, pushed, received = Encoder("auto", 0.1), torch.zeros(64), torch.zeros(64)
     names = [from_here.choice(payload_names()) for _ in range(30)]
     for name in [*names, "none"]:
         encoder.compression = payload_compression(name)
@@ -140,9 +140,9 @@ def test_sent_and_kept_are_all_gradients_in_any_encoding(seed: int) -> None:
         payload = memoryview(encoder.encode(gradient)).cast("B")
         assert torch.equal(gradient, before), "what is encoded stays as it is"
         pushed += gradient
-        came += encoder.compression.decode(payload, 64, torch.float32)
+        received += encoder.compression.decode(payload, 64, torch.float32)
         kept = encoder.left_out if encoder.left_out is not None else torch.zeros(64)
-        torch.testing.assert_close(came + kept, pushed, rtol=0, atol=0.5)
+        torch.testing.assert_close(received + kept, pushed, rtol=0, atol=0.5)
     assert encoder.left_out is None
 
 
@@ -155,10 +155,10 @@ def test_auto_trains_with_what_it_has_chosen(mode: str, tmp_path: Path) -> None:
         replica.scheduler.step_size = 10**6
         worker: Worker = replica.worker
         assert worker.chooser is not None
-        choose, follow, given, firsts, codecs = worker.chooser.next, worker.chooser.follow, [], [], []
+        choose, follow, durations, firsts, codecs = worker.chooser.next, worker.chooser.follow, [], [], []
 
         def next(step: int, seconds: float | None) -> int:
-            given.append(seconds)
+            durations.append(seconds)
             codecs.append(choose(step, None if seconds is None else SLOW[codecs[-1]]))
             return codecs[-1]
 
@@ -177,7 +177,7 @@ def test_auto_trains_with_what_it_has_chosen(mode: str, tmp_path: Path) -> None:
                 worker.interrupt()
             losses.append(replica.step(*batch))
         worker.wait_all()
-        return losses[-1] / losses[0], worker.counters.bytes_sent, codecs, worker.codecs, given, firsts
+        return losses[-1] / losses[0], worker.counters.bytes_sent, codecs, worker.codecs, durations, firsts
 
     options = specify(PLAIN, 2, mode=mode, compression="auto", pull_compression="auto", slice_bytes=1 << 16)
     counts = [p.numel() for p in make_network().parameters()]
@@ -185,7 +185,7 @@ def test_auto_trains_with_what_it_has_chosen(mode: str, tmp_path: Path) -> None:
     with Roles(tmp_path, options) as run:
         results = run.train(train)
     rungs_of_first = results[0][2]
-    for number, (loss, sent, levels, codecs, given, firsts) in enumerate(results):
+    for number, (loss, sent, levels, codecs, durations, firsts) in enumerate(results):
         assert codecs == ("onebit", "onebit" if mode == "sync" else "fp16")
         assert levels[-3:] == [2, 2, 2]
         assert set(levels) == {0, 1, 2}
@@ -195,5 +195,5 @@ def test_auto_trains_with_what_it_has_chosen(mode: str, tmp_path: Path) -> None:
         if mode == "sync" and number == 1:
             assert firsts[1:] == rungs_of_first[:-1], "what the first has used in the step before"
         else:
-            assert [number for number, seconds in enumerate(given) if seconds is None] == [0, 40]
-            assert all(seconds > 0 for seconds in given if seconds is not None)
+            assert [number for number, seconds in enumerate(durations) if seconds is None] == [0, 40]
+            assert all(seconds > 0 for seconds in durations if seconds is not None)

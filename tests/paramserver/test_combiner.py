@@ -22,7 +22,7 @@ def test_nothing_of_the_living_is_lost_or_counts_twice(nodes: int | None) -> Non
 def test_who_leads_may_have_died_or_forgotten_steps_and_all_hear_of_it() -> None:
     parameters, alive = [torch.zeros(2)], {0, 1, 2}
     boards = {rank: SharedState(memoryview(bytearray(size_of(parameters))), parameters) for rank in range(3)}
-    worker = CombinedWorker(2, boards, parameters, lambda came: Mock(), lambda: alive, lambda: None, DENSE)
+    worker = CombinedWorker(2, boards, parameters, lambda on_arrival: Mock(), lambda: alive, lambda: None, DENSE)
     boards[0].show(0, torch.ones(2), 2 * 7)
     boards[0].lead(7)
     assert worker.join() == 7

@@ -62,8 +62,8 @@ def processes(directory: Path) -> Iterator[tuple[Membership, Handle, Handle]]:
         until(lambda: member.members[1] == 1)  # Both are members.
         yield member, coordinator, server
     finally:
-        for one in (server, coordinator):
-            one.send_signal(signal.SIGKILL)
+        for handle in (server, coordinator):
+            handle.send_signal(signal.SIGKILL)
         member.close(leave=False)
 
 
@@ -95,7 +95,7 @@ def every_collective(collectives: Collectives) -> dict[str, Any]:
         results[how] = collectives.reduce(tensor, how).tolist()
     results["integer"] = collectives.reduce(torch.tensor(rank), "sum").item()
     results["start"] = collectives.start().joined
-    results["view"] = [one.id for one in collectives.membership.views.current().workers]
+    results["view"] = [worker.id for worker in collectives.membership.views.current().workers]
     collectives.barrier()  # Nobody leaves before the others have looked.
     return results
 
@@ -164,11 +164,11 @@ def test_whoever_waits_long_says_so(
 ) -> None:
     monkeypatch.setattr(membership, "WARN_SECONDS", 0.1)
     endpoint = f"ipc://{tmp_path}/coordinator"
-    said: list[str] = []
+    output: list[str] = []
 
     def is_told() -> bool:
-        said.append(capfd.readouterr().err)
-        return "worker 0 has waited in `second` for " in "".join(said)
+        output.append(capfd.readouterr().err)
+        return "worker 0 has waited in `second` for " in "".join(output)
 
     def meet(collectives: Collectives) -> None:
         if collectives.membership.address.id == 1:

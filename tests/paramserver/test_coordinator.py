@@ -14,9 +14,9 @@ pytestmark = pytest.mark.light
 
 
 def test_workers_that_do_not_agree_are_told_where_each_is() -> None:
-    run, (zero, one) = trained(2)
-    waits = run.collect(zero, "validation")
-    run.collect(one, "reduce sum")
+    run, (first, second) = trained(2)
+    waits = run.collect(first, "validation")
+    run.collect(second, "reduce sum")
     assert isinstance(waits.value, str)
     assert "`validation`" in waits.value
     assert "`reduce sum`" in waits.value
@@ -52,9 +52,9 @@ def test_a_server_that_training_did_not_wait_for_is_filled(dies: bool) -> None:
     run.passes(2.0)
     run.member("server", 0, incarnation=int(dies))
     roster = run.coordinator.roster
-    (came,) = (member.since for member in roster.members if member.peer[:2] == ("server", 0))
+    (since,) = (member.since for member in roster.members if member.peer[:2] == ("server", 0))
     assert roster.sealed
-    assert (came == roster.number > 1) == dies
+    assert (since == roster.number > 1) == dies
 
 
 @pytest.mark.parametrize("copies", [0, 1])
@@ -125,10 +125,10 @@ def test_a_worker_that_needs_those_who_wait_for_it_ends_the_run():
 
 
 def test_a_run_is_shown_with_its_members_waits_and_deaths() -> None:
-    run, (zero, one) = trained(2, 1, survivable=1)
+    run, (first, second) = trained(2, 1, survivable=1)
     figures = {"step": 3, "samples": 24.0, "sent": 1000, "received": 900, "waited": 0.5, "staleness": 2}
-    run.figures = lambda peer: figures if peer == zero else {}
-    run.collect(zero, "metric")
+    run.figures = lambda peer: figures if peer == first else {}
+    run.collect(first, "metric")
     run.died(Peer("server", 0, 0, 7), replaced=True)
     run.passes(2.0)
     run.member("server", 0, incarnation=1)
@@ -137,20 +137,20 @@ def test_a_run_is_shown_with_its_members_waits_and_deaths() -> None:
     assert answer["seconds"] == pytest.approx(run.world.now)
     assert answer["waits"] == [["metric", "worker 0", "worker 1"]]
     members = answer["members"]
-    assert [(it["role"], it["id"], it["incarnation"]) for it in members] == [
+    assert [(member["role"], member["id"], member["incarnation"]) for member in members] == [
         ("server", 0, 1),
-        (*zero[:3],),
-        (*one[:3],),
+        (*first[:3],),
+        (*second[:3],),
     ]
     _, shown, other = members
     assert (shown["process"], shown["host"], shown["takes_part"], shown["figures"]) == (4711, "here", True, figures)
     assert 0 < shown["silent"] <= 1.0
     assert 0 < answer["seconds"] - shown["measured"] <= 1.1, "at the last heartbeat"
     assert other["figures"] == {}
-    (died, how), (came, whom) = answer["faults"]
-    assert how == "server 0 (process 4711 on here) was killed"
-    assert whom == "server 0 (process 4711 on here) has taken the place of the process before it"
-    assert 2.0 < died - came < 2.1
+    (died_at, death), (replaced_at, replacement) = answer["faults"]
+    assert death == "server 0 (process 4711 on here) was killed"
+    assert replacement == "server 0 (process 4711 on here) has taken the place of the process before it"
+    assert 2.0 < died_at - replaced_at < 2.1
     assert answer["losses"] == 1
 
 
@@ -171,7 +171,7 @@ def test_members_hear_of_a_restarted_coordinator() -> None:
     run.coordinate(1)
     run.passes(2.0)
     answer = run.ask()
-    assert (answer["restarts"], answer["losses"], [one["role"] for one in answer["members"]]) == (1, 1, ["worker"])
+    assert (answer["restarts"], answer["losses"], [member["role"] for member in answer["members"]]) == (1, 1, ["worker"])
     ((_, text),) = answer["faults"]
     assert text == "the coordinator was started again"
     role = run.world.processes[worker[:2]].role

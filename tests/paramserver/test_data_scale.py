@@ -46,19 +46,19 @@ def test_a_step_costs_a_push_for_each_slice_and_two_messages(workers: int, serve
             assert sent["DECIDE"] <= 2 * steps / workers + servers
 
 
-def kept(thing: object, seen: set[int] | None = None) -> int:
+def kept(subject: object, seen: set[int] | None = None) -> int:
     """How many things an object holds, and what it holds, and so on."""
     seen = set() if seen is None else seen
-    if isinstance(thing, PLAIN) or id(thing) in seen:
+    if isinstance(subject, PLAIN) or id(subject) in seen:
         return 0
-    seen.add(id(thing))
-    if isinstance(thing, dict):
-        held = [*thing.keys(), *thing.values()]
-    elif isinstance(thing, list | tuple | set | frozenset | deque):
-        held = list(thing)
+    seen.add(id(subject))
+    if isinstance(subject, dict):
+        held = [*subject.keys(), *subject.values()]
+    elif isinstance(subject, list | tuple | set | frozenset | deque):
+        held = list(subject)
     else:
-        held = list(getattr(thing, "__dict__", {}).values())
-    return len(held) + sum(kept(one, seen) for one in held)
+        held = list(getattr(subject, "__dict__", {}).values())
+    return len(held) + sum(kept(item, seen) for item in held)
 
 
 def test_nothing_on_a_server_grows_with_the_steps() -> None:

@@ -39,19 +39,19 @@ def test_what_one_that_is_gone_had_not_processed_is_anothers(leaves: bool) -> No
         dispatcher = begun(100, 3)
         mine: list[Chunk] = []
         other: list[Chunk] = []
-        processed = told = 0
+        processed = reported = 0
         for _ in range(generator.randrange(1, 12)):
-            told = processed
-            mine.append(dispatcher.take(0, 0, told, (0, 1)))
+            reported = processed
+            mine.append(dispatcher.take(0, 0, reported, (0, 1)))
             processed = generator.randint(processed, sum(map(len, mine)))
             other.append(dispatcher.take(1, 0, sum(map(len, other)), (0, 1)))
         if leaves:
-            told = processed
-            dispatcher.processed(0, 0, told)
+            reported = processed
+            dispatcher.processed(0, 0, reported)
         dispatcher.lose(0)
         while chunk := dispatcher.take(1, 0, sum(map(len, other)), (1,)):
             other.append(chunk)
-        done = [chunk for place, chunk in enumerate(mine) if sum(map(len, mine[: place + 1])) <= told]
+        done = [chunk for place, chunk in enumerate(mine) if sum(map(len, mine[: place + 1])) <= reported]
         assert positions(done + other) == [(0, i) for i in range(100)]
 
 

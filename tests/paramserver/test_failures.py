@@ -89,8 +89,8 @@ def lay_cables(run: Roles) -> list[Cable]:
     return cables
 
 
-@pytest.mark.parametrize(("back", "what"), [(True, "contents"), (False, "length")], ids=["from a server", "to one"])
-def test_a_byte_that_changes_on_its_way_costs_a_connection(back: bool, what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("back", "changed"), [(True, "contents"), (False, "length")], ids=["from a server", "to one"])
+def test_a_byte_that_changes_on_its_way_costs_a_connection(back: bool, changed: str, tmp_path: Path) -> None:
     """Servers that have copies of each other's slices; each of their cables changes one byte."""
     options: dict[str, Any] = {"servers": 2, "replication": 2, "clip_norm": 0.3, "timeout": 6.0}
     with PlainRoles(tmp_path, (400, 300), encrypted=True, **options) as run:
@@ -99,7 +99,7 @@ def test_a_byte_that_changes_on_its_way_costs_a_connection(back: bool, what: str
         for step in range(6):
             if step == 3:
                 for cable in cables:
-                    cable.change = back, what
+                    cable.change = back, changed
             run.step(worker)
             for parameter in run.parameters:
                 parameter.grad = torch.ones_like(parameter)

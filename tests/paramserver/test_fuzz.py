@@ -22,10 +22,10 @@ INSIDER = 1  # a member that never joined: nothing that it pushes may count
 STRANGERS = [(2, 0), (0, 1), (INSIDER, 7), (SERVER + 1, 0), (SERVER + 5, 0)]  # with their incarnations
 
 
-def said_by_the_insider(chance: random.Random, session: int, number: int, /, **more: int) -> tuple[bytes, bytes]:
+def insider_message(chance: random.Random, session: int, number: int, /, **more: int) -> tuple[bytes, bytes]:
     """A message that is right in all but its contents; none asks to join."""
     payload = chance.randbytes(chance.choice([0, 1, 7, 16, 144, 2000]))
-    said = Header(
+    header = Header(
         chance.choice([kind for kind in Kind if kind != Kind.HELLO]),
         INSIDER,
         session,
@@ -38,7 +38,7 @@ def said_by_the_insider(chance: random.Random, session: int, number: int, /, **m
         base=chance.choice([0, 1, NO_STEP]),
         weight=chance.choice([0.0, 1.0, -1.0, float("nan"), float("inf")]),
     )
-    return said._replace(**more).pack(), payload
+    return header._replace(**more).pack(), payload
 
 
 def wrong(chance: random.Random, session: int, number: int) -> list[bytes]:
@@ -54,13 +54,13 @@ def wrong(chance: random.Random, session: int, number: int) -> list[bytes]:
         {"sender": 0, "sequence": chance.randrange(1, 5)},  # A replay: worker 0 has sent messages with these numbers.
         lengths,
     ]
-    which = chance.randrange(len(changes))
-    header, payload = said_by_the_insider(chance, session, number, **changes[which])
-    if which == 0:
+    choice = chance.randrange(len(changes))
+    header, payload = insider_message(chance, session, number, **changes[choice])
+    if choice == 0:
         header = chance.randbytes(chance.choice([0, 16, HEADER_BYTES]))
-    elif which == 1:
+    elif choice == 1:
         header = header[: chance.randrange(HEADER_BYTES)]
-    elif which == 2:
+    elif choice == 2:
         place = chance.randrange(5)  # the magic bytes and the version
         header = header[:place] + bytes([header[place] ^ 1 << chance.randrange(8)]) + header[place + 1 :]
     return chance.choice([[header + payload], [header + payload], [(header + payload) * 3], [header, payload, payload]])
@@ -81,7 +81,7 @@ def send_all(endpoint: str, session: int, count: int, chance: random.Random) -> 
             dealer.connect(endpoint)
         for number in range(1, count + 1):
             # The insider's in order: its numbers must rise to get past the look for replays.
-            insider.send(b"".join(said_by_the_insider(chance, session, number)))
+            insider.send(b"".join(insider_message(chance, session, number)))
             others[number % 3].send_multipart(wrong(chance, session, number))
         for dealer in (insider, *others):
             dealer.close()

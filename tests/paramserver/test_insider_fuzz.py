@@ -49,7 +49,7 @@ def changed(value: Any, chance: random.Random) -> Any:
     if isinstance(value, dict) and value and chance.random() < 0.9:
         name = chance.choice(list(value))
         if chance.random() < 0.15:
-            return {one: it for one, it in value.items() if one != name}
+            return {key: entry for key, entry in value.items() if key != name}
         return {**value, name: changed(value[name], chance)}
     if isinstance(value, list) and value and chance.random() < 0.8:
         place = chance.randrange(len(value))
@@ -89,7 +89,7 @@ def noting(*kinds: Any, copies: bool = True) -> Iterator[dict[Any, tuple[Any, Ca
 
 def wrong(sender: Peer, message: Message, chance: random.Random) -> bytes:
     """What a peer has said, as it comes, with something changed: in the contents, in their form, or in any byte."""
-    fields, frames = json.loads(json.dumps(message.fields)), [bytes(one) for one in message.frames]
+    fields, frames = json.loads(json.dumps(message.fields)), [bytes(frame) for frame in message.frames]
     place = chance.randrange(2 * len(frames)) if frames else len(frames)
     if place >= len(frames):
         fields = changed(fields, chance)
@@ -185,7 +185,7 @@ class Attack:
                 self.run.push(step, worker)
                 self.pull(step + 1, worker)
         for worker in range(self.random.randrange(3)):
-            self.run.push(steps, worker, keys=[one.key for one in self.run.slices if self.random.random() < 0.5])
+            self.run.push(steps, worker, keys=[slice_.key for slice_ in self.run.slices if self.random.random() < 0.5])
         if self.random.random() < 0.5:
             self.run.serve(1)  # It is another one's place now, and is sent copies.
             infos = self.run.view.servers[0], ServerInfo(1, "1", since=2)
@@ -195,8 +195,8 @@ class Attack:
 
     def pull(self, step: int, worker: int, **fields: int) -> None:
         for server in self.run.roles:
-            own = pack_keys([one.key for one in self.run.slices if one.servers[0] == server])
-            self.run.send(Kind.PULL, own, worker=worker, step=step, encoding=Encoding.KEYS, to=(server,), **fields)
+            keys = pack_keys([slice_.key for slice_ in self.run.slices if slice_.servers[0] == server])
+            self.run.send(Kind.PULL, keys, worker=worker, step=step, encoding=Encoding.KEYS, to=(server,), **fields)
 
     def changed(self, header: Header, payload: bytes) -> tuple[Header, bytes]:
         """A message with something of its header, its JSON object or what follows that changed."""
@@ -227,9 +227,9 @@ class Attack:
             yield to, header._replace(sequence=last[to, header.sender]), memoryview(bytearray(payload))
 
     def play(self, count: int) -> None:
-        for to, said, payload in self.cases(count):
+        for to, sent_header, payload in self.cases(count):
             try:
-                header = unpack(said.pack(), len(payload), said.session, self.bounds)
+                header = unpack(sent_header.pack(), len(payload), sent_header.session, self.bounds)
             except InvalidMessageError:
                 continue
             self.run.roles[to].on_message(self.run.now, str(header.sender).encode(), "", header, payload)

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.light
 
 def test_places_are_given_while_there_are_some():
     run = Run(2, 1, max_joiners=2)
-    found = run.ask(PLACE)
-    assert (found["place"], found["incarnation"], found["workers"]) == (2, 0, 2)
+    offer = run.ask(PLACE)
+    assert (offer["place"], offer["incarnation"], offer["workers"]) == (2, 0, 2)
     peer = run.member("worker", 2)
     assert run.ask(PLACE)["place"] == 3
     assert "was registered already" in run.ask("hello", Peer("worker", 2, 0, 8), session=0)["message"]
@@ -30,7 +30,7 @@ def test_places_are_given_while_there_are_some():
 def test_who_may_join_before_training_is_not_waited_for():
     run = Run(2, 1, max_joiners=2, supervised=False)
     peer, _ = run.joins()
-    members = [run.member("server", 0), *(run.member("worker", one) for one in range(2))]
+    members = [run.member("server", 0), *(run.member("worker", number) for number in range(2))]
     run.strike("pause", peer, 60.0)
     run.passes(40.0)
     assert run.members == members
@@ -38,20 +38,20 @@ def test_who_may_join_before_training_is_not_waited_for():
 
 
 def test_one_is_let_in_after_a_boundary_with_what_was_told():
-    run, zero, one = in_epoch(max_joiners=2)
+    run, first, second = in_epoch(max_joiners=2)
     with run.loses(lambda send: send.message.kind == "view"):
         peer, started = run.joins()
         run.passes(2.0)
         assert started.value is None, "nobody is told before the others know it"
     run.passes(3.0)
-    told = started.fields
-    assert (told["sequence"], told["midway"], told["joined"]) == (1, 1, True)
-    assert (told["ids"], told["admitted"]) == ([0, 1], [2])
+    result = started.fields
+    assert (result["sequence"], result["midway"], result["joined"]) == (1, 1, True)
+    assert (result["ids"], result["admitted"]) == ([0, 1], [2])
     run.call(peer, "epoch", epoch=0, samples=10, chunk=1)
     chunk = run.call(peer, "take", epoch=0, processed=0).fields
     assert (chunk["start"], chunk["stop"]) == (2, 3)
     # The others wait for it at the end of the epoch, until it has left.
-    gathered = [run.collect(who) for who in (zero, one)]
+    gathered = [run.collect(worker) for worker in (first, second)]
     run.passes(2.0)
     assert not any(answer.value for answer in gathered)
     run.call(peer, "leave", epoch=0, processed=1)
@@ -59,14 +59,14 @@ def test_one_is_let_in_after_a_boundary_with_what_was_told():
 
 
 def test_one_is_not_let_in_when_others_met_since_the_boundary():
-    run, zero, one = in_epoch(max_joiners=2)
-    for who in (zero, one):
-        run.collect(who)
+    run, first, second = in_epoch(max_joiners=2)
+    for worker in (first, second):
+        run.collect(worker)
     peer, started = run.joins()
     run.passes(2.0)
     assert started.value is None
-    for who in (zero, one):
-        run.collect(who, "boundary", boundary=True)
+    for worker in (first, second):
+        run.collect(worker, "boundary", boundary=True)
     run.passes(2.0)
     assert (started.fields["sequence"], started.fields["admitted"]) == (3, [2])
     assert "midway" not in started.fields
@@ -74,20 +74,20 @@ def test_one_is_not_let_in_when_others_met_since_the_boundary():
     _, started = run.joins()
     run.passes(2.0)
     assert started.value is None
-    run.call(zero, "epoch", epoch=1, samples=10, chunk=1)
-    for who in (zero, one, peer):
-        run.collect(who, "admitted")
+    run.call(first, "epoch", epoch=1, samples=10, chunk=1)
+    for worker in (first, second, peer):
+        run.collect(worker, "admitted")
     run.passes(2.0)
     assert (started.fields["sequence"], started.fields["midway"]) == (4, 3)
 
 
 def test_who_waits_to_join_is_told_of_the_end():
-    run, zero, one = in_epoch(max_joiners=2)
-    for who in (zero, one):
-        run.collect(who)
+    run, first, second = in_epoch(max_joiners=2)
+    for worker in (first, second):
+        run.collect(worker)
     peer, _ = run.joins()
-    for who in (zero, one):
-        run.call(who, "leave")
+    for worker in (first, second):
+        run.call(worker, "leave")
     ended = run.ended(peer)
     assert ended is not None
     assert ended.clean
@@ -107,10 +107,10 @@ def test_what_is_kept_of_who_joins_does_not_grow_with_epochs():
     assert not roster.history.faults
 
 
-def comes_back(run: Run, one: Peer, midway: bool = True) -> Answer:
+def comes_back(run: Run, worker: Peer, midway: bool = True) -> Answer:
     """A worker dies, is started again, and asks to be let in; what it is told when all have the newest view."""
-    run.died(one, replaced=True)
-    again = run.member(one.role, one.id, one.incarnation + 1)
+    run.died(worker, replaced=True)
+    again = run.member(worker.role, worker.id, worker.incarnation + 1)
     answer = run.collect(again, "start", seal=True, **({MIDWAY: True} if midway else {}))
     run.passes(2.0)
     return answer
@@ -118,30 +118,30 @@ def comes_back(run: Run, one: Peer, midway: bool = True) -> Answer:
 
 @pytest.mark.parametrize("why", ["it says nothing", "the others' next epoch has begun"])
 def test_one_waits_for_the_next_boundary(why: str) -> None:
-    run, zero, one = in_epoch()
+    run, first, second = in_epoch()
     if why != "it says nothing":
-        run.call(zero, "epoch", epoch=1, samples=10, chunk=1)
-    start = comes_back(run, one, midway=why != "it says nothing")
+        run.call(first, "epoch", epoch=1, samples=10, chunk=1)
+    start = comes_back(run, second, midway=why != "it says nothing")
     assert start.value is None
-    run.collect(zero, "boundary", boundary=True)
+    run.collect(first, "boundary", boundary=True)
     run.passes(2.0)
     assert (start.fields["sequence"], start.fields["admitted"]) == (2, [1])
     assert MIDWAY not in start.fields
 
 
 def test_one_waits_for_a_boundary_if_the_last_let_one_in():
-    run, zero, one = in_epoch(max_joiners=1)
-    for peer in (zero, one):
+    run, first, second = in_epoch(max_joiners=1)
+    for peer in (first, second):
         run.collect(peer)
     joined, _ = run.joins()
-    for peer in (zero, one):
+    for peer in (first, second):
         run.call(peer, "epoch", epoch=1, samples=10, chunk=1)
         run.collect(peer, "boundary", boundary=True)
     run.passes(2.0)
-    for peer in (zero, one, joined):
+    for peer in (first, second, joined):
         run.collect(peer, "admitted")
     assert run.coordinator.dispatcher.may_join(1)
-    assert comes_back(run, one).value is None
+    assert comes_back(run, second).value is None
 
 
 def test_who_joins_stands_for_no_worker_that_is_expected():

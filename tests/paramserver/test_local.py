@@ -22,10 +22,10 @@ DILOCO = {"name": "SGD", "lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 def own_steps(network: nn.Module, optimizer: torch.optim.Optimizer, id: int, number: int) -> None:
     """A worker's part of a round, on its own part of each batch."""
-    own = slice(SAMPLES[0]) if id == 0 else slice(SAMPLES[0], None)
+    rows = slice(SAMPLES[0]) if id == 0 else slice(SAMPLES[0], None)
     for images, targets in batches(ROUNDS * OWN_STEPS, 18)[number * OWN_STEPS :][:OWN_STEPS]:
         optimizer.zero_grad()
-        F.cross_entropy(network(images[own]), targets[own]).backward()
+        F.cross_entropy(network(images[rows]), targets[rows]).backward()
         optimizer.step()
 
 
@@ -41,7 +41,7 @@ def diloco() -> tuple[list[Tensor], dict[str, Any]]:
             own_steps(network, inner[id], id, number)
         for value, *theirs in zip(whole.parameters(), *(n.parameters() for n in networks), strict=True):
             parts = zip(SAMPLES, theirs, strict=True)
-            value.grad = sum(size * (value.detach() - own.detach()) for size, own in parts) / sum(SAMPLES)
+            value.grad = sum(size * (value.detach() - local.detach()) for size, local in parts) / sum(SAMPLES)
         optimizer.step()
     return [p.detach() for p in whole.parameters()], optimizer.state_dict()["state"]
 
@@ -75,7 +75,7 @@ def test_local_mode_equals_diloco_in_one_process(tmp_path: Path) -> None:
     specification = specify(DILOCO, 2, servers=2, replication=2, mode="local", slice_bytes=512)
     with Roles(tmp_path, specification) as run:
         (first, state), (second, _) = run.train(train, run.options, lambda: run.lose(1))
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert all(torch.equal(value, same) for value, same in zip(first, second, strict=True))
     for got, value in zip(first, expected, strict=True):
         torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-14)
     for index, parts in momentum.items():

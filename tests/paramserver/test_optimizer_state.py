@@ -18,9 +18,9 @@ SHAPES = [(40, 5), (7,), (3, 1, 2, 2)]
 
 def flat(slice_: Slice, tensors: Sequence[Tensor | None]) -> Tensor:
     """What a slice holds of some parameters' values or gradients; zeros where there is none."""
-    found = [(part, tensors[part.parameter]) for part in slice_.parts]
+    tensors_of_parts = [(part, tensors[part.parameter]) for part in slice_.parts]
     return torch.cat(
-        [torch.zeros(part.numel) if one is None else one.flatten()[part.start : part.stop] for part, one in found]
+        [torch.zeros(part.numel) if tensor is None else tensor.flatten()[part.start : part.stop] for part, tensor in tensors_of_parts]
     )
 
 
@@ -55,17 +55,17 @@ def test_slices_are_updated_as_whole_parameters_are(name: str, options: dict[str
             assert state["param_groups"] == optimizer.state_dict()["param_groups"]
             store = stores[1]
             fill(store)
-            for key, own in cut_state(specification, slices, state).items():
-                store.set_state(key, unpack_state(memoryview(pack_state(own)), slices[key]))
+            for key, slice_state in cut_state(specification, slices, state).items():
+                store.set_state(key, unpack_state(memoryview(pack_state(slice_state)), slices[key]))
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape)
         if step in (0, 2, 5):
             parameters[1].grad = None
         gradients = [parameter.grad for parameter in parameters]
         for slice_ in slices:
-            there = [gradients[part.parameter] is not None for part in slice_.parts]
-            absent = sum(1 << place for place, one in enumerate(there) if not one)
-            store.apply(slice_.key, flat(slice_, gradients) if any(there) else None, hyper, absent)
+            present = [gradients[part.parameter] is not None for part in slice_.parts]
+            absent = sum(1 << place for place, has_gradient in enumerate(present) if not has_gradient)
+            store.apply(slice_.key, flat(slice_, gradients) if any(present) else None, hyper, absent)
         optimizer.step()
     for slice_ in slices:
         whole = flat(slice_, [parameter.detach() for parameter in parameters])
@@ -90,8 +90,8 @@ def test_first_and_later_gradients_may_come_together() -> None:
     """A parameter may have its first gradient when others have had some: torch's fused SGD takes either."""
     together, expected = shared("SGD", momentum=0.9), shared("SGD", momentum=0.9, foreach=False)
     gradient = torch.arange(3.0, dtype=torch.float64)
-    for optimizer, (one, other) in (together, expected):
-        optimizer.step([(one, gradient)], {})
-        optimizer.step([(one, gradient), (other, gradient + 1)], {})
+    for optimizer, (first, second) in (together, expected):
+        optimizer.step([(first, gradient)], {})
+        optimizer.step([(first, gradient), (second, gradient + 1)], {})
     for got, value in zip(together[1], expected[1], strict=True):
         torch.testing.assert_close(got, value, rtol=1e-14, atol=0)

@@ -92,9 +92,9 @@ def test_a_failing_server_shows_its_traceback_and_is_named(
     with processes(tmp_path) as (member, _, server):
         specified(member)
         assert ends(member, server) == "server 0 failed: KeyError: 'a slip of ours'"
-    said = capfd.readouterr().err
-    assert "Traceback" in said
-    assert "KeyError: 'a slip of ours'" in said
+    errors = capfd.readouterr().err
+    assert "Traceback" in errors
+    assert "KeyError: 'a slip of ours'" in errors
 
 
 def test_a_server_without_the_optimizers_class_ends_and_names_it(
@@ -104,8 +104,8 @@ def test_a_server_without_the_optimizers_class_ends_and_names_it(
     OfThisFile.__module__ = "a_script"
     with processes(tmp_path) as (member, _, server):
         specified(member, OfThisFile)
-        told = ends(member, server)
-    for text in (told, capfd.readouterr().err):
+        reason = ends(member, server)
+    for text in (reason, capfd.readouterr().err):
         assert "optimizer a_script.OfThisFile: the server cannot import it; define it in a module" in text
 
 
@@ -119,9 +119,9 @@ def test_a_failing_coordinator_shows_its_traceback_and_tells_all(
         assert ends(member, coordinator) == "the coordinator failed: TypeError: a slip of ours"
         until(lambda: server.poll() is not None)
         assert server.poll() == 1
-    said = capfd.readouterr().err
-    assert "Traceback" in said
-    assert "TypeError: a slip of ours" in said
+    errors = capfd.readouterr().err
+    assert "Traceback" in errors
+    assert "TypeError: a slip of ours" in errors
 
 
 def test_a_member_whose_heartbeats_fail_hears_of_it(

@@ -40,9 +40,9 @@ def test_who_leads_no_more_does_not_say_where_a_worker_begins() -> None:
         steps.append(role.step)
         asked = role.connections.take()[-1]
         joins = unpack_json(memoryview(asked.payload), asked.header)["joins"]
-        said = {"ready": True, "lost": False, "leader": leads, "deaf": [], "held": False}
-        said["asked"] = asked.header.sequence
-        header, payload = compose(SERVER, specification.session, Kind.WELCOME, number, json=said, step=7 * joins)
+        contents = {"ready": True, "lost": False, "leader": leads, "deaf": [], "held": False}
+        contents["asked"] = asked.header.sequence
+        header, payload = compose(SERVER, specification.session, Kind.WELCOME, number, json=contents, step=7 * joins)
         role.connections.heard(number / 10, 0, header)
         role.on_message(0, header, memoryview(bytearray(payload)))
     assert not wait.waiting()
@@ -73,7 +73,7 @@ class Pair:
             effects += self.server.on_message(0.0, self.route, "", parcel.header, memoryview(parcel.payload).cast("B"))
         effects += self.server.flush()
         # The values may change before they leave.
-        return [one._replace(payload=bytearray(one.payload)) for one in effects if isinstance(one, Parcel)]
+        return [effect._replace(payload=bytearray(effect.payload)) for effect in effects if isinstance(effect, Parcel)]
 
     def deliver(self, answers: list[Parcel]) -> None:
         """Hand them to the worker, in this order."""
@@ -107,8 +107,8 @@ def test_a_late_second_answer_is_not_taken_for_present_values(refreshed: bool) -
     pair.deliver([again])
     late = pair.answers()
     pair.deliver(answers)
-    assert {one.header.kind for one in late} == {Kind.PULLED}
+    assert {element.header.kind for element in late} == {Kind.PULLED}
     for value in pair.server.store.values.values():
         value.add_(1.0)  # Another worker's update.
     pair.run(pair.role.refresh(), late)
-    assert {float(one) for value in pair.values for one in value.unique()} == {0.5}
+    assert {float(element) for value in pair.values for element in value.unique()} == {0.5}

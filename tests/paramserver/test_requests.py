@@ -19,8 +19,8 @@ def probes_at_which_it_is_sent(size: int, probes: int) -> list[int]:
             if not isinstance(effect, Send):
                 continue
             if effect.message.kind == "probe":
-                for told in answering.probe(HERE, effect.message):
-                    hand_over(number, asking.on_reply(0.0, told.message)[1])
+                for reply in answering.probe(HERE, effect.message):
+                    hand_over(number, asking.on_reply(0.0, reply.message)[1])
                 continue
             assert answering.accept(HERE, effect.message)
             answering.answer(HERE, Message(DONE, {}, [bytes(size)], effect.message.request))
@@ -64,6 +64,6 @@ def test_the_oldest_open_request_is_handled_again_if_its_answer_is_lost(answered
     answering.accept(HERE, third.message)
     assert not answering.accept(HERE, first), "it is over"
     (probe, *_) = asking.on_timer(0.0)
-    told = [effect.message.fields["ids"] for effect in answering.probe(HERE, probe.message)]
-    assert told == [[second.request]] * answered
+    lost = [effect.message.fields["ids"] for effect in answering.probe(HERE, probe.message)]
+    assert lost == [[second.request]] * answered
     assert answering.accept(HERE, second) == answered

@@ -100,8 +100,8 @@ def test_no_endpoint_can_be_reached_without_a_key(
     places = [choose_rendezvous(options, layout, 0, supervised=started == "by fit") for _ in range(2)]
     for place in places:
         assert place.coordinator.startswith("ipc://") or place.key_file is not None
-        own = Path(place.directory or str(place.key_file)).parent if place.directory is None else Path(place.directory)
-        assert stat.S_IMODE(own.stat().st_mode) == 0o700
+        directory = Path(place.directory or str(place.key_file)).parent if place.directory is None else Path(place.directory)
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         if place.key_file is not None:
             assert stat.S_IMODE(Path(place.key_file).stat().st_mode) == 0o600
     if started != "by fit":
@@ -196,8 +196,8 @@ def lies(known: int) -> list[tuple[Peer, Message]]:
     """All that anybody says, in the name of others: with numbers that are guessed, and one that is known."""
     names = [*(peer._replace(process=process) for peer in PLACES for process in (0, 1, known)), Peer(WATCHER, 0, 0, 1)]
     hello = Message("hello", CONTENTS | {"public_key": KeyPair.create().public}, (), 1)
-    said = [hello, *(Message(kind, CONTENTS, (), 1) for kind in KINDS)]
-    return [(name, message) for message in said for name in names]
+    messages = [hello, *(Message(kind, CONTENTS, (), 1) for kind in KINDS)]
+    return [(name, message) for message in messages for name in names]
 
 
 @pytest.mark.parametrize("key", ["a stranger's", "the run's", "a member's own"])
@@ -218,20 +218,20 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
         membership = Membership(Address(service.endpoint, "worker", 0, 0, 0.1, 60.0), keys=keys)
         membership.wait_registered()
         (victim,) = role.roster.members
-        own = keys if key == "the run's" else KeyPair.create()
+        liar_keys = keys if key == "the run's" else KeyPair.create()
         # A stranger has the proof of a member that it has overheard.
-        proof = prove(keys, victim.public_key if key == "a stranger's" else own.public)
+        proof = prove(keys, victim.public_key if key == "a stranger's" else liar_keys.public)
         liar = context.socket(zmq.DEALER)
-        secure(liar, own, keys.public)
+        secure(liar, liar_keys, keys.public)
         liar.connect(service.endpoint)
         liar.send_multipart([b"", b"in two parts"])  # A message is one frame.
-        said = lies(victim.peer.process)
+        claims = lies(victim.peer.process)
         if key == "a stranger's":
-            me = Peer("server", 0, 0, fingerprint(own.public))
-            said.append((me, Message("hello", {**ABOUT, "public_key": own.public}, (), 1)))
-        for sender, message in said:
+            me = Peer("server", 0, 0, fingerprint(liar_keys.public))
+            claims.append((me, Message("hello", {**ABOUT, "public_key": liar_keys.public}, (), 1)))
+        for sender, message in claims:
             liar.send(encode(sender, message, proof))
-        until(lambda: service.dropped == len(said) + 1 or role.ended is not None or len(role.roster.members) > 1)
+        until(lambda: service.dropped == len(claims) + 1 or role.ended is not None or len(role.roster.members) > 1)
         assert not liar.poll(0), "nobody is told anything"
         liar.close(0)
         assert role.roster.member_at("worker", 0) is victim
@@ -269,9 +269,9 @@ def test_a_process_says_what_its_role_says(role: str, allowed: set[str]) -> None
     """A server publishes nothing, a worker stops no coordinator, and who watches changes nothing."""
     run = Run(1, 1)
     peer = Peer(WATCHER, 0) if role == WATCHER else run.member(role, 0)
-    said = set()
+    accepted = set()
     for number, kind in enumerate(("put", "get", "end", "stop", "died", "status"), 2):
         with contextlib.suppress(ControlError):
             run.coordinator.on_message(run.world.now, peer, Message(kind, CONTENTS, request=number))
-            said.add(kind)
-    assert said == allowed
+            accepted.add(kind)
+    assert accepted == allowed

@@ -26,13 +26,13 @@ ALONE: list[dict[str, Any]] = [{"mode": "async"}, {"mode": "ssp", "staleness": 1
 def pull(run: Servers, step: int, base: int = 0, keys: Sequence[int] | None = None) -> None:
     """A worker asks for what is there after a step, of the servers that apply it."""
     for server in run.roles:
-        own = [one.key for one in run.slices if one.servers[0] == server and (keys is None or one.key in keys)]
-        run.send(Kind.PULL, pack_keys(own), step=step, base=base, encoding=Encoding.KEYS, to=(server,))
+        wanted = [slice_.key for slice_ in run.slices if slice_.servers[0] == server and (keys is None or slice_.key in keys)]
+        run.send(Kind.PULL, pack_keys(wanted), step=step, base=base, encoding=Encoding.KEYS, to=(server,))
 
 
 def pulled(run: Servers) -> set[int]:
     """The slices that workers were sent."""
-    return {header.key for header, _, _ in run.told if header.kind == Kind.PULLED}
+    return {header.key for header, _, _ in run.to_workers if header.kind == Kind.PULLED}
 
 
 def keys(run: Servers) -> set[int]:
@@ -66,12 +66,12 @@ def test_a_server_says_when_it_has_filled_another_that_came_late() -> None:
         run.look(1.0)
     assert run.versions(1) == {0, -1}
     filled = "server 1 now has copies of all slices that it backs up for server 0"
-    assert filled not in run.said
+    assert filled not in run.reports
     run.lost = lambda sender, header: False
     for _ in range(3):
         run.look(1.0)
     assert run.versions(1) == {0}
-    assert run.said.count(filled) == 1
+    assert run.reports.count(filled) == 1
 
 
 def test_a_copy_counts_only_after_its_primary_has_sent_it() -> None:
@@ -88,7 +88,7 @@ def test_a_copy_counts_only_after_its_primary_has_sent_it() -> None:
 
 def test_a_copy_applies_an_update_that_comes_twice_once() -> None:
     run = fresh(specify(PLAIN, 1, servers=2, replication=2))
-    slice_ = next(one for one in run.slices if one.servers[0] == 0)
+    slice_ = next(candidate for candidate in run.slices if candidate.servers[0] == 0)
     copies, payload = run.roles[1].shard.copies, as_bytes(torch.ones(slice_.numel, dtype=slice_.dtype))
     relay = Header(Kind.RELAY, SERVER, 0, 1, Encoding.DENSE, key=slice_.key, length=len(payload), weight=1.0)
     for _ in range(2):
@@ -122,9 +122,9 @@ def test_values_come_in_the_encoding_that_the_worker_asks_for(mode: Any) -> None
     run = fresh(specify(PLAIN, 1, mode=mode, pull_compression="bf16"))
     whole, got = 1, []
     for base in (0, Encoding.DENSE << 1, FP16.encoding << 1, BF16.encoding << 1, whole):
-        run.told.clear()
+        run.to_workers.clear()
         pull(run, 0, base, keys=[0])
-        got += [header.encoding for header, _, _ in run.told if header.kind == Kind.PULLED]
+        got += [header.encoding for header, _, _ in run.to_workers if header.kind == Kind.PULLED]
     assert got == [BF16.encoding, Encoding.DENSE, FP16.encoding, BF16.encoding, Encoding.DENSE]
     for base in (TopK.encoding << 1, OneBit.encoding << 1, Encoding.KEYS << 1, 1 << 20):
         pull(run, 0, base, keys=[0])
@@ -163,7 +163,7 @@ def begins_to_lead(version: int, workers: int = 1) -> Servers:
 
 def begins(run: Servers) -> list[int]:
     """The steps that workers were told to begin with, by the server that leads."""
-    return [step for _, said, step in run.welcomes() if said.get("leader") and step]
+    return [step for _, text, step in run.welcomes() if text.get("leader") and step]
 
 
 def test_a_newcomer_is_told_where_to_begin_once_all_have_spoken() -> None:

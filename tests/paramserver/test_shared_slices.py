@@ -38,8 +38,8 @@ def alone(run: PlainRoles) -> tuple[list[Tensor], dict[str, Any]]:
     """The values and the optimizer's state of one process."""
     optimizer = torch.optim.SGD(run.parameters, lr=0.5, momentum=0.5)
     for step in range(STEPS):
-        for parameter, own in zip(run.parameters, gradients(step), strict=True):
-            parameter.grad = own
+        for parameter, tensor in zip(run.parameters, gradients(step), strict=True):
+            parameter.grad = tensor
         optimizer.step()
     return [parameter.detach() for parameter in run.parameters], optimizer.state_dict()
 
@@ -50,11 +50,11 @@ def test_training_equals_one_process(tmp_path: Path, options: dict[str, Any]) ->
     with PlainRoles(tmp_path, SIZES, servers=2, replication=2, slice_bytes=512, **options) as run:
         assert [len(slice_.parts) for slice_ in cut(run.specification)] == [4, 1, 1, 1, 1]
         worker, values = run.joined()
-        for number in range(STEPS):
-            if number == 6:
+        for step in range(STEPS):
+            if step == 6:
                 run.lose(cut(run.specification)[0].servers[0])
             run.step(
-                worker, [gradient(one, number) if has_gradient(one, number) else None for one in range(len(SIZES))]
+                worker, [gradient(index, step) if has_gradient(index, step) else None for index in range(len(SIZES))]
             )
         state = worker.optimizer_state()
         expected, expected_state = alone(run)
@@ -71,16 +71,16 @@ def test_only_what_has_no_gradient_anywhere_is_left_alone() -> None:
     assert len(shared.parts) == 4, "three biases and a small weight"
     payload = memoryview(as_bytes(torch.ones(shared.numel, dtype=torch.float64)))
     pushes = Pushes()
-    who = [(worker, 0) for worker in range(3)]
-    pushes.add(who[0], shared, payload, Encoding.DENSE, 0b011)
-    assert pushes.absent(shared.key, who) == 0b011
-    pushes.add(who[1], shared, payload, Encoding.DENSE, 0b110)
-    pushes.add(who[2], shared, memoryview(b""), Encoding.NOTHING)
-    assert pushes.absent(shared.key, who) == 0b010, "who pushes nothing has none of any"
-    assert pushes.absent(shared.key, who[:1]) == 0b011, "of the others nothing counts"
+    workers = [(worker, 0) for worker in range(3)]
+    pushes.add(workers[0], shared, payload, Encoding.DENSE, 0b011)
+    assert pushes.absent(shared.key, workers) == 0b011
+    pushes.add(workers[1], shared, payload, Encoding.DENSE, 0b110)
+    pushes.add(workers[2], shared, memoryview(b""), Encoding.NOTHING)
+    assert pushes.absent(shared.key, workers) == 0b010, "who pushes nothing has none of any"
+    assert pushes.absent(shared.key, workers[:1]) == 0b011, "of the others nothing counts"
     for wrong in (0b1111, 0b10000, -1):
         with pytest.raises(InvalidMessageError, match="the bits for parts without gradient do not fit the slice"):
-            Pushes().add(who[0], shared, payload, Encoding.DENSE, wrong)
+            Pushes().add(workers[0], shared, payload, Encoding.DENSE, wrong)
 
 
 SHAPES = [(100, 50), (7,), (), (3, 1000), (64, 3, 3, 3)]
@@ -101,9 +101,9 @@ def test_slices_cover_every_element_once_and_are_balanced() -> None:
     slices = cut(specification)
     assert [slice_.key for slice_ in slices] == list(range(len(slices)))
     for index, parameter in enumerate(specification.parameters):
-        own = [part for slice_ in slices for part in slice_.parts if part.parameter == index]
-        assert [part.start for part in own] == [0, *(part.stop for part in own[:-1])]
-        assert own[-1].stop == parameter.numel
+        parts = [part for slice_ in slices for part in slice_.parts if part.parameter == index]
+        assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+        assert parts[-1].stop == parameter.numel
     assert all(slice_.nbytes <= 1024 and len(set(slice_.servers)) == 2 for slice_ in slices)
     assert max(loads(slices, 3)) - min(loads(slices, 3)) <= 1024
     assert cut(Specification.from_json(specification.to_json())) == slices

@@ -52,7 +52,7 @@ def test_a_failing_seed_is_explained_by_few_faults(monkeypatch: pytest.MonkeyPat
     right, plane = Asking.on_reply, PLANES["control"]
     # A request that never came is not sent again.
     monkeypatch.setattr(Asking, "on_reply", lambda self, now, message: (right(self, now, message)[0], []))
-    seed, outcome = next((seed, found) for seed in range(SEEDS) if (found := plane(seed)).violation)
+    seed, outcome = next((seed, candidate) for seed in range(SEEDS) if (candidate := plane(seed)).violation)
     text, _, lines = explain(seed, outcome, plane).partition("\n(of ")
     (trace,) = traces.read(text)
     assert trace.title.startswith(f"seed {seed}: 17: ")
@@ -91,10 +91,10 @@ def test_moments_count_from_the_start_or_the_moment_before() -> None:
     )
     cues = traces.Cues(trace.cues)
     sent = [("worker 0", kind, "coordinator") for kind in ("take", "beat", "beat", "beat", "take", "take", "take")]
-    came = [
+    moments = [
         cue and cue.moment
-        for cue in (cues.sends(*one) for one in (*sent, ("worker 0 (incarnation 1)", "beat", "server 1")))
+        for cue in (cues.sends(*message) for message in (*sent, ("worker 0 (incarnation 1)", "beat", "server 1")))
     ]
     lost, late, kill = Moment("lost"), Moment("late", 0.2), Moment("kill", 0.0, ("server", 2))
-    assert came == [None, None, lost, None, None, late, None, kill]
+    assert moments == [None, None, lost, None, None, late, None, kill]
     assert not cues.left

@@ -59,8 +59,8 @@ def test_what_computes_and_what_copies_wait_for_each_other(monkeypatch: pytest.M
     copies = StagedCopies(torch.device("cuda:0"))
     copies.before_use(copies.begin(cuda.target, torch.ones(1)))
     side, computing, event = cuda.Stream(), cuda.current_stream(), cuda.Event()
-    told = [one for one in cuda.mock_calls if "." in one[0]]
-    assert told == [
+    calls = [recorded for recorded in cuda.mock_calls if "." in recorded[0]]
+    assert calls == [
         call.Stream().wait_stream(computing),
         call.stream().__enter__(),
         call.target.copy_(torch.ones(1), non_blocking=True),

@@ -52,7 +52,7 @@ class Node(Supervision):
         super().__init__(Address("tcp://127.0.0.1:1", "supervision", 1, timeout=timeout, appear=appear))
         self.missed = missed
         self.reached = reached
-        self.told = []
+        self.reports = []
         self.goes_on = goes_on
         self.on_stop = lambda: None
 
@@ -60,7 +60,7 @@ class Node(Supervision):
         if kind == "status":
             self.goes_on -= 1
         else:
-            self.told.append(f"{kind}, replaced" if fields and fields.get("replaced") else kind)
+            self.reports.append(f"{kind}, replaced" if fields and fields.get("replaced") else kind)
         if kind == "stop":
             self.on_stop()
         ended = {"message": "", "clean": True} if self.goes_on < 0 else None
@@ -75,7 +75,7 @@ class Node(Supervision):
 
 
 @pytest.mark.parametrize(
-    ("given", "role", "restarts", "told"),
+    ("settings", "role", "restarts", "reported"),
     [
         ({"missed": CUT_OFF}, "worker", 1, "died, replaced"),
         ({"missed": CUT_OFF}, "server", 1, "died, replaced"),
@@ -86,11 +86,11 @@ class Node(Supervision):
     ],
     ids=["cut off", "server cut off", "no restarts", "an error", "heard until now", "not reached for long"],
 )
-def test_who_was_cut_off_is_restarted_and_an_error_ends_the_run(given, role, restarts, told):
-    node = Node(**given)
+def test_who_was_cut_off_is_restarted_and_an_error_ends_the_run(settings, role, restarts, reported):
+    node = Node(**settings)
     watched = node.look_at(role, 1, restarts)
-    assert (watched.incarnation, watched.code) == ((1, None) if "replaced" in told else (0, 1))
-    assert node.told == [told]
+    assert (watched.incarnation, watched.code) == ((1, None) if "replaced" in reported else (0, 1))
+    assert node.reports == [reported]
     assert not watched.handle.signals, "the one that runs was not missed"
 
 
@@ -98,11 +98,11 @@ def test_who_ends_without_a_coordinator_is_restarted_with_one():
     node = Node(CUT_OFF, reached=False)
     watched = node.look_at("worker", 1)
     node.look()
-    assert (watched.incarnation, watched.code, node.told) == (0, None, [])
+    assert (watched.incarnation, watched.code, node.reports) == (0, None, [])
     node.reached = True
     node.look()
     assert watched.incarnation == 1
-    assert node.told == ["died, replaced"]
+    assert node.reports == ["died, replaced"]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_no_worker_is_restarted_in_anothers_session(first, capsys, monkeypatch):
     if not first:
         node.start(watched)
     dead = node.look_at("worker", -9)
-    assert (dead.code, dead.incarnation, node.told) == (-9, 0, [])
+    assert (dead.code, dead.incarnation, node.reports) == (-9, 0, [])
     assert "it is not replaced: only the first session of a run has restarts" in capsys.readouterr().err
     if first:
         node.start(watched)
@@ -165,7 +165,7 @@ def test_services_stay_until_other_nodes_workers_have_left():
     node.start(Watched(COORDINATOR, 0, lambda incarnation: coordinator))
     node.stop()
     assert node.goes_on < 0
-    assert node.told == ["end", "stop"]
+    assert node.reports == ["end", "stop"]
 
 
 def test_once_a_worker_has_finished_none_is_started_again():
@@ -173,4 +173,4 @@ def test_once_a_worker_has_finished_none_is_started_again():
     node = Node()
     node.look_at("worker", 0)
     dead = node.look_at("worker", -9)
-    assert (dead.code, dead.incarnation, node.told) == (-9, 0, ["left", "died"])
+    assert (dead.code, dead.incarnation, node.reports) == (-9, 0, ["left", "died"])

@@ -76,7 +76,7 @@ def check(specification: Specification, options: dict[str, Any], directory: Path
     def clip(parameters: list[Tensor]) -> None:
         if specification.clip_value is not None:
             assert (
-                max(float(one.grad.abs().max()) for one in parameters if one.grad is not None)
+                max(float(parameter.grad.abs().max()) for parameter in parameters if parameter.grad is not None)
                 > specification.clip_value
             )
             torch.nn.utils.clip_grad_value_(parameters, specification.clip_value)

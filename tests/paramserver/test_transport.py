@@ -51,7 +51,7 @@ def came(far: Socket) -> list[list[Received]]:
 
 
 def numbers(received: list[Received]) -> list[int]:
-    return [unpack(one.header, len(one.payload), SESSION, Bounds(1 << 20, 1)).sequence for one in received]
+    return [unpack(message.header, len(message.payload), SESSION, Bounds(1 << 20, 1)).sequence for message in received]
 
 
 def test_small_messages_wait_for_the_next_and_for_a_flush() -> None:
@@ -68,9 +68,9 @@ def test_small_messages_wait_for_the_next_and_for_a_flush() -> None:
         bundle.flush()
         bundles = came(far)
         assert [numbers(together) for together in bundles] == [[1, 2, 3], [4], [5], [6]]
-        payloads = [bytes(one.payload) for together in bundles for one in together]
+        payloads = [bytes(message.payload) for together in bundles for message in together]
         assert payloads == [b"abc", b"abc", b"", b"", bytes(LARGE), b""]
-        assert len({one.route for together in bundles for one in together}) == 1
+        assert len({message.route for together in bundles for message in together}) == 1
 
 
 def test_what_waits_is_bounded_in_number_and_size() -> None:
@@ -116,6 +116,6 @@ def test_a_frame_beyond_the_declared_size_does_not_come() -> None:
         near.connect(listener.endpoint)
         near.send(bytes(size))
         time.sleep(0.1)
-    came = [len(router.recv_multipart()[1]) for wait in (60_000, 200) if router.poll(wait)]
+    sizes = [len(router.recv_multipart()[1]) for wait in (60_000, 200) if router.poll(wait)]
     context.destroy(0)
-    assert came == [1000]
+    assert sizes == [1000]

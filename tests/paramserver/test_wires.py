@@ -124,11 +124,11 @@ def fit(strategy: ParameterServerStrategy, directory: Path, joins: bool, **more:
             return
 
 
-def join(run: RunAddress, own: ParameterServerStrategy, directory: Path) -> None:
+def join(run: RunAddress, strategy: ParameterServerStrategy, directory: Path) -> None:
     """Help in a run until it is over."""
     place = find_place(run, patience=60.0)
     with contextlib.suppress(RunEnded):
-        fit(JoiningStrategy(own.options, run, place), directory, True, devices=1, plugins=JoinerEnvironment(place))
+        fit(JoiningStrategy(strategy.options, run, place), directory, True, devices=1, plugins=JoinerEnvironment(place))
 
 
 def train(mode: Any, replication: int, wires: Wires, directory: Path, joins: bool) -> str | None:
@@ -174,10 +174,10 @@ def run(seed: int, wires: Wires, directory: Path, joins: bool = False) -> None:
     chance = random.Random(seed)
     mode, replication = "async" if joins else chance.choice(["sync", "async"]), chance.choice([1, 2])
     error = train(mode, replication, wires, directory, joins)
-    print(mode, replication, wires.met, error)
+    print(mode, replication, wires.events, error)
     if error is not None:
         # On one wire they are a link that is down for too long.
-        assert [fault for fault, _ in wires.met].count("stall") > 1, error
+        assert [fault for fault, _ in wires.events].count("stall") > 1, error
         assert re.search(r"(heard nothing|no answer) from server|was silent", error), error
         return
     updates = EPOCHS * ROWS.sum(0) / (BATCH * (WORKERS if mode == "sync" else 1))
@@ -185,9 +185,9 @@ def run(seed: int, wires: Wires, directory: Path, joins: bool = False) -> None:
         for weight in torch.load(directory / f"weights-{rank}"):
             assert torch.equal(weight, -RATE * updates[: len(weight)])
         times = json.loads((directory / f"times-{rank}").read_text())
-        events = sorted([*times, *(when for _, when in wires.met)])
+        events = sorted([*times, *(when for _, when in wires.events)])
         longest = max(after - at for at, after in itertools.pairwise(events))
-        assert joins or longest < 2 * TIMEOUT + wires.starved, (events, wires.met, wires.starved)
+        assert joins or longest < 2 * TIMEOUT + wires.starved, (events, wires.events, wires.starved)
 
 
 BRIEF = ("byte", "drop", "half")  # Nobody is taken for dead, whose batches others would get again.
