@@ -334,7 +334,9 @@ class World:
         left_out = worker.catch_up()
         self.left_out[rank] += left_out
         if rank not in self.dead:
-            assert batches + left_out == worker.step == STEPS, f"rank {rank} does not count the same steps as its trainer"
+            assert batches + left_out == worker.step == STEPS, (
+                f"rank {rank} does not count the same steps as its trainer"
+            )
             self._check_values(rank, STEPS)
 
     def _check_values(self, rank: int, step: int) -> None:
@@ -383,5 +385,7 @@ def simulate(seed: int, nodes: int | None = None) -> World:
             for rank in alive:
                 gave = step in world.worked[rank] and (rank, step, index) not in world.absent
                 assert gave or rank not in ranks, f"step {step} has a gradient that rank {rank} did not give"
-                assert rank in ranks or not gave or world.lost_a_leader(rank), f"step {step} lacks the gradient of rank {rank}"
+                assert rank in ranks or not gave or world.lost_a_leader(rank), (
+                    f"step {step} lacks the gradient of rank {rank}"
+                )
     return world

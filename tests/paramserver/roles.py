@@ -42,8 +42,12 @@ class Roles:
         self._views: list[tuple[str, Views]] = []
         self._results: dict[str, Any] = {}
         numbers = range(specification.servers)
-        servers = tuple(ServerInfo(number, f"ipc://{directory}/{number}", self._public(f"server-{number}")) for number in numbers)
-        workers = tuple(WorkerInfo(number, 0, self._public(f"worker-{number}")) for number in range(specification.workers))
+        servers = tuple(
+            ServerInfo(number, f"ipc://{directory}/{number}", self._public(f"server-{number}")) for number in numbers
+        )
+        workers = tuple(
+            WorkerInfo(number, 0, self._public(f"worker-{number}")) for number in range(specification.workers)
+        )
         self.view = View(1, servers, workers)
         for number in numbers:
             self.serve(number)

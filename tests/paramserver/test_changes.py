@@ -24,7 +24,7 @@ STEPS, RATIO = 5, 0.2
 
 
 @pytest.mark.light
-def test_a_change_goes_only_to_who_has_what_it_was_made_from() -> None:
+def test_a_change_goes_only_to_workers_with_the_values_that_it_builds_on() -> None:
     value = torch.tensor([1.0, 2.0])
     changes = Changes(TopK.encoding, 0.5, {0: value})
     mark = changes.mark(0)
@@ -38,7 +38,7 @@ def test_a_change_goes_only_to_who_has_what_it_was_made_from() -> None:
 
 
 @pytest.mark.light
-def test_a_worker_adds_a_change_only_to_what_it_was_made_from() -> None:
+def test_a_worker_adds_a_change_only_to_the_values_that_it_builds_on() -> None:
     slices = cut(specify(SGD, 1))
     pulled, change = PulledValues(slices), torch.ones(slices[0].numel, dtype=torch.float64)
     header = Header(Kind.PULLED, 0, 0, 1, Encoding.DENSE, base=3, weight=5.0)
@@ -52,7 +52,7 @@ def test_a_worker_adds_a_change_only_to_what_it_was_made_from() -> None:
 
 
 @pytest.mark.light
-def test_who_wants_changes_alone_gets_the_values() -> None:
+def test_a_worker_that_wants_a_change_gets_values_if_none_was_made() -> None:
     """Also from a copy: what was known is that of many steps before."""
     value = torch.ones(4)
     changes, copy = (Changes(OneBit.encoding, 0.5, {0: value}, FP16.encoding) for _ in range(2))
@@ -60,7 +60,11 @@ def test_who_wants_changes_alone_gets_the_values() -> None:
     assert not changes.make(0, {Encoding.DENSE})
     copy.take_over(0, changes.known[0], 0, 0 in changes.behind)
     for server_changes in (changes, copy):
-        assert server_changes.answer(0, server_changes.mark(0), True, OneBit.encoding) == (bytes(value.numpy()), Encoding.DENSE, ALONE)
+        assert server_changes.answer(0, server_changes.mark(0), True, OneBit.encoding) == (
+            bytes(value.numpy()),
+            Encoding.DENSE,
+            ALONE,
+        )
 
 
 def in_one_process(optimizer_options: dict[str, Any], size: int) -> dict[str, Tensor]:
@@ -88,7 +92,7 @@ def in_one_process(optimizer_options: dict[str, Any], size: int) -> dict[str, Te
     return network.state_dict()
 
 
-def test_training_equals_one_process_that_leaves_out_the_same(tmp_path: Path) -> None:
+def test_training_with_changes_equals_one_process_with_the_same_compression(tmp_path: Path) -> None:
     expected = run_apart(in_one_process, SGD, 12)
     more: dict[str, Any] = {"servers": 2, "replication": 2, "topk_density": RATIO}
     specification = specify(SGD, 2, pull_compression="topk", **more)
@@ -106,7 +110,7 @@ def encodings_by_step(worker: Worker, levels: Sequence[int]) -> None:
 
 @pytest.mark.light
 @pytest.mark.parametrize("dies", [4, 6, 9])
-def test_who_changes_encodings_has_what_the_server_counts_with(dies: int, tmp_path: Path) -> None:
+def test_a_worker_that_changes_encodings_has_the_values_that_the_server_assumes(dies: int, tmp_path: Path) -> None:
     """A change is made from the rounded values of the step before, whose bytes it spares; also by a copy."""
     levels, sizes = [0, 1, 2, 2, 2, 1, 2, 0, 0, 2, 2, 2], []
     gradients = torch.randn(len(levels), 40, generator=torch.Generator().manual_seed(0))
@@ -139,7 +143,7 @@ def test_who_changes_encodings_has_what_the_server_counts_with(dies: int, tmp_pa
 
 
 @pytest.mark.light
-def test_where_one_wants_changes_all_have_the_same_if_they_can(tmp_path: Path) -> None:
+def test_one_workers_change_goes_to_all_workers_that_can_apply_it(tmp_path: Path) -> None:
     """Who wants values gets the change that another wants, if it has what that is made from."""
     with PlainRoles(tmp_path, (40,), workers=2, pull_compression="auto") as run:
         workers, values = zip(*(run.worker(number) for number in range(2)), strict=True)
@@ -153,7 +157,9 @@ def test_where_one_wants_changes_all_have_the_same_if_they_can(tmp_path: Path) -
                 run.begin(worker, [torch.randn(40, generator=torch.Generator().manual_seed(2 * step + number))])
             for worker in workers:
                 worker.wait_all()
-            sizes.append([worker.counters.bytes_received - received for worker, received in zip(workers, before, strict=True)])
+            sizes.append(
+                [worker.counters.bytes_received - received for worker, received in zip(workers, before, strict=True)]
+            )
             assert torch.equal(values[0][0], values[1][0])
     assert sizes == [[80, 80], [13, 13], [13, 13], [160, 160], [160, 160], [13, 160], [13, 13]]
 

@@ -15,7 +15,7 @@ from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.worker.worker import Wait
 
 
-def test_a_parameter_is_waited_for_alone_and_pulls_follow_use() -> None:
+def test_each_parameter_is_waited_for_separately_and_pulls_follow_the_order_of_use() -> None:
     """A forward in the reverse order of the parameters asks for them in that order from the next step on."""
     pair = Pair()
     role, count = pair.role, len(pair.values)
@@ -34,7 +34,7 @@ def test_a_parameter_is_waited_for_alone_and_pulls_follow_use() -> None:
     assert order == sorted(order, reverse=True)
 
 
-def test_what_servers_would_drop_is_an_error_at_its_worker(tmp_path: Path) -> None:
+def test_a_push_that_servers_would_drop_is_an_error_at_the_worker(tmp_path: Path) -> None:
     """A step that waits for it would never end."""
     with PlainRoles(tmp_path) as run:
         with pytest.raises(ConfigurationError, match=r"float64.*float32.*pass the parameters from which"):
@@ -55,7 +55,7 @@ def test_what_servers_would_drop_is_an_error_at_its_worker(tmp_path: Path) -> No
         worker.wait_all()
 
 
-def test_who_sends_for_long_is_not_taken_for_deaf(tmp_path: Path) -> None:
+def test_a_worker_that_sends_for_long_is_not_taken_for_deaf(tmp_path: Path) -> None:
     """As on a slow link that is full of gradients: what a server answers last of all it has not read yet."""
     with PlainRoles(tmp_path, timeout=2.0) as run:
         worker, _ = run.joined()

@@ -8,7 +8,7 @@ from cnnstrategies.paramserver.server.decision import Reports
 pytestmark = pytest.mark.light
 
 
-def test_a_step_has_those_who_have_begun_before_it_and_live() -> None:
+def test_the_members_of_a_step_are_the_living_workers_that_joined_before_it() -> None:
     clock = SyncClock(expected=3)
     assert clock.join(0) == clock.join(1) == 0
     assert clock.ready({0, 1}) is None, "one of the start has not come"
@@ -26,7 +26,7 @@ def test_a_step_has_those_who_have_begun_before_it_and_live() -> None:
     assert clock.ready({0, 1}) is None
 
 
-def test_a_node_has_come_with_one_of_its_workers_and_is_gone_with_all() -> None:
+def test_a_node_joins_with_its_first_worker_and_leaves_with_its_last() -> None:
     clock = SyncClock(expected=2, per_node=2)
     clock.join(0)
     for dead in (1, 2):
@@ -36,7 +36,7 @@ def test_a_node_has_come_with_one_of_its_workers_and_is_gone_with_all() -> None:
     assert clock.ready({0}) == {0}
 
 
-def test_a_worker_is_as_far_ahead_as_staleness_says_at_most() -> None:
+def test_a_worker_is_at_most_staleness_steps_ahead() -> None:
     for staleness in (0, 3):
         clock = StaleClock(staleness, expected=3)
         clock.join(0)
@@ -55,7 +55,7 @@ def test_a_worker_is_as_far_ahead_as_staleness_says_at_most() -> None:
         assert clock.join(0) == clock.join(1) == 7, "all have left for a while"
 
 
-def test_who_is_called_is_waited_for_but_not_for_ever() -> None:
+def test_a_roll_call_waits_for_workers_but_not_for_ever() -> None:
     """Of a server that begins to lead: it may have met only some of the members."""
     roll = RollCall()
     roll.follow(dict.fromkeys(range(4), 0))
@@ -103,7 +103,7 @@ def looks_in_a_step(workers: int, servers: int = 4) -> int:
     return Number.looks
 
 
-def test_a_vote_costs_the_leader_the_same_for_any_workers() -> None:
+def test_the_cost_of_a_vote_does_not_grow_with_the_number_of_workers() -> None:
     few, many = looks_in_a_step(100), looks_in_a_step(800)
     assert few >= 100
     assert many < 1.1 * 8 * few, f"{few} looks for 100 workers, {many} for 800"

@@ -48,7 +48,7 @@ class Run:
 
 @pytest.mark.light
 @pytest.mark.parametrize(("workers", "noise", "least"), [(1, 0.0, 0.9), (1, 0.2, 0.8), (3, 0.1, 0.85)])
-def test_each_phase_of_a_link_nears_its_best_rungs_speed(workers: int, noise: float, least: float) -> None:
+def test_each_phase_of_a_link_nears_the_best_levels_speed(workers: int, noise: float, least: float) -> None:
     for seed in range(2):
         run = Run(workers, noise, seed)
         for seconds in (FAST, SLOW, (0.3, 0.2, 0.25), FAST, SLOW):
@@ -57,7 +57,7 @@ def test_each_phase_of_a_link_nears_its_best_rungs_speed(workers: int, noise: fl
 
 
 @pytest.mark.light
-def test_without_gain_nothing_lossy_is_used_and_trying_is_cheap() -> None:
+def test_without_a_gain_no_lossy_level_is_used_and_trials_are_cheap() -> None:
     for seconds in ((0.2, 0.2, 0.3), (0.2, 0.21, 0.4), (0.2, 0.29, 0.4), (0.2, 2.0, 2.0)):
         run = Run().steps(1000, seconds)
         assert run.choosers[0].chosen == 0
@@ -75,7 +75,7 @@ def test_without_gain_nothing_lossy_is_used_and_trying_is_cheap() -> None:
 
 
 @pytest.mark.light
-def test_what_is_taken_for_a_change_of_the_link() -> None:
+def test_two_slow_steps_count_as_a_change_of_the_link_and_one_does_not() -> None:
     for long, begins in ((1, False), (2, True)):  # One long step is none.
         run = Run().steps(145, (0.2, 0.2, 0.3)).steps(long, (3.0, 3.0, 3.0)).steps(8, (0.2, 0.2, 0.3))
         assert any(level != 0 for (level,) in run.levels[145:]) == begins
@@ -89,7 +89,7 @@ def test_what_is_taken_for_a_change_of_the_link() -> None:
 
 
 @pytest.mark.light
-def test_the_others_use_what_the_first_has_used_two_steps_before() -> None:
+def test_the_other_workers_use_the_first_workers_level_two_steps_later() -> None:
     """So they try with it: alone none would see that it gains."""
     run = Run(workers=3).steps(100, FAST).steps(100, SLOW)
     for before, after in zip(run.levels, run.levels[2:], strict=False):
@@ -102,7 +102,7 @@ def test_the_others_use_what_the_first_has_used_two_steps_before() -> None:
 
 
 @pytest.mark.light
-def test_a_try_that_the_others_do_not_make_does_not_count() -> None:
+def test_a_trial_that_the_other_workers_do_not_make_does_not_count() -> None:
     """With it one in 25 such runs would stay with what takes twice the time."""
     for seed in range(50):
         run = Run(workers=2, noise=0.15, seed=seed).steps(120, FAST).steps(120, SLOW)
@@ -110,7 +110,7 @@ def test_a_try_that_the_others_do_not_make_does_not_count() -> None:
 
 
 @pytest.mark.light
-def test_the_ladder_has_what_is_left_open() -> None:
+def test_the_ladder_varies_the_compressions_that_are_auto() -> None:
     def levels(pushes: str, pulls: str = "none", **options: Any) -> list[tuple[str, str]]:
         return list(ladder(specify(PLAIN, 2, compression=pushes, pull_compression=pulls, **options)))
 
@@ -127,7 +127,7 @@ def test_the_ladder_has_what_is_left_open() -> None:
 
 @pytest.mark.light
 @pytest.mark.parametrize("seed", range(3))
-def test_sent_and_kept_are_all_gradients_in_any_encoding(seed: int) -> None:
+def test_sent_and_kept_parts_add_up_to_the_gradients_in_any_encoding(seed: int) -> None:
     """Small whole numbers, which bf16 holds as they are."""
     from_here, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     encoder, pushed, received = Encoder("auto", 0.1), torch.zeros(64), torch.zeros(64)
@@ -147,7 +147,7 @@ def test_sent_and_kept_are_all_gradients_in_any_encoding(seed: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_auto_trains_with_what_it_has_chosen(mode: str, tmp_path: Path) -> None:
+def test_auto_trains_with_the_chosen_encodings(mode: str, tmp_path: Path) -> None:
     """The time of a step is made up, as over a slow link; all else is real."""
 
     def train(connect: Callable[..., Any], id: int) -> Any:

@@ -13,13 +13,13 @@ from cnnstrategies.paramserver.core.view import RemovedError, ServersUnreachable
 
 
 @pytest.mark.parametrize("nodes", [None, 1])
-def test_nothing_of_the_living_is_lost_or_counts_twice(nodes: int | None) -> None:
+def test_no_living_workers_gradient_is_lost_or_counts_twice(nodes: int | None) -> None:
     """A node alone leaves out no step, also of pipelined ones, where one was begun with what its leader had pushed."""
     for seed in range(10):
         simulate(seed, nodes)
 
 
-def test_who_leads_may_have_died_or_forgotten_steps_and_all_hear_of_it() -> None:
+def test_workers_notice_their_own_removal_and_a_leader_that_went_back() -> None:
     parameters, alive = [torch.zeros(2)], {0, 1, 2}
     boards = {rank: SharedState(memoryview(bytearray(size_of(parameters))), parameters) for rank in range(3)}
     worker = CombinedWorker(2, boards, parameters, lambda on_arrival: Mock(), lambda: alive, lambda: None, DENSE)

@@ -25,7 +25,7 @@ def sent(encoder: Encoder, gradient: torch.Tensor) -> torch.Tensor:
     return decode(payload, encoding, gradient.numel(), gradient.dtype)
 
 
-def test_without_compression_no_bit_changes_nor_is_copied() -> None:
+def test_without_compression_gradients_are_neither_changed_nor_copied() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         gradient = torch.randn(33).to(dtype)
         got = sent(Encoder("none", 0.1), gradient)
@@ -33,7 +33,7 @@ def test_without_compression_no_bit_changes_nor_is_copied() -> None:
         assert got.data_ptr() == gradient.data_ptr()
 
 
-def test_half_precision_rounds_and_keeps_what_is_beyond_its_range() -> None:
+def test_half_precision_rounds_and_clips_to_its_range() -> None:
     gradient = torch.randn(100)
     for compression in ("fp16", "bf16"):
         torch.testing.assert_close(sent(Encoder(compression, 0.1), gradient), gradient, rtol=1e-2, atol=1e-3)
@@ -66,7 +66,7 @@ def test_a_gradient_beyond_fp16_is_refused_by_name(width: int) -> None:
 
 @pytest.mark.parametrize("total", [7, SAMPLE, 8 * SAMPLE, 12 * SAMPLE + 5])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
-def test_a_selection_by_sample_is_that_among_all(total: int, share: float) -> None:
+def test_selecting_the_largest_elements_by_a_sample_is_exact(total: int, share: float) -> None:
     torch.manual_seed(0)
     spread = torch.randperm(total).float()  # No two are equal.
     rare = torch.zeros(total)

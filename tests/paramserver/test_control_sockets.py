@@ -100,7 +100,7 @@ def every_collective(collectives: Collectives) -> dict[str, Any]:
     return results
 
 
-def test_collectives_give_every_worker_the_same(tmp_path: Path) -> None:
+def test_collectives_give_every_worker_the_same_results(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/coordinator"
     with serving(endpoint, 3):
         results = together([worker(endpoint, rank) for rank in range(3)], every_collective)
@@ -119,7 +119,7 @@ def test_collectives_give_every_worker_the_same(tmp_path: Path) -> None:
     assert results == [expected] * 3
 
 
-def test_a_worker_ahead_knocks_until_its_coordinator_is_there() -> None:
+def test_a_worker_of_a_later_session_waits_until_its_coordinator_listens() -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     with serving(endpoint, 2) as listens:
         listens.wait()  # Else the other coordinator may come first, and this one waits for its end.
@@ -151,7 +151,7 @@ def test_services_start_without_lightning_and_outlive_signals(tmp_path: Path) ->
     assert "/torchvision/" not in loaded  # Lightning brings it along.
 
 
-def test_a_server_that_is_told_to_end_has_the_run_stop(tmp_path: Path) -> None:
+def test_a_termination_signal_to_a_server_stops_the_run(tmp_path: Path) -> None:
     """It may be the only process that hears it, and the others need it until they have stopped."""
     with processes(tmp_path) as (member, _, server):
         server.send_signal(signal.SIGTERM)
@@ -159,7 +159,7 @@ def test_a_server_that_is_told_to_end_has_the_run_stop(tmp_path: Path) -> None:
         assert server.poll() is None
 
 
-def test_whoever_waits_long_says_so(
+def test_a_long_wait_in_a_collective_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(membership, "WARN_SECONDS", 0.1)
@@ -182,7 +182,7 @@ def test_whoever_waits_long_says_so(
 # What the system lets a process have
 
 
-def test_the_limit_of_files_is_raised_or_the_start_refused(tmp_path: Path) -> None:
+def test_the_limit_of_open_files_is_raised_or_the_start_is_refused(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (300, 1000))
     settings = CoordinatorSettings(f"ipc://{tmp_path}/c", 100, 10)
     CoordinatorService(settings).close()
@@ -193,7 +193,7 @@ def test_the_limit_of_files_is_raised_or_the_start_refused(tmp_path: Path) -> No
         PlainRoles(tmp_path, workers=500)
 
 
-def test_strangers_keep_no_member_out_and_another_key_is_named(tmp_path: Path) -> None:
+def test_strangers_do_not_block_members_and_a_wrong_key_is_named(tmp_path: Path) -> None:
     port, key = free_port(), tmp_path / "key"
     endpoint = f"tcp://127.0.0.1:{port}"
     KeyPair.create().save(key)
@@ -215,7 +215,7 @@ def test_strangers_keep_no_member_out_and_another_key_is_named(tmp_path: Path) -
     coordinator.send_signal(signal.SIGKILL)
 
 
-def test_a_start_is_refused_where_its_threads_cannot_be() -> None:
+def test_a_start_is_refused_if_the_system_does_not_allow_its_threads() -> None:
     allow_threads(4)
     if os.getuid() == 0:
         os.setuid(65534)  # No limit counts for root.

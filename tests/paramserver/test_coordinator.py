@@ -13,7 +13,7 @@ from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
 pytestmark = pytest.mark.light
 
 
-def test_workers_that_do_not_agree_are_told_where_each_is() -> None:
+def test_workers_in_different_collectives_get_an_error_that_names_both() -> None:
     run, (first, second) = trained(2)
     waits = run.collect(first, "validation")
     run.collect(second, "reduce sum")
@@ -22,14 +22,14 @@ def test_workers_that_do_not_agree_are_told_where_each_is() -> None:
     assert "`reduce sum`" in waits.value
 
 
-def test_a_request_with_other_contents_is_answered() -> None:
+def test_a_request_with_wrong_contents_gets_an_error() -> None:
     run, (worker,) = trained(1)
     answer = run.call(worker, "take", epoch="first", processed=0)
     assert isinstance(answer.value, str)
     assert answer.value.startswith("`take` has wrong contents: ")
 
 
-def test_who_comes_after_all_have_left_is_told() -> None:
+def test_a_process_that_comes_after_all_workers_have_left_is_told() -> None:
     run, workers = trained(2, 1)
     for peer in workers:
         run.call(peer, "leave")
@@ -40,7 +40,7 @@ def test_who_comes_after_all_have_left_is_told() -> None:
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_a_server_that_training_did_not_wait_for_is_filled(dies: bool) -> None:
+def test_a_server_that_training_did_not_wait_for_gets_copies(dies: bool) -> None:
     """The first process of its place has never registered."""
     run = Run(1, 2, survivable=1)
     run.member("server", 1)
@@ -59,7 +59,7 @@ def test_a_server_that_training_did_not_wait_for_is_filled(dies: bool) -> None:
 
 @pytest.mark.parametrize("copies", [0, 1])
 @pytest.mark.parametrize("set_up", [True, False])
-def test_a_server_that_lives_and_takes_up_no_view_is_lost(set_up: bool, copies: int) -> None:
+def test_a_living_server_that_does_not_follow_views_is_lost(set_up: bool, copies: int) -> None:
     """Not while it is set up, which may take as long as to appear."""
     run = Run(1, 2, survivable=copies, supervised=False, appear=100.0)
     run.member("server", 0)
@@ -79,7 +79,7 @@ def test_a_server_that_lives_and_takes_up_no_view_is_lost(set_up: bool, copies: 
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_the_stopped_miss_a_lost_coordinator_after_a_time_out(comes: bool) -> None:
+def test_a_stopped_worker_misses_the_coordinator_a_time_out_after_going_on(comes: bool) -> None:
     """No sooner: it could not hear it. And no later, whatever had come while it was stopped."""
     run, (worker,) = trained(1)
     run.links.fate = lambda send: Moment("late", 0.3) if comes and send.message.kind == "done" else None
@@ -106,7 +106,7 @@ def end_of_the_run(figures: dict[int, dict[str, float]]) -> str | None:
     return None if ended is None else ended.reason
 
 
-def test_a_worker_that_needs_those_who_wait_for_it_ends_the_run():
+def test_workers_that_wait_for_each_other_end_the_run():
     """Who has made as many steps may be on its way, and so may who allows that others are behind."""
     at_five = {"pushed": 5, "needs": 5}
     assert end_of_the_run({0: at_five, 1: at_five, 2: {"pushed": 6, "needs": 6}}) == (
@@ -124,7 +124,7 @@ def test_a_worker_that_needs_those_who_wait_for_it_ends_the_run():
 # Who watches
 
 
-def test_a_run_is_shown_with_its_members_waits_and_deaths() -> None:
+def test_an_observer_sees_members_waits_and_deaths() -> None:
     run, (first, second) = trained(2, 1, survivable=1)
     figures = {"step": 3, "samples": 24.0, "sent": 1000, "received": 900, "waited": 0.5, "staleness": 2}
     run.figures = lambda peer: figures if peer == first else {}
@@ -154,7 +154,7 @@ def test_a_run_is_shown_with_its_members_waits_and_deaths() -> None:
     assert answer["losses"] == 1
 
 
-def test_a_member_with_false_figures_is_dropped_not_its_words() -> None:
+def test_a_heartbeat_with_invalid_figures_is_dropped_as_a_whole() -> None:
     run, (worker,) = trained(1)
     beat = {"session": 0, "here": 9, "seen": 9, "signal": 0}
     run.coordinator.on_message(run.world.now, worker, Message("beat", {**beat, "figures": {"step": 1}}))
@@ -171,7 +171,11 @@ def test_members_hear_of_a_restarted_coordinator() -> None:
     run.coordinate(1)
     run.passes(2.0)
     answer = run.ask()
-    assert (answer["restarts"], answer["losses"], [member["role"] for member in answer["members"]]) == (1, 1, ["worker"])
+    assert (answer["restarts"], answer["losses"], [member["role"] for member in answer["members"]]) == (
+        1,
+        1,
+        ["worker"],
+    )
     ((_, text),) = answer["faults"]
     assert text == "the coordinator was started again"
     role = run.world.processes[worker[:2]].role

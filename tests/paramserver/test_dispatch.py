@@ -32,7 +32,7 @@ def positions(chunks: list[Chunk]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_what_one_that_is_gone_had_not_processed_is_anothers(leaves: bool) -> None:
+def test_unprocessed_chunks_of_a_lost_worker_go_to_other_workers(leaves: bool) -> None:
     """Who leaves says how far it has come; of one that dies it is known from its last question."""
     for seed in range(50):
         generator = random.Random(seed)
@@ -76,7 +76,7 @@ def test_every_worker_gets_a_chunk_however_slow():
     assert not dispatcher.take(1, 0, 1, (0, 1))
 
 
-def test_an_epoch_goes_on_without_what_was_done_before_its_save():
+def test_a_resumed_epoch_leaves_out_the_samples_processed_before_the_save():
     before, after = Dispatcher(), Dispatcher()
     before.begin(3, 11, 2)
     for worker in (0, 1, 0, 1):
@@ -100,7 +100,7 @@ def test_an_epoch_goes_on_without_what_was_done_before_its_save():
 # Who comes while others train
 
 
-def test_who_joins_gets_what_the_others_can_spare():
+def test_a_joiner_gets_only_chunks_that_the_workers_can_spare():
     dispatcher = begun(3)
     assert dispatcher.can_spare((0, 1), others=True)
     assert len(dispatcher.take(5, 0, 0, (0, 1))) == 1
@@ -110,7 +110,7 @@ def test_who_joins_gets_what_the_others_can_spare():
     assert dispatcher.take(1, 0, 0, (0, 1))
 
 
-def test_who_comes_back_counts_among_those_to_leave_work_for():
+def test_a_returning_worker_counts_among_the_workers_that_need_a_chunk():
     dispatcher = begun(3)
     dispatcher.mark_boundary()
     for _ in range(2):
@@ -121,7 +121,7 @@ def test_who_comes_back_counts_among_those_to_leave_work_for():
     assert not dispatcher.can_spare((0, 1), others=True)
 
 
-def test_who_began_an_epoch_with_nothing_left_is_not_let_in():
+def test_a_worker_that_found_no_chunk_left_is_not_let_in():
     dispatcher = begun(2)
     dispatcher.mark_boundary()
     for worker in (0, 0, 2):
@@ -133,7 +133,7 @@ def test_who_began_an_epoch_with_nothing_left_is_not_let_in():
     assert dispatcher.may_join(3)
 
 
-def test_what_one_leaves_in_the_next_epoch_comes_in_that():
+def test_a_chunk_lost_after_its_epoch_is_given_out_in_the_next_epoch():
     dispatcher = begun(2)
     left = dispatcher.take(1, 0, 0, (0, 1))
     dispatcher.take(0, 0, 0, (0, 1))

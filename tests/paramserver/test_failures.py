@@ -90,7 +90,7 @@ def lay_cables(run: Roles) -> list[Cable]:
 
 
 @pytest.mark.parametrize(("back", "changed"), [(True, "contents"), (False, "length")], ids=["from a server", "to one"])
-def test_a_byte_that_changes_on_its_way_costs_a_connection(back: bool, changed: str, tmp_path: Path) -> None:
+def test_a_changed_byte_costs_only_a_connection(back: bool, changed: str, tmp_path: Path) -> None:
     """Servers that have copies of each other's slices; each of their cables changes one byte."""
     options: dict[str, Any] = {"servers": 2, "replication": 2, "clip_norm": 0.3, "timeout": 6.0}
     with PlainRoles(tmp_path, (400, 300), encrypted=True, **options) as run:
@@ -111,7 +111,7 @@ def test_a_byte_that_changes_on_its_way_costs_a_connection(back: bool, changed: 
 
 
 @pytest.mark.light
-def test_the_optimizer_state_is_whole_if_a_server_dies_then(tmp_path: Path) -> None:
+def test_the_optimizer_state_is_complete_if_a_server_dies_during_the_request(tmp_path: Path) -> None:
     with PlainRoles(tmp_path, (40, 30), servers=2, replication=2) as run:
         worker, _ = run.joined()
         run.step(worker)

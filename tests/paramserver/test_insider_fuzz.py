@@ -114,7 +114,7 @@ def wrong(sender: Peer, message: Message, chance: random.Random) -> bytes:
     return bytes(frame)
 
 
-def test_nothing_that_a_peer_says_fails_later() -> None:
+def test_no_message_of_a_peer_makes_a_role_fail() -> None:
     """What runs with deaths and restarts of the coordinator have told a role, with changed messages among it."""
     chance = random.Random(0)
     with noting(Coordinator, Participant) as incarnations:
@@ -238,6 +238,6 @@ class Attack:
 
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())
-def test_no_member_makes_a_server_fail(options: dict[str, Any]) -> None:
+def test_no_message_of_a_member_makes_a_server_fail(options: dict[str, Any]) -> None:
     for seed in range(ATTACKS):
         Attack(options, seed).play(CASES)

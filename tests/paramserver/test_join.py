@@ -11,7 +11,7 @@ from cnnstrategies.paramserver.server.clocks import StaleClock
 pytestmark = pytest.mark.light
 
 
-def test_places_are_given_while_there_are_some():
+def test_joiners_get_places_while_places_are_free():
     run = Run(2, 1, max_joiners=2)
     offer = run.ask(PLACE)
     assert (offer["place"], offer["incarnation"], offer["workers"]) == (2, 0, 2)
@@ -27,7 +27,7 @@ def test_places_are_given_while_there_are_some():
     assert "place" not in Run(2, 1).ask(PLACE)
 
 
-def test_who_may_join_before_training_is_not_waited_for():
+def test_training_does_not_wait_for_a_joiner():
     run = Run(2, 1, max_joiners=2, supervised=False)
     peer, _ = run.joins()
     members = [run.member("server", 0), *(run.member("worker", number) for number in range(2))]
@@ -37,7 +37,7 @@ def test_who_may_join_before_training_is_not_waited_for():
     assert (run.ask()["ended"], run.ask()["missing"]) == (None, [])
 
 
-def test_one_is_let_in_after_a_boundary_with_what_was_told():
+def test_a_joiner_is_let_in_after_a_boundary_with_the_boundarys_result():
     run, first, second = in_epoch(max_joiners=2)
     with run.loses(lambda send: send.message.kind == "view"):
         peer, started = run.joins()
@@ -58,7 +58,7 @@ def test_one_is_let_in_after_a_boundary_with_what_was_told():
     assert [answer.fields["ids"] for answer in gathered] == [[0, 1]] * 2
 
 
-def test_one_is_not_let_in_when_others_met_since_the_boundary():
+def test_a_joiner_is_not_let_in_after_a_later_collective():
     run, first, second = in_epoch(max_joiners=2)
     for worker in (first, second):
         run.collect(worker)
@@ -81,7 +81,7 @@ def test_one_is_not_let_in_when_others_met_since_the_boundary():
     assert (started.fields["sequence"], started.fields["midway"]) == (4, 3)
 
 
-def test_who_waits_to_join_is_told_of_the_end():
+def test_a_waiting_joiner_hears_of_the_end_of_the_run():
     run, first, second = in_epoch(max_joiners=2)
     for worker in (first, second):
         run.collect(worker)
@@ -95,7 +95,7 @@ def test_who_waits_to_join_is_told_of_the_end():
     assert "place" not in run.ask(PLACE)
 
 
-def test_what_is_kept_of_who_joins_does_not_grow_with_epochs():
+def test_the_record_of_joiners_does_not_grow_with_epochs():
     run, *_ = in_epoch(max_joiners=1)
     for incarnation in range(50):
         peer, _ = run.joins()
@@ -117,7 +117,7 @@ def comes_back(run: Run, worker: Peer, midway: bool = True) -> Answer:
 
 
 @pytest.mark.parametrize("why", ["it says nothing", "the others' next epoch has begun"])
-def test_one_waits_for_the_next_boundary(why: str) -> None:
+def test_a_restarted_worker_waits_for_the_next_boundary(why: str) -> None:
     run, first, second = in_epoch()
     if why != "it says nothing":
         run.call(first, "epoch", epoch=1, samples=10, chunk=1)
@@ -129,7 +129,7 @@ def test_one_waits_for_the_next_boundary(why: str) -> None:
     assert MIDWAY not in start.fields
 
 
-def test_one_waits_for_a_boundary_if_the_last_let_one_in():
+def test_a_restarted_worker_waits_for_a_boundary_if_the_last_boundary_let_a_joiner_in():
     run, first, second = in_epoch(max_joiners=1)
     for peer in (first, second):
         run.collect(peer)
@@ -144,7 +144,7 @@ def test_one_waits_for_a_boundary_if_the_last_let_one_in():
     assert comes_back(run, second).value is None
 
 
-def test_who_joins_stands_for_no_worker_that_is_expected():
+def test_a_joiner_does_not_replace_an_expected_worker():
     clock = StaleClock(1, expected=2)
     clock.join(2)
     clock.join(0)

@@ -87,7 +87,7 @@ def test_local_mode_equals_diloco_in_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.light
 @pytest.mark.parametrize("options", [{"compression": "topk", "topk_density": 0.25}, {"pull_compression": "fp16"}])
-def test_a_worker_sends_the_difference_to_what_it_was_given(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_worker_sends_the_difference_to_the_values_that_it_pulled(options: dict[str, Any], tmp_path: Path) -> None:
     """What is left out of a push comes with a later one, and what a pull rounds is not taken for a worker's doing."""
 
     named = [("w", nn.Parameter(torch.zeros(64, dtype=torch.float64)))]
@@ -105,7 +105,7 @@ def test_a_worker_sends_the_difference_to_what_it_was_given(options: dict[str, A
 
 
 @pytest.mark.light
-def test_a_server_back_in_round_one_gets_the_initial_values(tmp_path: Path) -> None:
+def test_a_server_restarted_in_the_first_round_gets_the_initial_values(tmp_path: Path) -> None:
     """What a worker's own steps have made of them comes with its push: it would count twice."""
     with PlainRoles(tmp_path, mode="local") as run:
         worker, (value,) = run.joined()

@@ -20,7 +20,10 @@ def flat(slice_: Slice, tensors: Sequence[Tensor | None]) -> Tensor:
     """What a slice holds of some parameters' values or gradients; zeros where there is none."""
     tensors_of_parts = [(part, tensors[part.parameter]) for part in slice_.parts]
     return torch.cat(
-        [torch.zeros(part.numel) if tensor is None else tensor.flatten()[part.start : part.stop] for part, tensor in tensors_of_parts]
+        [
+            torch.zeros(part.numel) if tensor is None else tensor.flatten()[part.start : part.stop]
+            for part, tensor in tensors_of_parts
+        ]
     )
 
 
@@ -78,7 +81,7 @@ def shared(name: str, **options: Any) -> tuple[FusedOptimizer, list[nn.Parameter
     return FusedOptimizer(getattr(torch.optim, name), parameters, {"lr": 0.5, **options}), parameters
 
 
-def test_fused_optimizers_are_used_where_the_user_says_nothing() -> None:
+def test_fused_optimizers_are_used_unless_the_user_chooses() -> None:
     for name in ("SGD", "Adam", "AdamW", "Adagrad"):
         for options, expected in (({}, True), ({"fused": None, "foreach": None}, True), ({"fused": False}, False)):
             optimizer, (parameter, _) = shared(name, **options)

@@ -40,7 +40,9 @@ def slip(mistake: type[Exception]) -> Callable[..., NoReturn]:
 
 @pytest.mark.light
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_roles_own_mistake_is_no_bad_message(mistake: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_roles_own_mistake_is_not_taken_for_a_bad_message(
+    mistake: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither a server's, nor the coordinator's in what any process says, or in a request, which it might refuse."""
     sent: list[Message] = []
     loop = Loop(Coordinator(CoordinatorSettings("here", 1, 0)), lambda peer, message: sent.append(message))

@@ -27,7 +27,7 @@ def role_of(specification: Specification, id: int) -> tuple[WorkerRole, list[tor
     return role, values
 
 
-def test_who_leads_no_more_does_not_say_where_a_worker_begins() -> None:
+def test_a_former_leader_does_not_decide_where_a_worker_begins() -> None:
     """It has said that it leads; then the view has changed, or it was replaced."""
     specification = specify(PLAIN, 2)
     role, _ = role_of(specification, 1)
@@ -93,7 +93,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("refreshed", [False, True], ids=["after a step", "after present values"])
-def test_a_late_second_answer_is_not_taken_for_present_values(refreshed: bool) -> None:
+def test_a_late_second_answer_is_not_taken_for_current_values(refreshed: bool) -> None:
     """The connection was cut when the worker asked: it has asked again, and is answered twice."""
     pair = Pair()
     if refreshed:

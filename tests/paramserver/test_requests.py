@@ -35,12 +35,12 @@ def probes_at_which_it_is_sent(size: int, probes: int) -> list[int]:
 @pytest.mark.parametrize(
     ("size", "sent"), [(SMALL_ANSWER, [*range(65)]), (SMALL_ANSWER + 1, [0, 5, 14, 31, 64])], ids=["small", "large"]
 )
-def test_a_large_answer_is_sent_again_more_and_more_seldom(size: int, sent: list[int]) -> None:
+def test_a_large_answer_is_repeated_at_growing_intervals(size: int, sent: list[int]) -> None:
     """A probe comes every second: one that takes a minute to come is sent four times more, and not sixty times."""
     assert probes_at_which_it_is_sent(size, 64) == sent
 
 
-def test_what_is_known_of_large_answers_ends_with_them() -> None:
+def test_records_of_large_answers_end_with_the_answers() -> None:
     asking, answering = Asking(THERE, {}), Answering()
     for _ in range(3):
         (asked, *_) = asking.ask(0.0, "values", {})

@@ -50,7 +50,7 @@ def told(store: JournalStore, most: int = 10_000, count: int = 6) -> Journaled:
     return role
 
 
-def test_the_time_without_a_coordinator_is_nobodys_silence() -> None:
+def test_the_time_without_a_coordinator_does_not_count_as_silence() -> None:
     run, peers = trained(2)
     run.strike("mute", peers[1], 20 * BEAT)
     run.passes(5 * BEAT)
@@ -63,7 +63,7 @@ def test_the_time_without_a_coordinator_is_nobodys_silence() -> None:
     assert run.members == peers[:1]
 
 
-def test_what_is_large_is_written_anew_when_as_much_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_journal_is_rewritten_when_it_has_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest of these journals is twice the state and what it may have beside it, and a message."""
     monkeypatch.setattr(journal, "MOST_BYTES", 1 << 12)
     sheet, sizes = toys.Sheet(), []
@@ -78,7 +78,7 @@ def test_what_is_large_is_written_anew_when_as_much_has_come(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("where", range(-29, 0, 3))
-def test_a_record_with_a_changed_byte_was_said_to_nobody(where: int) -> None:
+def test_a_last_record_with_a_changed_byte_is_ignored(where: int) -> None:
     sheet, other = toys.Sheet(), toys.Sheet()
     told(sheet)
     told(other, count=5).on_message(7.0, Peer("worker", 0), epoch(5))
@@ -96,7 +96,7 @@ def played() -> list[str]:
     return outcome.trace
 
 
-def test_another_process_with_other_hashes_does_the_same() -> None:
+def test_runs_do_not_depend_on_the_hash_seed() -> None:
     """Else one that reads what another was told would be in another state."""
     environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)}
     command = [sys.executable, "-c", "import test_restart; print(*test_restart.played(), sep='\\n')"]
@@ -107,7 +107,7 @@ def test_another_process_with_other_hashes_does_the_same() -> None:
 # The file
 
 
-def test_a_file_is_its_users_alone_and_written_anew_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_file_is_private_and_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal"
     path.write_bytes(b"of a run before")
     file = JournalFile(path)
@@ -125,7 +125,7 @@ def test_a_file_is_its_users_alone_and_written_anew_as_a_whole(tmp_path: Path, m
     assert differing(role.coordinator, follows(JournalFile(path))) is None
 
 
-def test_a_full_disk_ends_no_run_and_leaves_no_half_journal(
+def test_a_full_disk_does_not_end_the_run_and_leaves_no_partial_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "journal"

@@ -57,7 +57,7 @@ def test_keys_are_for_their_owner_only_and_never_shown(tmp_path: Path) -> None:
         KeyPair.load(tmp_path / "key")
 
 
-def test_any_network_needs_encryption_or_an_explicit_word() -> None:
+def test_any_network_needs_encryption_or_explicit_permission() -> None:
     check_endpoint("ipc:///tmp/x", encrypted=False)
     for host in ("127.0.0.1:*", "[::1]:80", "localhost:80", "0.0.0.0:80", "10.0.0.1:80", "node1:80", "[::]:80"):
         check_endpoint(f"tcp://{host}", encrypted=True)
@@ -66,7 +66,7 @@ def test_any_network_needs_encryption_or_an_explicit_word() -> None:
             check_endpoint(f"tcp://{host}", encrypted=False)
 
 
-def test_a_key_that_is_not_the_members_own_gets_nowhere(tmp_path: Path) -> None:
+def test_a_process_without_the_members_own_key_is_refused(tmp_path: Path) -> None:
     """Neither a stranger's, which is not let in, nor that of worker 1 in worker 0's name."""
     with Roles(tmp_path, specify(SGD, 2), encrypted=True) as run:
         impatient = replace(run.specification, timeout=0.3)
@@ -100,7 +100,9 @@ def test_no_endpoint_can_be_reached_without_a_key(
     places = [choose_rendezvous(options, layout, 0, supervised=started == "by fit") for _ in range(2)]
     for place in places:
         assert place.coordinator.startswith("ipc://") or place.key_file is not None
-        directory = Path(place.directory or str(place.key_file)).parent if place.directory is None else Path(place.directory)
+        directory = (
+            Path(place.directory or str(place.key_file)).parent if place.directory is None else Path(place.directory)
+        )
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         if place.key_file is not None:
             assert stat.S_IMODE(Path(place.key_file).stat().st_mode) == 0o600
@@ -130,7 +132,7 @@ def test_an_impossible_address_is_named_before_anything_starts() -> None:
             open_supervision(options, ONE_NODE, place, True, "fork")
 
 
-def test_a_directory_of_somebody_elses_making_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_somebody_else_made_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", tempfile.mkdtemp(dir="/tmp"))
     path = shared_directory("here")
     let_go(path)
@@ -201,7 +203,7 @@ def lies(known: int) -> list[tuple[Peer, Message]]:
 
 
 @pytest.mark.parametrize("key", ["a stranger's", "the run's", "a member's own"])
-def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_can_send_messages_in_the_name_of_a_member(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even who has overheard by which number the coordinator knows that one."""
     monkeypatch.setattr(supervision, "ANSWER_SECONDS", 60.0)
     keys = KeyPair.create()
@@ -250,7 +252,7 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
         assert not thread.is_alive(), "the supervision itself may stop it"
 
 
-def test_nobody_takes_the_place_of_a_member_that_lives() -> None:
+def test_nobody_takes_the_place_of_a_living_member() -> None:
     """Who has the run's key could be a later life of anybody."""
     run = Run(1)
     worker = run.member("worker", 0)
@@ -265,7 +267,7 @@ def test_nobody_takes_the_place_of_a_member_that_lives() -> None:
 @pytest.mark.parametrize(
     ("role", "allowed"), [("server", {"get", "end"}), ("worker", {"put", "get", "end"}), (WATCHER, set())]
 )
-def test_a_process_says_what_its_role_says(role: str, allowed: set[str]) -> None:
+def test_a_process_can_only_send_the_requests_of_its_role(role: str, allowed: set[str]) -> None:
     """A server publishes nothing, a worker stops no coordinator, and who watches changes nothing."""
     run = Run(1, 1)
     peer = Peer(WATCHER, 0) if role == WATCHER else run.member(role, 0)

@@ -26,7 +26,9 @@ ALONE: list[dict[str, Any]] = [{"mode": "async"}, {"mode": "ssp", "staleness": 1
 def pull(run: Servers, step: int, base: int = 0, keys: Sequence[int] | None = None) -> None:
     """A worker asks for what is there after a step, of the servers that apply it."""
     for server in run.roles:
-        wanted = [slice_.key for slice_ in run.slices if slice_.servers[0] == server and (keys is None or slice_.key in keys)]
+        wanted = [
+            slice_.key for slice_ in run.slices if slice_.servers[0] == server and (keys is None or slice_.key in keys)
+        ]
         run.send(Kind.PULL, pack_keys(wanted), step=step, base=base, encoding=Encoding.KEYS, to=(server,))
 
 
@@ -52,7 +54,7 @@ def test_a_worker_sees_an_update_when_every_copy_has_it() -> None:
     assert pulled(run) == keys(run)
 
 
-def test_a_server_says_when_it_has_filled_another_that_came_late() -> None:
+def test_a_server_reports_when_a_late_backup_has_all_copies() -> None:
     """Until then the run does not survive its own death."""
     run = fresh(specify(PLAIN, 1, servers=2, replication=2))
     run.follow(View(2, run.view.servers, run.view.workers, begun=2))
@@ -86,7 +88,7 @@ def test_a_copy_counts_only_after_its_primary_has_sent_it() -> None:
     assert run.versions(1) == {0}
 
 
-def test_a_copy_applies_an_update_that_comes_twice_once() -> None:
+def test_a_copy_applies_a_repeated_update_once() -> None:
     run = fresh(specify(PLAIN, 1, servers=2, replication=2))
     slice_ = next(candidate for candidate in run.slices if candidate.servers[0] == 0)
     copies, payload = run.roles[1].shard.copies, as_bytes(torch.ones(slice_.numel, dtype=slice_.dtype))
@@ -98,7 +100,7 @@ def test_a_copy_applies_an_update_that_comes_twice_once() -> None:
 
 
 @pytest.mark.parametrize("mode", ALONE, ids=["async", "ssp"])
-def test_a_push_waits_for_those_before_it(mode: dict[str, Any]) -> None:
+def test_a_push_is_dropped_until_the_workers_earlier_pushes_have_arrived(mode: dict[str, Any]) -> None:
     """Those of a start, of a server that was started again: the worker has said, or will, what it has."""
     run = fresh(specify(PLAIN, 1, **mode), workers=())
     dropped = run.roles[0].dropped
@@ -131,7 +133,7 @@ def test_values_come_in_the_encoding_that_the_worker_asks_for(mode: Any) -> None
     assert run.roles[0].dropped["a pull in an encoding that this run does not use for pulls"] == 4
 
 
-def test_numbers_outlive_a_connection_and_end_with_a_life() -> None:
+def test_message_numbers_outlive_a_connection_and_begin_again_with_a_new_server() -> None:
     outbox = Outbox(0, session=1)
     numbers = []
     for view, info in enumerate(
@@ -166,7 +168,7 @@ def begins(run: Servers) -> list[int]:
     return [step for _, text, step in run.welcomes() if text.get("leader") and step]
 
 
-def test_a_newcomer_is_told_where_to_begin_once_all_have_spoken() -> None:
+def test_a_newcomer_is_told_where_to_begin_once_all_workers_have_reported() -> None:
     run = begins_to_lead(3, workers=2)
     run.say_hello(NEW, NO_STEP, worker=1)
     run.say_hello(NEW, NO_STEP, worker=1)
@@ -223,7 +225,7 @@ def trained(lost: Collection[Kind] = ()) -> Servers:
 
 
 @pytest.mark.parametrize("lost", [(Kind.DECIDE, Kind.PING), (Kind.DECIDE, Kind.RELAY)])
-def test_a_step_has_the_same_workers_on_all_slices_by_any_news(
+def test_a_step_has_the_same_workers_on_all_slices_if_the_decision_is_lost(
     lost: tuple[Kind, ...],
 ) -> None:
     """The decision is lost; then the leader dies with one whose pushes it has counted."""
@@ -235,7 +237,7 @@ def test_a_step_has_the_same_workers_on_all_slices_by_any_news(
     assert run.values(1) == {-1.0}
 
 
-def test_first_values_are_not_taken_where_steps_were_made() -> None:
+def test_first_values_are_not_accepted_after_a_step() -> None:
     """Else the run would begin anew with a part of its parameters."""
     run = trained()
     run.serve(1)

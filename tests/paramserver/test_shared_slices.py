@@ -66,7 +66,7 @@ def test_training_equals_one_process(tmp_path: Path, options: dict[str, Any]) ->
         torch.testing.assert_close(state["state"][index]["momentum_buffer"], entry["momentum_buffer"], **tolerance)
 
 
-def test_only_what_has_no_gradient_anywhere_is_left_alone() -> None:
+def test_a_parameter_is_left_unchanged_only_if_no_worker_has_a_gradient() -> None:
     shared = cut(specify({"name": "SGD", "lr": 0.1}, 2))[0]
     assert len(shared.parts) == 4, "three biases and a small weight"
     payload = memoryview(as_bytes(torch.ones(shared.numel, dtype=torch.float64)))
@@ -110,7 +110,7 @@ def test_slices_cover_every_element_once_and_are_balanced() -> None:
     assert loads(cut(of_shapes([(10,), (10,), (20,)], servers=2)), 2) == [80, 80], "the largest first"
 
 
-def test_small_parameters_share_a_slice_if_none_is_left_out() -> None:
+def test_small_parameters_share_a_slice_unless_the_compression_is_lossy() -> None:
     """What is left out of one that has a gradient now and then waits for its next."""
     shared = cut(of_shapes([(10_000,)] * 100))
     assert all(slice_.numel * 4 <= SHARED_BYTES for slice_ in shared)

@@ -32,16 +32,16 @@ def check(plane: str, pytestconfig: pytest.Config) -> None:
     assert counts.keys() >= FAULTS[plane]
 
 
-def test_nothing_is_violated(pytestconfig: pytest.Config) -> None:
+def test_no_simulated_run_of_the_coordinator_violates_an_invariant(pytestconfig: pytest.Config) -> None:
     check("control", pytestconfig)
 
 
-def test_workers_and_servers_violate_nothing(pytestconfig: pytest.Config) -> None:
+def test_no_simulated_run_of_workers_and_servers_violates_an_invariant(pytestconfig: pytest.Config) -> None:
     check("data", pytestconfig)
 
 
 @pytest.mark.parametrize("plane", PLANES)
-def test_a_seed_is_all_that_is_needed_to_repeat_a_run(plane: str) -> None:
+def test_a_run_depends_only_on_its_seed(plane: str) -> None:
     simulate = PLANES[plane]
     assert simulate(3, traced=True) == simulate(3, traced=True)
     assert simulate(3).events == simulate(3, traced=True).events
@@ -62,7 +62,7 @@ def test_a_failing_seed_is_explained_by_few_faults(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("trace", traces.of("control") + traces.of("data"), ids=str)
-def test_nothing_is_violated_in_a_trace(trace: Trace) -> None:
+def test_no_trace_violates_an_invariant(trace: Trace) -> None:
     """A run that once went wrong, or that says what is promised; see `traces/`."""
     outcome = play(trace)
     assert outcome.violation is None, "\n".join((str(outcome.violation), *play(trace, traced=True).trace[-60:]))
@@ -79,7 +79,7 @@ def test_nothing_is_violated_in_a_trace(trace: Trace) -> None:
         ("a\n  control: workers 2\n  worker 1's 999th hello to coordinator: lost", "these moments do not come: "),
     ],
 )
-def test_what_cannot_be_played_is_refused(text: str, message: str) -> None:
+def test_a_trace_that_cannot_be_played_is_refused(text: str, message: str) -> None:
     with pytest.raises((TraceError, AssertionError), match=re.escape(message)):
         play(*traces.read(text))
 

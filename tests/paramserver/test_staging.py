@@ -52,7 +52,7 @@ def test_training_on_a_device_equals_training_on_the_host(tmp_path: Path) -> Non
 
 
 @pytest.mark.light
-def test_what_computes_and_what_copies_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_computing_and_copying_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU would be told, in order: gradients are made on the stream that computes, and values used there."""
     cuda = MagicMock()
     monkeypatch.setattr(torch, "cuda", cuda)

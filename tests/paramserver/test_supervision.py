@@ -86,7 +86,7 @@ class Node(Supervision):
     ],
     ids=["cut off", "server cut off", "no restarts", "an error", "heard until now", "not reached for long"],
 )
-def test_who_was_cut_off_is_restarted_and_an_error_ends_the_run(settings, role, restarts, reported):
+def test_a_process_that_was_cut_off_is_restarted_and_an_error_ends_the_run(settings, role, restarts, reported):
     node = Node(**settings)
     watched = node.look_at(role, 1, restarts)
     assert (watched.incarnation, watched.code) == ((1, None) if "replaced" in reported else (0, 1))
@@ -94,7 +94,7 @@ def test_who_was_cut_off_is_restarted_and_an_error_ends_the_run(settings, role, 
     assert not watched.handle.signals, "the one that runs was not missed"
 
 
-def test_who_ends_without_a_coordinator_is_restarted_with_one():
+def test_a_process_that_ends_without_a_coordinator_is_restarted_when_the_coordinator_is_back():
     node = Node(CUT_OFF, reached=False)
     watched = node.look_at("worker", 1)
     node.look()
@@ -114,7 +114,7 @@ def test_who_ends_without_a_coordinator_is_restarted_with_one():
     ],
     ids=["noticed here", "noticed by the coordinator", "not stopped"],
 )
-def test_who_is_ended_because_it_was_silent_is_not_called_killed(stopped, seconds, missed, why, capsys, monkeypatch):
+def test_a_silent_process_that_is_ended_is_not_reported_as_killed(stopped, seconds, missed, why, capsys, monkeypatch):
     monkeypatch.setattr(supervision, "is_stopped", lambda pid: stopped)
     node = Node(missed, timeout=60.0)
     node.start(Watched("worker", 1, lambda incarnation: Process(dies=True)))
@@ -127,7 +127,7 @@ def test_who_is_ended_because_it_was_silent_is_not_called_killed(stopped, second
 
 
 @pytest.mark.parametrize("seconds", [8, 61])
-def test_the_stopped_are_named_by_those_who_waited_less(seconds, capsys, monkeypatch):
+def test_a_stopped_coordinator_is_reported_even_if_the_workers_have_ended_before(seconds, capsys, monkeypatch):
     """Also where its end was not seen any more: the workers have ended before."""
     monkeypatch.setattr(supervision, "is_stopped", lambda pid: True)
     node = Node(timeout=60.0)
@@ -143,7 +143,7 @@ def test_the_stopped_are_named_by_those_who_waited_less(seconds, capsys, monkeyp
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_no_worker_is_restarted_in_anothers_session(first, capsys, monkeypatch):
+def test_workers_are_restarted_only_in_the_first_session(first, capsys, monkeypatch):
     """And without the first, which starts the services of later sessions, the others end."""
     monkeypatch.setattr(supervision, "GRACE", 0.0)
     node, other = Node(goes_on=0), Process()
@@ -168,7 +168,7 @@ def test_services_stay_until_other_nodes_workers_have_left():
     assert node.reports == ["end", "stop"]
 
 
-def test_once_a_worker_has_finished_none_is_started_again():
+def test_workers_are_not_restarted_once_a_worker_has_finished():
     """The others let nobody in any more."""
     node = Node()
     node.look_at("worker", 0)

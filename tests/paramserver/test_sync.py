@@ -90,7 +90,7 @@ def check(specification: Specification, options: dict[str, Any], directory: Path
 
 
 @pytest.mark.light
-def test_values_come_while_gradients_leave(tmp_path: Path) -> None:
+def test_values_arrive_before_all_gradients_have_left(tmp_path: Path) -> None:
     """Nothing was asked for but by the pushes, and not all have left."""
     with PlainRoles(tmp_path, (40, 40), slice_bytes=160, pipelined=True) as run:
         worker, values = run.joined()

@@ -73,7 +73,7 @@ def test_small_messages_wait_for_the_next_and_for_a_flush() -> None:
         assert len({message.route for together in bundles for message in together}) == 1
 
 
-def test_what_waits_is_bounded_in_number_and_size() -> None:
+def test_the_number_and_size_of_waiting_messages_are_bounded() -> None:
     for count, size in ((MOST_TOGETHER, 0), (BUNDLE_BYTES // SMALL_BYTES, SMALL_BYTES)):
         with pair() as (near, far):
             bundle = Bundle(near)
@@ -82,7 +82,7 @@ def test_what_waits_is_bounded_in_number_and_size() -> None:
             assert [len(together) for together in came(far)] == [count]
 
 
-def test_what_is_no_whole_message_is_refused() -> None:
+def test_an_incomplete_message_is_refused() -> None:
     whole, short = header(1).pack(), header(1, 3).pack() + b"ab"
     with pair() as (near, far):
         for frames in ([whole, whole], [b""], [whole[1:]], [short], [header(1, LARGE).pack() + b"a"]):
@@ -92,7 +92,7 @@ def test_what_is_no_whole_message_is_refused() -> None:
                 numbers(received)
 
 
-def test_a_header_without_payload_takes_no_other_for_it() -> None:
+def test_a_header_without_its_payload_does_not_take_another_message_as_payload() -> None:
     """The payload may be lost with a connection, and the next message be as long as it was."""
     with pair() as (near, far):
         near.send(header(1, LARGE).pack())
@@ -107,7 +107,7 @@ def test_a_header_without_payload_takes_no_other_for_it() -> None:
         numbers(alone)
 
 
-def test_a_frame_beyond_the_declared_size_does_not_come() -> None:
+def test_a_frame_beyond_the_declared_size_is_dropped() -> None:
     context: Context = zmq.Context()
     listener = Listener("tcp://127.0.0.1:*", insecure=True)
     router = server_socket(context, listener, None, largest=1000)

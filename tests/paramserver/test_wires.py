@@ -201,10 +201,10 @@ HARM = {
 @pytest.mark.cluster
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + RUNS))
 @pytest.mark.parametrize("wires", HARM.values(), ids=HARM)
-def test_a_run_ends_as_over_smooth_wires(wires: Any, seed: int, tmp_path: Path) -> None:
+def test_a_run_over_faulty_wires_ends_as_over_sound_wires(wires: Any, seed: int, tmp_path: Path) -> None:
     run(seed, wires(seed), tmp_path, joins=wires is HARM["and a worker joins"])
 
 
-def test_bytes_that_change_and_connections_that_break(tmp_path: Path) -> None:
+def test_a_run_survives_changed_bytes_and_broken_connections(tmp_path: Path) -> None:
     """The same in some seconds."""
     run(0, Wires(0, BRIEF, faulty=2), tmp_path)

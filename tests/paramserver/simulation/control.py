@@ -62,7 +62,9 @@ class Plan(NamedTuple):
     @property
     def places(self) -> list[tuple[str, int]]:
         """Role and id of each process that faults can hit."""
-        places = [("worker", number) for number in range(self.workers)] + [("server", number) for number in range(self.servers)]
+        places = [("worker", number) for number in range(self.workers)] + [
+            ("server", number) for number in range(self.servers)
+        ]
         places += [("worker", self.workers + number) for number in range(self.max_joiners)]
         return [*places, ("coordinator", 0), *(("supervision", node) for node in range(self.nodes))]
 
@@ -73,7 +75,9 @@ def drawn(seed: int) -> tuple[Plan, Faults]:
     faults = Faults(seed, plan.places, TIMEOUT, BUSY)
     faults.timed += _kills(seed) + [_kill_of_worker(seed, plan.workers)] * plan.eager
     if plan.restarts and draw(seed, KILLED) < 0.5:
-        faults.fatal_messages = {1 + int(400 * draw(seed, KILLED, ordinal)) for ordinal in range(1 + int(2 * draw(seed, KILLED, 2)))}
+        faults.fatal_messages = {
+            1 + int(400 * draw(seed, KILLED, ordinal)) for ordinal in range(1 + int(2 * draw(seed, KILLED, 2)))
+        }
     return plan, faults
 
 

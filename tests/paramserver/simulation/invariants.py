@@ -106,7 +106,9 @@ class Invariants:
             coordinator = self._toys.coordinator
             if self._counted < coordinator.rounds.sequence:
                 members = {
-                    member.peer.id: member.peer.incarnation for member in coordinator.roster.members if member.peer.role == WORKER
+                    member.peer.id: member.peer.incarnation
+                    for member in coordinator.roster.members
+                    if member.peer.role == WORKER
                 }
                 for sequence in range(self._counted, coordinator.rounds.sequence):
                     self._members[sequence] = members
@@ -135,7 +137,9 @@ class Invariants:
         """Check the coordinator's reply to an observer: it must come at any time, also just after a restart."""
         for member in self._answer().fields["members"]:
             if member["figures"].get("step", member["incarnation"]) != member["incarnation"]:
-                raise ViolationError(f"18: {member['role']} {member['id']} is shown with the figures of another incarnation")
+                raise ViolationError(
+                    f"18: {member['role']} {member['id']} is shown with the figures of another incarnation"
+                )
 
     def _answer(self) -> Message:
         (answer,) = self._toys.coordinator.on_message(self._world.now, Peer(WATCHER, 0), Message(WATCH))
@@ -295,7 +299,11 @@ class Invariants:
         killed = {f"{WORKER} {process.peer.id}" for process in self._deaths if process.peer.role == WORKER}
         hit = killed | {victim for victim in self._victims() if victim.startswith(WORKER)}
         # A worker that ends because it does not hear the coordinator cannot report the samples that it has processed.
-        ends = ((str(process.peer), process.ended) for process in self._world.processes.values() if process.peer.role == WORKER)
+        ends = (
+            (str(process.peer), process.ended)
+            for process in self._world.processes.values()
+            if process.peer.role == WORKER
+        )
         hit |= {name for name, ended in ends if ended is not None and not ended.clean}
         for peer in log.idle:
             raise ViolationError(f"13: {peer} was let in after a boundary and got nothing to do")

@@ -112,14 +112,14 @@ class Results(NamedTuple):
 
 
 def explain(seed: int, outcome: Outcome, plane: Plane) -> str:
-    """Return a trace with the fewest faults of a failing seed that violate the same invariant, and the trace's events."""
+    """Return a trace with the fewest faults of a failing seed that violate the same invariant, and its last events."""
     assert outcome.violation is not None
     rule = outcome.violation.partition(":")[0]
     plan, faults = plane.drawn(seed)
     timed = list(faults.timed)  # Copied before the run, which adds the faults that happen when a message is sent.
     cues = plane.run(plan, faults, seed, True).cues
 
-    def again(kept: Sequence[Fault | Cue], traced: bool = False) -> Outcome:
+    def replay(kept: Sequence[Fault | Cue], traced: bool = False) -> Outcome:
         script = Script(Trace("", tcp=faults.tcp, pace=seed).having(kept), faults.timeout)
         return plane.run(plan, script, seed, traced)
 
@@ -132,7 +132,9 @@ def explain(seed: int, outcome: Outcome, plane: Plane) -> str:
     smallest = replay(kept, traced=True)
     lines = smallest.trace
     shown = lines if len(lines) <= LINES else [*lines[: LINES // 4], "...", *lines[-3 * LINES // 4 :]]
-    trace = Trace(f"seed {seed}: {smallest.violation}", plane.name, changed_settings(plan), seed, faults.tcp).having(kept)
+    trace = Trace(f"seed {seed}: {smallest.violation}", plane.name, changed_settings(plan), seed, faults.tcp).having(
+        kept
+    )
     return f"{as_text(trace)}\n(of {len(everything)} faults)\n" + "\n".join(shown)
 
 
@@ -171,7 +173,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=300, help="number of seeds")
     parser.add_argument("--first", type=int, default=0, help="first seed; with --seeds 1 it repeats a single run")
     parser.add_argument("--processes", type=int, default=1, help="number of processes that share the seeds")
-    parser.add_argument("--planes", nargs="+", choices=PLANES, default=[*PLANES], help="planes to simulate; all by default")
+    parser.add_argument(
+        "--planes", nargs="+", choices=PLANES, default=[*PLANES], help="planes to simulate; all by default"
+    )
     arguments = parser.parse_args()
     counts = {plane: Counter[str]() for plane in arguments.planes}
     done, events, worked, reported, began = 0, 0, 0.0, 0.0, time.monotonic()

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 SAMPLES, CHUNK = 24, 2
 SETUP = 2  # Number of collectives before training.
 MARKS = 251  # An incarnation is sent in one byte, modulo this number.
-# Draws of the largest number of records in a journal, and of the part of the last record that a killed coordinator wrote.
-WRITTEN = 411
+WRITTEN = 411  # Draws of the largest number of records in a journal, and of the part of a record that is torn off.
 # Runs whose workers come midway take this many times as long for a chunk: an epoch must be longer than a restart.
 SLOW = 4
 LOOK = 0.05  # Seconds between two looks of a supervision at its processes.

@@ -13,14 +13,15 @@ The first line is the title. The second line names the plane of the simulator an
 differ from the plan's defaults. ``pace`` is the seed of all durations. ``network`` is ``tcp`` (the default) or
 ``unordered``.
 
-The faults follow. A moment is the time at which a process sends its n-th message of a kind, either to a certain receiver
-or to any receiver. With ``after that`` the count begins at the moment in the previous line. A process that was started
-again is a different process: ``worker 1 (incarnation 1)``. At the moment
+The faults follow. A moment is the time at which a process sends its n-th message of a kind, either to a certain
+receiver or to any receiver. With ``after that`` the count begins at the moment in the previous line. A process that was
+started again is a different process: ``worker 1 (incarnation 1)``. At the moment
 
 - the message is ``lost``, ``late by`` some seconds, ``doubled after`` some seconds, or ``cut`` (lost with its
   connection);
-- the sender dies before the message is sent (``kill``) or after the message has arrived (``last``), or another fault of
-  the simulator hits the sender ``for`` some seconds. A fault may also hit another process: ``pause server 0 for 0.2 s``.
+- the sender dies before the message is sent (``kill``) or after the message has arrived (``last``), or another fault
+  of the simulator hits the sender ``for`` some seconds. A fault may also hit a different process, as in
+  ``pause server 0 for 0.2 s``.
 
 Lines that begin with ``then`` are regular expressions that the run's end must match. ``#`` begins a comment.
 """
@@ -42,7 +43,8 @@ PLACE = r"coordinator|(?:worker|server|supervision) \d+"
 HIT = rf"(?P<kind>{'|'.join(sorted({*KINDS, *DEADLY}))})(?: (?P<victim>{PLACE}))?(?: for (?P<seconds>[\d.]+) s)?"
 TIMED = re.compile(rf"(?P<at>[\d.]+) s: {HIT}")
 ON_SEND = re.compile(
-    rf"(?P<sender>{PROCESS})'s (?P<ordinal>\d+)(?:st|nd|rd|th) (?P<message>\w+)(?: to (?P<to>{PROCESS}))?(?P<next> after that)?: "
+    rf"(?P<sender>{PROCESS})'s (?P<ordinal>\d+)(?:st|nd|rd|th) (?P<message>\w+)"
+    rf"(?: to (?P<to>{PROCESS}))?(?P<next> after that)?: "
     rf"(?:(?P<fate>lost|last|late by|doubled after)(?: (?P<delay>[\d.]+) s)?|{HIT})"
 )
 

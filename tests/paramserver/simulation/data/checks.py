@@ -58,7 +58,9 @@ class Checks:
         since = max(self._progressed, self._last_fault())
         patience = WITHIN * self._specification.timeout + (self._specification.patience - self._specification.timeout)
         if self._world.now - since > patience:
-            stuck = [str(process) for process in self._members.workers.values() if process.alive and process.ended is None]
+            stuck = [
+                str(process) for process in self._members.workers.values() if process.alive and process.ended is None
+            ]
             raise ViolationError(f"17: nothing has happened for {self._world.now - since:.1f} s: {', '.join(stuck)}")
 
     def _last_fault(self) -> float:

@@ -107,14 +107,19 @@ class Members:
 
     def _is_alone(self, identity: int, key: int) -> bool:
         return not any(
-            server != identity and self.servers[server].alive and server not in self._lost for server in self._slices[key].servers
+            server != identity and self.servers[server].alive and server not in self._lost
+            for server in self._slices[key].servers
         )
 
     def _unfilled(self, identity: int) -> None:
         """Note the slices of a lost server that its restarted backups do not hold completely: they count as lost."""
         for slice_ in self._slices:
-            others = [] if identity not in slice_.servers else [server for server in slice_.servers if server != identity]
-            left = [process for server in others if server not in self._lost and (process := self.servers[server]).alive]
+            others = (
+                [] if identity not in slice_.servers else [server for server in slice_.servers if server != identity]
+            )
+            left = [
+                process for server in others if server not in self._lost and (process := self.servers[server]).alive
+            ]
             stores = [process.role.server.store for process in left]
             if not stores or any(slice_.key in store.whole for store in stores):
                 continue

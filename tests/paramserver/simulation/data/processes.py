@@ -256,7 +256,9 @@ class SimulatedWorker:
             self.role.follow(now, self._view)
             incarnations = self._incarnations.of(self.role.view)
             self._inbox = [
-                (sender, message) for sender, message in self._inbox if incarnations.get(sender.id) == sender.incarnation
+                (sender, message)
+                for sender, message in self._inbox
+                if incarnations.get(sender.id) == sender.incarnation
             ]
 
     def _handle(self, server: Peer, message: Message) -> None:

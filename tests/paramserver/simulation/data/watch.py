@@ -53,7 +53,9 @@ class Watch:
         self._visible: dict[tuple[int, int, int, bool], bytes] = {}
         self._epochs: dict[int, int] = {}
         self._forgiven: dict[int, int] = {}
-        self._members: dict[tuple[int, int], tuple[frozenset[Token], set[int]]] = {}  # Tokens, and keys of the slices with them.
+        self._members: dict[
+            tuple[int, int], tuple[frozenset[Token], set[int]]
+        ] = {}  # Tokens, and keys of the slices with them.
         self._answered: dict[int, dict[Token, float]] = {}
         self._reset_at: dict[int, tuple[float, frozenset[Token]]] = {}
         self._begun: dict[int, float] = {}
@@ -157,7 +159,9 @@ class Watch:
             members, keys = self._members.setdefault((epoch, version), (last, set()))
             keys.add(key)
             if members != last and not self._torn(version - 1, members ^ last):
-                raise ViolationError(f"4: step {version - 1} has {sorted(members)} in one slice, {sorted(last)} in {key}")
+                raise ViolationError(
+                    f"4: step {version - 1} has {sorted(members)} in one slice, {sorted(last)} in {key}"
+                )
         self._seen(key, tokens if self.aggregates else {own_token}, server, sent, now)
 
     def _seen(self, key: int, tokens: Iterable[Token], server: Peer, sent: float, now: float) -> None:
