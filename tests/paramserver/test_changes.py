@@ -1,4 +1,4 @@
-"""Pulled changes: workers have the servers' values but for what is left out, and that comes with the next ones."""
+"""Pulls of compressed changes: workers lack only what a change leaves out, and later changes add what was left out."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_a_change_goes_only_to_workers_with_the_values_that_it_builds_on() -> No
     value = torch.tensor([1.0, 2.0])
     changes = Changes(TopK.encoding, 0.5, {0: value})
     mark = changes.mark(0)
-    assert changes.answer(0, mark, True) == (bytes(value.numpy()), Encoding.DENSE, mark), "none was made"
+    assert changes.answer(0, mark, True) == (bytes(value.numpy()), Encoding.DENSE, mark), "no change was made"
     value.add_(1.0)
     payload = changes.make(0)
     assert changes.answer(0, mark, True) == (payload, TopK.encoding, mark)
@@ -53,7 +53,7 @@ def test_a_worker_adds_a_change_only_to_the_values_that_it_builds_on() -> None:
 
 @pytest.mark.light
 def test_a_worker_that_wants_a_change_gets_values_if_none_was_made() -> None:
-    """Also from a copy: what was known is that of many steps before."""
+    """Check the server, and a copy that takes over the values that workers had many steps before."""
     value = torch.ones(4)
     changes, copy = (Changes(OneBit.encoding, 0.5, {0: value}, FP16.encoding) for _ in range(2))
     value.add_(1.0)
@@ -68,7 +68,7 @@ def test_a_worker_that_wants_a_change_gets_values_if_none_was_made() -> None:
 
 
 def in_one_process(optimizer_options: dict[str, Any], size: int) -> dict[str, Tensor]:
-    """Steps of the servers' values by gradients at the workers', slice by slice as servers and workers have them."""
+    """Train servers' values with gradients at the workers' values, which follow by changes; return the latter."""
     values, network = make_network(), make_network()
     optimizer = make_optimizer(values, optimizer_options)
     scheduler = make_scheduler(optimizer)
@@ -103,7 +103,7 @@ def test_training_with_changes_equals_one_process_with_the_same_compression(tmp_
 
 
 def encodings_by_step(worker: Worker, levels: Sequence[int]) -> None:
-    """Have a worker use the rungs of its ladder in this order: nothing, a half, and one bit a value."""
+    """Let a worker use these levels, one for each step: 0 is dense, 1 is fp16, and 2 is onebit."""
     assert worker.chooser is not None
     worker.chooser.next = worker.chooser.follow = lambda step, _: levels[step]  # type: ignore[method-assign]
 
@@ -111,22 +111,22 @@ def encodings_by_step(worker: Worker, levels: Sequence[int]) -> None:
 @pytest.mark.light
 @pytest.mark.parametrize("dies", [4, 6, 9])
 def test_a_worker_that_changes_encodings_has_the_values_that_the_server_assumes(dies: int, tmp_path: Path) -> None:
-    """A change is made from the rounded values of the step before, whose bytes it spares; also by a copy."""
+    """Check that a change builds on the rounded values of the step before, also after a backup has taken over."""
     levels, sizes = [0, 1, 2, 2, 2, 1, 2, 0, 0, 2, 2, 2], []
     gradients = torch.randn(len(levels), 40, generator=torch.Generator().manual_seed(0))
-    value, known, expected, rung_before = nn.Parameter(torch.zeros(40)), torch.zeros(40), [], 0
+    value, known, expected, level_before = nn.Parameter(torch.zeros(40)), torch.zeros(40), [], 0
     optimizer = torch.optim.SGD([value], lr=0.5, momentum=0.5)
     for level, gradient in zip(levels, gradients, strict=True):
         value.grad = gradient
         optimizer.step()
         left = value.detach() - known
         change = torch.where(left > 0, left[left > 0].mean(), left[left <= 0].mean())
-        if level == 2 and rung_before > 0:
+        if level == 2 and level_before > 0:
             known = known + change
         else:
             known = value.detach().half().float() if level == 1 else value.detach().clone()
         expected.append(known)
-        rung_before = level
+        level_before = level
     with PlainRoles(tmp_path, (40,), servers=2, replication=2, pull_compression="auto") as run:
         (slice_,) = cut(run.specification)
         worker, (pulled,) = run.joined()
@@ -144,7 +144,7 @@ def test_a_worker_that_changes_encodings_has_the_values_that_the_server_assumes(
 
 @pytest.mark.light
 def test_one_workers_change_goes_to_all_workers_that_can_apply_it(tmp_path: Path) -> None:
-    """Who wants values gets the change that another wants, if it has what that is made from."""
+    """Check that a worker that asks for values gets another worker's change if the worker has the change's base."""
     with PlainRoles(tmp_path, (40,), workers=2, pull_compression="auto") as run:
         workers, values = zip(*(run.worker(number) for number in range(2)), strict=True)
         sizes = []
@@ -172,6 +172,6 @@ def test_validation_has_the_servers_values_and_training_goes_on(tmp_path: Path) 
         before = value.clone()
         worker.refresh()
         assert not torch.equal(value, before)
-        assert value.unique().tolist() == [-0.5], "the servers' own values, as validation and checkpoints have them"
+        assert value.unique().tolist() == [-0.5], "validation and checkpoints use the servers' own values"
         run.step(worker, 0.0)
-        assert (value == 0).sum() == 32, "training goes on with what changes have brought"
+        assert (value == 0).sum() == 32, "training goes on from the values to which changes have led"

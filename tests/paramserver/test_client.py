@@ -1,4 +1,4 @@
-"""A worker's side: each layer waits for its own values, in the order of their use, and none waits for ever."""
+"""A worker's side: each layer waits only for its own values, in the order of use, and does not wait for ever."""
 
 import time
 from pathlib import Path
@@ -16,7 +16,7 @@ from cnnstrategies.paramserver.worker.worker import Wait
 
 
 def test_each_parameter_is_waited_for_separately_and_pulls_follow_the_order_of_use() -> None:
-    """A forward in the reverse order of the parameters asks for them in that order from the next step on."""
+    """Check that after a forward in reverse order the worker pulls the parameters in that order."""
     pair = Pair()
     role, count = pair.role, len(pair.values)
     slices = cut(specify({"name": "SGD", "lr": 0.5}, 1))
@@ -35,7 +35,7 @@ def test_each_parameter_is_waited_for_separately_and_pulls_follow_the_order_of_u
 
 
 def test_a_push_that_servers_would_drop_is_an_error_at_the_worker(tmp_path: Path) -> None:
-    """A step that waits for it would never end."""
+    """Check the worker's errors: otherwise the step would wait for ever for the push that the servers drop."""
     with PlainRoles(tmp_path) as run:
         with pytest.raises(ConfigurationError, match=r"float64.*float32.*pass the parameters from which"):
             run.connect(0, [torch.zeros(40, dtype=torch.float64)])
@@ -56,7 +56,7 @@ def test_a_push_that_servers_would_drop_is_an_error_at_the_worker(tmp_path: Path
 
 
 def test_a_worker_that_sends_for_long_is_not_taken_for_deaf(tmp_path: Path) -> None:
-    """As on a slow link that is full of gradients: what a server answers last of all it has not read yet."""
+    """Simulate a slow link full of gradients: the server has not read the message that it would answer."""
     with PlainRoles(tmp_path, timeout=2.0) as run:
         worker, _ = run.joined()
         connections = worker.role.connections
@@ -67,4 +67,4 @@ def test_a_worker_that_sends_for_long_is_not_taken_for_deaf(tmp_path: Path) -> N
         def waiting() -> bool:
             return time.monotonic() < ends
 
-        worker.wait_for(Wait(waiting, lambda: handle(0, Kind.VALUE)))  # Which no server answers.
+        worker.wait_for(Wait(waiting, lambda: handle(0, Kind.VALUE)))  # Servers do not answer VALUE.

@@ -1,4 +1,4 @@
-"""A node pushes once: what its workers give is in each step once, whoever of them dies."""
+"""Nodes that push once for all their workers: each worker's gradient is in each step once, whichever worker dies."""
 
 from unittest.mock import Mock
 
@@ -14,7 +14,7 @@ from cnnstrategies.paramserver.core.view import RemovedError, ServersUnreachable
 
 @pytest.mark.parametrize("nodes", [None, 1])
 def test_no_living_workers_gradient_is_lost_or_counts_twice(nodes: int | None) -> None:
-    """A node alone leaves out no step, also of pipelined ones, where one was begun with what its leader had pushed."""
+    """Check runs of several nodes, and of a single node, which leaves out no step even when steps are pipelined."""
     for seed in range(10):
         simulate(seed, nodes)
 

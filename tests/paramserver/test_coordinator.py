@@ -1,4 +1,4 @@
-"""What the coordinator tells its members and who watches: who takes part, who waits for whom, why it is over."""
+"""Messages of the coordinator to its members and to observers: membership, waits, and reasons for the end."""
 
 import math
 
@@ -35,13 +35,13 @@ def test_a_process_that_comes_after_all_workers_have_left_is_told() -> None:
         run.call(peer, "leave")
     run.passes(2.0)
     over = End("the session is over: every worker has left", clean=True)
-    assert run.ended(Peer("server", 0)) == over, "it has nothing more to do"
+    assert run.ended(Peer("server", 0)) == over, "the server has nothing more to do"
     assert run.ended(run.member("worker", 1, incarnation=1)) == over
 
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_server_that_training_did_not_wait_for_gets_copies(dies: bool) -> None:
-    """The first process of its place has never registered."""
+    """Start training without server 0, whose first process has not registered."""
     run = Run(1, 2, survivable=1)
     run.member("server", 1)
     worker = run.member("worker", 0)
@@ -60,7 +60,7 @@ def test_a_server_that_training_did_not_wait_for_gets_copies(dies: bool) -> None
 @pytest.mark.parametrize("copies", [0, 1])
 @pytest.mark.parametrize("set_up", [True, False])
 def test_a_living_server_that_does_not_follow_views_is_lost(set_up: bool, copies: int) -> None:
-    """Not while it is set up, which may take as long as to appear."""
+    """Check both patiences: a server that is still being set up has as long as processes have to appear."""
     run = Run(1, 2, survivable=copies, supervised=False, appear=100.0)
     run.member("server", 0)
     blind = run.member("server", 1, sees=int(set_up))
@@ -80,7 +80,7 @@ def test_a_living_server_that_does_not_follow_views_is_lost(set_up: bool, copies
 
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_stopped_worker_misses_the_coordinator_a_time_out_after_going_on(comes: bool) -> None:
-    """No sooner: it could not hear it. And no later, whatever had come while it was stopped."""
+    """Check that the worker waits a whole time-out after it goes on, also if a message arrived during the stop."""
     run, (worker,) = trained(1)
     run.links.fate = lambda send: Moment("late", 0.3) if comes and send.message.kind == "done" else None
     run.call(worker, "epoch", epoch=0, samples=4, chunk=1)
@@ -95,7 +95,10 @@ def test_a_stopped_worker_misses_the_coordinator_a_time_out_after_going_on(comes
 
 
 def end_of_the_run(figures: dict[int, dict[str, float]]) -> str | None:
-    """What three workers are told of whom the first two wait in a collective; each says how far it is."""
+    """Return the reason with which a run of three workers ends, or None.
+
+    Two workers wait in a collective for the third. `figures` holds the progress that each worker reports.
+    """
     run = Run(3)
     run.figures = lambda peer: figures[peer.id]
     peers = [run.member("worker", number) for number in range(3)]
@@ -107,7 +110,7 @@ def end_of_the_run(figures: dict[int, dict[str, float]]) -> str | None:
 
 
 def test_workers_that_wait_for_each_other_end_the_run():
-    """Who has made as many steps may be on its way, and so may who allows that others are behind."""
+    """Check also that a worker that does not wait for the others does not end the run: it may still come."""
     at_five = {"pushed": 5, "needs": 5}
     assert end_of_the_run({0: at_five, 1: at_five, 2: {"pushed": 6, "needs": 6}}) == (
         "no worker can go on: worker 0, worker 1 in `boundary` for worker 2; "
@@ -118,10 +121,12 @@ def test_workers_that_wait_for_each_other_end_the_run():
     assert "worker 2 in `step 4` for worker 1: " in text
     for third in (at_five, {"pushed": 6, "needs": 2}, {"step": 9}, {"pushed": 3, "needs": 3}):
         assert end_of_the_run({0: at_five, 1: at_five, 2: third}) is None, third
-    assert end_of_the_run({0: {}, 1: {}, 2: {"pushed": 6, "needs": 6}}) is None, "these have not said how far they are"
+    assert end_of_the_run({0: {}, 1: {}, 2: {"pushed": 6, "needs": 6}}) is None, (
+        "the waiting workers have not reported their progress"
+    )
 
 
-# Who watches
+# Observers
 
 
 def test_an_observer_sees_members_waits_and_deaths() -> None:
@@ -145,7 +150,7 @@ def test_an_observer_sees_members_waits_and_deaths() -> None:
     _, shown, other = members
     assert (shown["process"], shown["host"], shown["takes_part"], shown["figures"]) == (4711, "here", True, figures)
     assert 0 < shown["silent"] <= 1.0
-    assert 0 < answer["seconds"] - shown["measured"] <= 1.1, "at the last heartbeat"
+    assert 0 < answer["seconds"] - shown["measured"] <= 1.1, "figures are as old as the last heartbeat"
     assert other["figures"] == {}
     (died_at, death), (replaced_at, replacement) = answer["faults"]
     assert death == "server 0 (process 4711 on here) was killed"

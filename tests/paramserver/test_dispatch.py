@@ -1,4 +1,4 @@
-"""Every sample of an epoch is given out once, and again if the worker that had it died."""
+"""Dispatch of chunks: every sample of an epoch is given out once, and again if the sample's worker dies."""
 
 import random
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.light
 
 
 class Dispatcher(dispatch.Dispatcher):
-    """Every question is a new one."""
+    """A dispatcher that treats every request as a new request."""
 
     asked = 0
 
@@ -33,7 +33,7 @@ def positions(chunks: list[Chunk]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_unprocessed_chunks_of_a_lost_worker_go_to_other_workers(leaves: bool) -> None:
-    """Who leaves says how far it has come; of one that dies it is known from its last question."""
+    """Check a worker that leaves, which reports its progress, and one that dies, whose last request tells it."""
     for seed in range(50):
         generator = random.Random(seed)
         dispatcher = begun(100, 3)
@@ -56,7 +56,7 @@ def test_unprocessed_chunks_of_a_lost_worker_go_to_other_workers(leaves: bool) -
 
 
 def test_an_epoch_that_is_over_does_not_begin_again():
-    """For a worker that is started again begins to load the first epoch, before it hears where the others are."""
+    """Check old epochs: a restarted worker begins with the first epoch before it learns the others' epoch."""
     dispatcher = Dispatcher()
     for epoch in range(4):
         dispatcher.begin(epoch, 4, 2)
@@ -86,18 +86,18 @@ def test_a_resumed_epoch_leaves_out_the_samples_processed_before_the_save():
     done = before.progress(3)
     after.begin(3, 11, 2, done)
     rest = [after.take(0, 3, 0, (0,)).start for _ in range(3)]
-    assert rest == [6, 8, 10], "worker 1 had taken the fourth chunk, and not worked on it"
+    assert rest == [6, 8, 10], "worker 1 had taken the fourth chunk, but not processed it"
     assert not after.take(0, 3, 0, (0,))
     assert after.progress(3) == done
     after.processed(0, 3, 5)
     assert int(after.progress(3), 16) == 0b111111
-    assert after.begin(3, 5, 1) == 11, "as it was begun first"
+    assert after.begin(3, 5, 1) == 11, "an epoch keeps the number of samples with which it began first"
     assert after.progress(4) == ""
     with pytest.raises(ControlError, match="done='zz' is not a number in hexadecimal digits"):
         after.begin(4, 4, 1, "zz")
 
 
-# Who comes while others train
+# Workers that come while others train
 
 
 def test_a_joiner_gets_only_chunks_that_the_workers_can_spare():
@@ -117,7 +117,7 @@ def test_a_returning_worker_counts_among_the_workers_that_need_a_chunk():
         dispatcher.take(0, 0, 0, (0,))
     assert dispatcher.may_join(1)
     assert dispatcher.can_spare((0, 1), others=False)
-    assert not dispatcher.can_spare((0, 1, 2), others=False), "one chunk for two"
+    assert not dispatcher.can_spare((0, 1, 2), others=False), "there is one chunk for two workers"
     assert not dispatcher.can_spare((0, 1), others=True)
 
 
@@ -127,7 +127,7 @@ def test_a_worker_that_found_no_chunk_left_is_not_let_in():
     for worker in (0, 0, 2):
         dispatcher.take(worker, 0, 0, (0, 2))
     assert not dispatcher.take(1, 0, 0, (0, 2))
-    dispatcher.lose(2)  # Something is left after all.
+    dispatcher.lose(2)  # Now a chunk is left after all.
     assert dispatcher.can_spare((0, 1), others=False)
     assert not dispatcher.may_join(1)
     assert dispatcher.may_join(3)

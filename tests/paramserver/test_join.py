@@ -1,4 +1,4 @@
-"""Workers that join a run, leave it, or were started again in the middle of an epoch, as the coordinator sees them."""
+"""The coordinator's treatment of joiners, and of workers that leave or are started again in the middle of an epoch."""
 
 import pytest
 from control_world import Answer, Run, in_epoch
@@ -42,7 +42,7 @@ def test_a_joiner_is_let_in_after_a_boundary_with_the_boundarys_result():
     with run.loses(lambda send: send.message.kind == "view"):
         peer, started = run.joins()
         run.passes(2.0)
-        assert started.value is None, "nobody is told before the others know it"
+        assert started.value is None, "a joiner is not let in before all members have its view"
     run.passes(3.0)
     result = started.fields
     assert (result["sequence"], result["midway"], result["joined"]) == (1, 1, True)
@@ -50,7 +50,7 @@ def test_a_joiner_is_let_in_after_a_boundary_with_the_boundarys_result():
     run.call(peer, "epoch", epoch=0, samples=10, chunk=1)
     chunk = run.call(peer, "take", epoch=0, processed=0).fields
     assert (chunk["start"], chunk["stop"]) == (2, 3)
-    # The others wait for it at the end of the epoch, until it has left.
+    # The workers wait for the joiner at the end of the epoch, until it has left.
     gathered = [run.collect(worker) for worker in (first, second)]
     run.passes(2.0)
     assert not any(answer.value for answer in gathered)
@@ -70,7 +70,7 @@ def test_a_joiner_is_not_let_in_after_a_later_collective():
     run.passes(2.0)
     assert (started.fields["sequence"], started.fields["admitted"]) == (3, [2])
     assert "midway" not in started.fields
-    # The next one waits until those that were let in at the boundary have begun.
+    # The next joiner waits until the joiner that was let in at the boundary has begun.
     _, started = run.joins()
     run.passes(2.0)
     assert started.value is None
@@ -108,7 +108,7 @@ def test_the_record_of_joiners_does_not_grow_with_epochs():
 
 
 def comes_back(run: Run, worker: Peer, midway: bool = True) -> Answer:
-    """A worker dies, is started again, and asks to be let in; what it is told when all have the newest view."""
+    """Kill a worker, start it again, let it ask to be let in, and return the result of its request."""
     run.died(worker, replaced=True)
     again = run.member(worker.role, worker.id, worker.incarnation + 1)
     answer = run.collect(again, "start", seal=True, **({MIDWAY: True} if midway else {}))
@@ -116,12 +116,12 @@ def comes_back(run: Run, worker: Peer, midway: bool = True) -> Answer:
     return answer
 
 
-@pytest.mark.parametrize("why", ["it says nothing", "the others' next epoch has begun"])
+@pytest.mark.parametrize("why", ["it cannot come midway", "the others' next epoch has begun"])
 def test_a_restarted_worker_waits_for_the_next_boundary(why: str) -> None:
     run, first, second = in_epoch()
-    if why != "it says nothing":
+    if why != "it cannot come midway":
         run.call(first, "epoch", epoch=1, samples=10, chunk=1)
-    start = comes_back(run, second, midway=why != "it says nothing")
+    start = comes_back(run, second, midway=why != "it cannot come midway")
     assert start.value is None
     run.collect(first, "boundary", boundary=True)
     run.passes(2.0)

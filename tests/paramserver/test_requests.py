@@ -1,4 +1,4 @@
-"""Requests whose answers are large: on a slow link they are not sent faster than they come."""
+"""Requests and their answers; a large answer is not repeated faster than a slow link can carry it."""
 
 import pytest
 
@@ -10,7 +10,7 @@ HERE, THERE = Peer("worker", 0), Peer("coordinator", 0)
 
 
 def probes_at_which_it_is_sent(size: int, probes: int) -> list[int]:
-    """Where an answer of so many bytes is sent again, if none of them ever comes."""
+    """Return the numbers of the probes after which an answer of `size` bytes is sent, if every answer is lost."""
     asking, answering = Asking(THERE, {}), Answering()
     sent = []
 
@@ -36,7 +36,7 @@ def probes_at_which_it_is_sent(size: int, probes: int) -> list[int]:
     ("size", "sent"), [(SMALL_ANSWER, [*range(65)]), (SMALL_ANSWER + 1, [0, 5, 14, 31, 64])], ids=["small", "large"]
 )
 def test_a_large_answer_is_repeated_at_growing_intervals(size: int, sent: list[int]) -> None:
-    """A probe comes every second: one that takes a minute to come is sent four times more, and not sixty times."""
+    """Probe every second: an answer that takes a minute to arrive is repeated four times instead of sixty times."""
     assert probes_at_which_it_is_sent(size, 64) == sent
 
 
@@ -47,7 +47,7 @@ def test_records_of_large_answers_end_with_the_answers() -> None:
         answering.accept(HERE, asked.message)
         (answered,) = answering.answer(HERE, Message(DONE, {}, [bytes(SMALL_ANSWER + 1)], asked.message.request))
         asking.on_reply(0.0, answered.message)
-    assert answering.entries == 2, "of the last one, and of its peer"
+    assert answering.entries == 2, "one entry for the last answer and one for its peer"
 
 
 @pytest.mark.parametrize("answered", [False, True])
@@ -56,13 +56,13 @@ def test_the_oldest_open_request_is_handled_again_if_its_answer_is_lost(answered
     first, second = (asking.ask(0.0, "values", {})[0].message for _ in range(2))
     assert all(answering.accept(HERE, message) for message in (first, second))
     if answered:
-        answering.answer(HERE, Message(DONE, {}, [], second.request))  # It is lost.
+        answering.answer(HERE, Message(DONE, {}, [], second.request))  # This answer is lost.
     (done,) = answering.answer(HERE, Message(DONE, {}, [], first.request))
     asking.on_reply(0.0, done.message)
     (third, *_) = asking.ask(0.0, "values", {})
     assert third.message.fields["floor"] == second.request
     answering.accept(HERE, third.message)
-    assert not answering.accept(HERE, first), "it is over"
+    assert not answering.accept(HERE, first), "the first request has been answered"
     (probe, *_) = asking.on_timer(0.0)
     lost = [effect.message.fields["ids"] for effect in answering.probe(HERE, probe.message)]
     assert lost == [[second.request]] * answered

@@ -1,4 +1,4 @@
-"""A coordinator that follows one that was killed: with its journal it goes on as if it had been stopped."""
+"""A coordinator that follows a killed coordinator: with the journal it goes on as if it had only been stopped."""
 
 import pickle
 import subprocess
@@ -27,18 +27,18 @@ SETTINGS = CoordinatorSettings("here", 2, 0)
 
 
 def follows(store: JournalStore, most: int = 10_000) -> Coordinator:
-    """What a journal makes of a new coordinator."""
+    """Return a new coordinator that has read a journal."""
     return Journaled(Coordinator(SETTINGS), store, follows=True, most=most).coordinator
 
 
 def epoch(number: int) -> Message:
-    """An epoch begins."""
+    """Return the message with which a worker begins an epoch."""
     fields = {"session": 0, "floor": 1, "epoch": number, "samples": 4, "chunk": 1}
     return Message("epoch", fields, (b"x",), number)
 
 
 def told(store: JournalStore, most: int = 10_000, count: int = 6) -> Journaled:
-    """A coordinator that two workers have come to, and one of them has begun some epochs."""
+    """Return a coordinator with two registered workers, of which one has begun some epochs."""
     role = Journaled(Coordinator(SETTINGS), store, most=most)
     role.start(0.0)
     for worker in range(2):
@@ -58,13 +58,13 @@ def test_the_time_without_a_coordinator_does_not_count_as_silence() -> None:
     run.passes(5 * BEAT)
     run.coordinate(1)
     run.passes(3.5 * BEAT)
-    assert run.members == peers, "it was silent for at most 9.5 s"
+    assert run.members == peers, "the worker was silent for at most 9.5 s"
     run.passes(2.5 * BEAT)
     assert run.members == peers[:1]
 
 
 def test_a_large_journal_is_rewritten_when_it_has_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest of these journals is twice the state and what it may have beside it, and a message."""
+    """Check the largest size: twice the state and one message, plus the bytes that are always allowed."""
     monkeypatch.setattr(journal, "MOST_BYTES", 1 << 12)
     sheet, sizes = toys.Sheet(), []
     role = told(sheet, count=2)
@@ -73,7 +73,7 @@ def test_a_large_journal_is_rewritten_when_it_has_doubled(monkeypatch: pytest.Mo
         role.on_message(9.0, Peer("worker", 0), Message("put", fields, (text,), number))
         sizes.append(len(sheet.read()))
     assert max(sizes) < 2 * (len(pickle.dumps(role.coordinator)) + (1 << 14)) + (1 << 12)
-    assert 4 < sum(after < before for before, after in pairwise(sizes)) < 30, "now and then"
+    assert 4 < sum(after < before for before, after in pairwise(sizes)) < 30, "the journal is rewritten now and then"
     assert differing(role.coordinator, follows(sheet)) is None
 
 
@@ -89,7 +89,7 @@ def test_a_last_record_with_a_changed_byte_is_ignored(where: int) -> None:
 
 
 def played() -> list[str]:
-    """All that happens in a run in which much is lost."""
+    """Return the trace of a run in which many messages are lost."""
     plan = Plan(workers=3, servers=3, survivable=1, restarts=1, epochs=3, max_joiners=2)
     outcome = run(plan, Network(7, 1.0, tcp=False, rate=0.05), 7, traced=True)
     assert outcome.violation is None
@@ -97,7 +97,7 @@ def played() -> list[str]:
 
 
 def test_runs_do_not_depend_on_the_hash_seed() -> None:
-    """Else one that reads what another was told would be in another state."""
+    """Compare two processes: a coordinator that reads another coordinator's journal must reach the same state."""
     environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)}
     command = [sys.executable, "-c", "import test_restart; print(*test_restart.played(), sep='\\n')"]
     other = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
@@ -109,7 +109,7 @@ def test_runs_do_not_depend_on_the_hash_seed() -> None:
 
 def test_a_journal_file_is_private_and_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal"
-    path.write_bytes(b"of a run before")
+    path.write_bytes(b"of a previous run")
     file = JournalFile(path)
     role = told(file, most=7)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -143,4 +143,4 @@ def test_a_full_disk_does_not_end_the_run_and_leaves_no_partial_journal(
         follows(JournalFile(path))
     for tick in range(16):
         role.on_timer(30.0 + tick, "tick")
-    assert differing(role.coordinator, follows(JournalFile(path))) is None, "all of it was written anew"
+    assert differing(role.coordinator, follows(JournalFile(path))) is None, "the whole journal was written again"

@@ -1,4 +1,4 @@
-"""Keys, who may connect, and where encryption may be left out."""
+"""Keys, permission to connect, and the places where encryption may be left out."""
 
 import contextlib
 import fcntl
@@ -67,7 +67,7 @@ def test_any_network_needs_encryption_or_explicit_permission() -> None:
 
 
 def test_a_process_without_the_members_own_key_is_refused(tmp_path: Path) -> None:
-    """Neither a stranger's, which is not let in, nor that of worker 1 in worker 0's name."""
+    """Use a stranger's key, with which a connection is refused, and worker 1's key in the name of worker 0."""
     with Roles(tmp_path, specify(SGD, 2), encrypted=True) as run:
         impatient = replace(run.specification, timeout=0.3)
         worker, values = run.worker()
@@ -83,7 +83,7 @@ def test_a_process_without_the_members_own_key_is_refused(tmp_path: Path) -> Non
         join([worker])
 
 
-# The stranger
+# Strangers
 
 
 ONE_NODE = NodeLayout(1, 0, 2, "127.0.0.1", 29500)
@@ -107,7 +107,7 @@ def test_no_endpoint_can_be_reached_without_a_key(
         if place.key_file is not None:
             assert stat.S_IMODE(Path(place.key_file).stat().st_mode) == 0o600
     if started != "by fit":
-        assert places[0] == places[1], "all ranks of a machine meet at one place"
+        assert places[0] == places[1], "all ranks of a machine use the same coordinator"
     open_to_all = choose_rendezvous(ParameterServerStrategy(security="none").options, TWO_NODES, 0)
     assert open_to_all.key_file is None
 
@@ -136,7 +136,7 @@ def test_a_directory_that_somebody_else_made_is_not_used(tmp_path: Path, monkeyp
     monkeypatch.setattr("tempfile.tempdir", tempfile.mkdtemp(dir="/tmp"))
     path = shared_directory("here")
     let_go(path)
-    assert not path.exists(), "the last one has removed it"
+    assert not path.exists(), "the last process has removed the directory"
     for make in (lambda: path.mkdir(0o755), lambda: path.symlink_to(tmp_path)):
         make()
         with pytest.raises(ConfigurationError, match="is not a directory that only this user can enter"):
@@ -150,7 +150,7 @@ def test_a_directory_that_somebody_else_made_is_not_used(tmp_path: Path, monkeyp
 
 
 def test_a_directory_stays_while_an_unseen_process_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container with the same temporary directory: what tells is the lock."""
+    """Use only a lock: a process in a container with the same temporary directory is not visible otherwise."""
     monkeypatch.setattr("tempfile.tempdir", tempfile.mkdtemp(dir="/tmp"))
     used, unused = (temporary_place() / f"{PREFIX}99999999-{name}" for name in ("used", "unused"))
     for path in (used, unused):
@@ -165,8 +165,8 @@ def test_a_directory_stays_while_an_unseen_process_uses_it(monkeypatch: pytest.M
 
 
 def test_a_stranger_of_protocol_version_one_ends_no_process(tmp_path: Path) -> None:
-    """Where libzmq speaks that version, one in some hundreds of such connections does."""
-    words = bytes([128, *[0] * 200])  # a routing id, and what is no frame
+    """Open many connections: if libzmq accepts that version, one in some hundreds of them ends the process."""
+    words = bytes([128, *[0] * 200])  # A routing id, and bytes that are not a frame.
     with Roles(tmp_path, specify(SGD, 1, servers=1)):
         for _ in range(4000):
             with socket.socket(socket.AF_UNIX) as stranger, contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -195,7 +195,7 @@ CONTENTS: dict[str, Any] = ABOUT | {
 
 
 def lies(known: int) -> list[tuple[Peer, Message]]:
-    """All that anybody says, in the name of others: with numbers that are guessed, and one that is known."""
+    """Return every kind of message in the name of every member, with guessed process numbers and the known one."""
     names = [*(peer._replace(process=process) for peer in PLACES for process in (0, 1, known)), Peer(WATCHER, 0, 0, 1)]
     hello = Message("hello", CONTENTS | {"public_key": KeyPair.create().public}, (), 1)
     messages = [hello, *(Message(kind, CONTENTS, (), 1) for kind in KINDS)]
@@ -204,7 +204,7 @@ def lies(known: int) -> list[tuple[Peer, Message]]:
 
 @pytest.mark.parametrize("key", ["a stranger's", "the run's", "a member's own"])
 def test_nobody_can_send_messages_in_the_name_of_a_member(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even who has overheard by which number the coordinator knows that one."""
+    """Send messages with a member's process number, as if an attacker had overheard it."""
     monkeypatch.setattr(supervision, "ANSWER_SECONDS", 60.0)
     keys = KeyPair.create()
     watch = Supervision(Address("", "supervision", 0), keys)
@@ -221,12 +221,12 @@ def test_nobody_can_send_messages_in_the_name_of_a_member(key: str, monkeypatch:
         membership.wait_registered()
         (victim,) = role.roster.members
         liar_keys = keys if key == "the run's" else KeyPair.create()
-        # A stranger has the proof of a member that it has overheard.
+        # A stranger uses a member's proof, as if it had overheard the proof.
         proof = prove(keys, victim.public_key if key == "a stranger's" else liar_keys.public)
         liar = context.socket(zmq.DEALER)
         secure(liar, liar_keys, keys.public)
         liar.connect(service.endpoint)
-        liar.send_multipart([b"", b"in two parts"])  # A message is one frame.
+        liar.send_multipart([b"", b"in two parts"])  # Invalid: a message is one frame.
         claims = lies(victim.peer.process)
         if key == "a stranger's":
             me = Peer("server", 0, 0, fingerprint(liar_keys.public))
@@ -234,7 +234,7 @@ def test_nobody_can_send_messages_in_the_name_of_a_member(key: str, monkeypatch:
         for sender, message in claims:
             liar.send(encode(sender, message, proof))
         until(lambda: service.dropped == len(claims) + 1 or role.ended is not None or len(role.roster.members) > 1)
-        assert not liar.poll(0), "nobody is told anything"
+        assert not liar.poll(0), "the liar receives no answer"
         liar.close(0)
         assert role.roster.member_at("worker", 0) is victim
         assert len(role.roster.members) == 1
@@ -242,8 +242,8 @@ def test_nobody_can_send_messages_in_the_name_of_a_member(key: str, monkeypatch:
         assert role.specification is None
         assert not role.signal
         with Watcher(service.endpoint, keys) as watcher:
-            assert watcher.ask(60.0) is not None, "who has the run's keys may look"
-        until(lambda: list(service.routes) == [victim.peer])  # Nothing is kept of it.
+            assert watcher.ask(60.0) is not None, "an observer with the run's keys may look"
+        until(lambda: list(service.routes) == [victim.peer])  # The observer's route is removed.
         membership.close()
         assert role.ended is not None, "the worker itself may leave"
         watch.coordinator = replace(watch.coordinator, coordinator=service.endpoint)
@@ -253,7 +253,7 @@ def test_nobody_can_send_messages_in_the_name_of_a_member(key: str, monkeypatch:
 
 
 def test_nobody_takes_the_place_of_a_living_member() -> None:
-    """Who has the run's key could be a later life of anybody."""
+    """Send a hello of a later incarnation, which any process with the run's key could send."""
     run = Run(1)
     worker = run.member("worker", 0)
     later, hello = worker._replace(incarnation=1), Message("hello", ABOUT | {"public_key": ""}, request=1)
@@ -268,7 +268,7 @@ def test_nobody_takes_the_place_of_a_living_member() -> None:
     ("role", "allowed"), [("server", {"get", "end"}), ("worker", {"put", "get", "end"}), (WATCHER, set())]
 )
 def test_a_process_can_only_send_the_requests_of_its_role(role: str, allowed: set[str]) -> None:
-    """A server publishes nothing, a worker stops no coordinator, and who watches changes nothing."""
+    """Check that servers do not publish, workers do not stop the coordinator, and observers do not change anything."""
     run = Run(1, 1)
     peer = Peer(WATCHER, 0) if role == WATCHER else run.member(role, 0)
     accepted = set()

@@ -1,4 +1,4 @@
-"""Mistakes are named before a process starts."""
+"""Mistakes in the options are reported before a process starts."""
 
 from typing import Any
 

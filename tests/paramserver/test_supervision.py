@@ -1,4 +1,4 @@
-"""What becomes of processes that end: the supervision of a node, without any process."""
+"""A node's supervision of processes that end, tested without real processes."""
 
 import os
 import signal
@@ -18,10 +18,10 @@ OTHER = [["worker", 2, 0]]
 
 
 class Process:
-    """One that has ended with an exit code, or runs.
+    """A process that has ended with an exit code, or that runs.
 
     Attributes:
-        dies: Whether a signal ends it.
+        dies: Whether a signal ends the process.
     """
 
     pid = 1
@@ -41,11 +41,14 @@ class Process:
 
 
 class Node(Supervision):
-    """A supervision whose coordinator is reached, and misses others, as the test says.
+    """A supervision whose coordinator's answers are given by the test.
 
     Attributes:
-        goes_on: How often the coordinator still says that its session goes on; then it is over.
-        on_stop: What comes of its telling the coordinator to stop.
+        missed: Members that the coordinator reports as silent.
+        reached: Whether the coordinator answers.
+        reports: Kinds of the messages that the supervision has sent.
+        goes_on: Number of times that the coordinator still answers that its session goes on.
+        on_stop: Called when the supervision tells the coordinator to stop.
     """
 
     def __init__(self, missed=(), reached=True, appear=60.0, timeout=0.0, goes_on=inf):
@@ -67,7 +70,7 @@ class Node(Supervision):
         return Message(DONE, {"silent": self.missed, "ended": ended}) if self.reached else None
 
     def look_at(self, role: str, code: int, restarts: int = 1) -> Watched:
-        """One whose first process has ended with an exit code, after one look at it; the next goes on."""
+        """Return a watched process that has ended with an exit code, after one look at it; a replacement would run."""
         watched = Watched(role, 1, lambda incarnation: Process(None if incarnation else code), restarts)
         self.start(watched)
         self.look()
@@ -91,7 +94,7 @@ def test_a_process_that_was_cut_off_is_restarted_and_an_error_ends_the_run(setti
     watched = node.look_at(role, 1, restarts)
     assert (watched.incarnation, watched.code) == ((1, None) if "replaced" in reported else (0, 1))
     assert node.reports == [reported]
-    assert not watched.handle.signals, "the one that runs was not missed"
+    assert not watched.handle.signals, "the process that runs was not reported as silent"
 
 
 def test_a_process_that_ends_without_a_coordinator_is_restarted_when_the_coordinator_is_back():
@@ -128,7 +131,7 @@ def test_a_silent_process_that_is_ended_is_not_reported_as_killed(stopped, secon
 
 @pytest.mark.parametrize("seconds", [8, 61])
 def test_a_stopped_coordinator_is_reported_even_if_the_workers_have_ended_before(seconds, capsys, monkeypatch):
-    """Also where its end was not seen any more: the workers have ended before."""
+    """Stop the coordinator for less and for more than the time-out, after which the supervision ends it."""
     monkeypatch.setattr(supervision, "is_stopped", lambda pid: True)
     node = Node(timeout=60.0)
     node.start(Watched(COORDINATOR, 0, lambda incarnation: Process(dies=True)))
@@ -144,7 +147,7 @@ def test_a_stopped_coordinator_is_reported_even_if_the_workers_have_ended_before
 
 @pytest.mark.parametrize("first", [True, False])
 def test_workers_are_restarted_only_in_the_first_session(first, capsys, monkeypatch):
-    """And without the first, which starts the services of later sessions, the others end."""
+    """Check also that other workers end without the first worker, which starts the services of later sessions."""
     monkeypatch.setattr(supervision, "GRACE", 0.0)
     node, other = Node(goes_on=0), Process()
     watched = Watched("worker", 0, lambda incarnation: other)
@@ -169,7 +172,7 @@ def test_services_stay_until_other_nodes_workers_have_left():
 
 
 def test_workers_are_not_restarted_once_a_worker_has_finished():
-    """The others let nobody in any more."""
+    """Check one death after another worker has finished: the remaining workers do not let workers in any more."""
     node = Node()
     node.look_at("worker", 0)
     dead = node.look_at("worker", -9)

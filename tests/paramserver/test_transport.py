@@ -1,4 +1,4 @@
-"""Frames of one or several messages: none waits for ever, and what is no whole message is refused."""
+"""Frames with one or several messages: messages do not wait for ever, and incomplete messages are refused."""
 
 import contextlib
 import time
@@ -27,7 +27,7 @@ LARGE = SMALL_BYTES + 1
 
 @contextlib.contextmanager
 def pair() -> Iterator[tuple[Socket, Socket]]:
-    """Two ends of a connection; no fixture, for it could not be used in the process that the test is forked into."""
+    """Give both ends of a connection. This is not a fixture: the test is forked, and sockets do not survive a fork."""
     with zmq.Context() as context:
         near, far = context.socket(zmq.DEALER), context.socket(zmq.ROUTER)
         far.bind("inproc://far")
@@ -42,7 +42,7 @@ def header(sequence: int, length: int = 0) -> Header:
 
 
 def came(far: Socket) -> list[list[Received]]:
-    """What has come, together or one after the other."""
+    """Return the received messages, one list for each frame."""
     inbox = Inbox(far, SESSION, routed=True, encrypted=False)
     bundles = []
     while far.poll(100):
@@ -93,7 +93,7 @@ def test_an_incomplete_message_is_refused() -> None:
 
 
 def test_a_header_without_its_payload_does_not_take_another_message_as_payload() -> None:
-    """The payload may be lost with a connection, and the next message be as long as it was."""
+    """Lose a payload with its connection: the next message may be exactly as long as the payload."""
     with pair() as (near, far):
         near.send(header(1, LARGE).pack())
         near.send(header(2, LARGE - HEADER_BYTES).pack() + bytes(LARGE - HEADER_BYTES))
